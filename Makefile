@@ -1,0 +1,40 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11; everything lands in .venv and .cache.
+PYTHON ?= python3
+VENV := .venv/bin
+MODEL := .cache/smollm2-135m
+TEXT := .cache/text
+# Two test processes with one thread each use two cores better than one process with two.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.PHONY: demo test lint bench model text clean
+
+.venv/installed: pyproject.toml
+	test -d .venv || $(PYTHON) -m venv .venv
+	# The CPU build of torch first, so that nothing pulls the CUDA one; install your own torch before for a GPU.
+	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet torch==2.13.0
+	$(VENV)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+model: .venv/installed
+	$(VENV)/python tools/get_model.py --out $(MODEL)
+
+text: .venv/installed
+	$(VENV)/python tools/get_text.py --out $(TEXT)
+
+demo: model text
+	$(VENV)/python tools/demo.py --model $(MODEL) --text $(TEXT)
+
+test: model text
+	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist loadfile
+
+lint: .venv/installed
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+
+bench: model text
+	$(VENV)/inplace-ttt bench
+	$(VENV)/python tools/bench_model.py --model $(MODEL)
+
+clean:
+	rm -rf .venv .cache build *.egg-info

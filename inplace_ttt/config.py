@@ -1,0 +1,165 @@
+"""What a conversion is: every choice the method leaves open, validated, with presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from .errors import InPlaceTTTError
+
+Target = Literal["embeddings", "hidden_states"]
+Conv = Literal["lookahead", "causal"]
+ClipWhen = Literal["inference", "always"]
+
+_EVERY = re.compile(r"every:([1-9]\d*)")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InPlaceTTTError(message)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+
+
+@dataclass(frozen=True)
+class DeltaClip:
+    """Bound on the Frobenius norm of one chunk's delta V_jᵀZ_j (without η), paper appendix "Clipping".
+
+    tau: the bound; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the gradient.
+    when: "inference" clips in eval mode only (the paper), "always" in training too.
+    """
+
+    tau: float
+    relative: bool = False
+    when: ClipWhen = "inference"
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_number(self.tau) and self.tau > 0, f"clip.tau must be a number above 0, got {self.tau!r}; leave clip out for no clipping."
+        )
+        _require(isinstance(self.relative, bool), f"clip.relative must be true or false, got {self.relative!r}.")
+        _require(
+            self.when in get_args(ClipWhen), f"clip.when must be one of {get_args(ClipWhen)}, got {self.when!r}; leave clip out for never."
+        )
+
+
+@dataclass(frozen=True)
+class InPlaceTTTConfig:
+    """Every choice of a conversion. The defaults are the `paper` preset.
+
+    layers: "every:N" (layers 0, N, 2N, …) or the layer indices. Paper appendix C.3: every sixth; offset unstated.
+    chunk_size: tokens a chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
+    eta: η of Eq. (1), one number or one a TTT layer. The paper gives no value.
+    target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's input).
+    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no future token).
+    kernel_size: taps of the depthwise convolution (appendix C.2: 5).
+    clip: bound on a chunk's delta, or None.
+    detach_target: stop the gradient from the target into its source.
+    decode_updates: tokens read one at a time into a non-empty cache (generated ones) write too.
+    """
+
+    layers: str | tuple[int, ...] = "every:6"
+    chunk_size: int = 1024
+    eta: float | tuple[float, ...] = 1.0
+    target: Target = "embeddings"
+    conv: Conv = "lookahead"
+    kernel_size: int = 5
+    clip: DeltaClip | None = None
+    detach_target: bool = False
+    decode_updates: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "eta"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.clip, Mapping):
+            object.__setattr__(self, "clip", _from_mapping(DeltaClip, self.clip, "clip"))
+        self._check_layers()
+        _require(
+            type(self.chunk_size) is int and self.chunk_size >= 1, f"chunk_size must be an integer of at least 1, got {self.chunk_size!r}."
+        )
+        etas = self.eta if isinstance(self.eta, tuple) else (self.eta,)
+        _require(
+            len(etas) > 0 and all(_is_number(e) and e >= 0 for e in etas),
+            f"eta must be a number of at least 0 (or one a layer), got {self.eta!r}.",
+        )
+        if isinstance(self.eta, tuple) and isinstance(self.layers, tuple):
+            _require(
+                len(self.eta) == len(self.layers),
+                f"eta has {len(self.eta)} values for {len(self.layers)} layers; give one number or one a layer.",
+            )
+        _require(self.target in get_args(Target), f"target must be one of {get_args(Target)}, got {self.target!r}.")
+        _require(self.conv in get_args(Conv), f"conv must be one of {get_args(Conv)}, got {self.conv!r}.")
+        _require(
+            type(self.kernel_size) is int and self.kernel_size >= 1,
+            f"kernel_size must be an integer of at least 1, got {self.kernel_size!r}.",
+        )
+        _require(
+            self.conv == "causal" or self.kernel_size % 2 == 1,
+            f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'.",
+        )
+        _require(self.clip is None or isinstance(self.clip, DeltaClip), f"clip must be a DeltaClip or nothing, got {self.clip!r}.")
+        for name in ("detach_target", "decode_updates"):
+            _require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
+
+    def _check_layers(self) -> None:
+        if isinstance(self.layers, str):
+            _require(_EVERY.fullmatch(self.layers) is not None, f"layers must be 'every:N' or a list of indices, got {self.layers!r}.")
+            return
+        _require(
+            isinstance(self.layers, tuple) and len(self.layers) > 0 and all(type(i) is int and i >= 0 for i in self.layers),
+            f"layers must be 'every:N' or a non-empty list of indices from 0, got {self.layers!r}.",
+        )
+        _require(len(set(self.layers)) == len(self.layers), f"layers names a layer twice: {list(self.layers)}.")
+        _require(list(self.layers) == sorted(self.layers), f"layers must be in order, got {list(self.layers)}.")
+
+    def resolve(self, num_layers: int) -> InPlaceTTTConfig:
+        """The same config with the layer indices written out for a model of `num_layers` layers."""
+        if isinstance(self.layers, str):
+            step = int(self.layers.removeprefix("every:"))
+            return dataclasses.replace(self, layers=tuple(range(0, num_layers, step)))
+        beyond = [i for i in self.layers if i >= num_layers]
+        _require(not beyond, f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.")
+        return self
+
+    def eta_of(self, position: int) -> float:
+        """η of the TTT layer at `position` among the TTT layers."""
+        return self.eta[position] if isinstance(self.eta, tuple) else self.eta
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` gives the same config back."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> InPlaceTTTConfig:
+        return _from_mapping(cls, values, "the TTT config")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> InPlaceTTTConfig:
+        """The preset `name`, with fields replaced by `overrides`."""
+        _require(name in PRESETS, f"preset {name!r} does not exist; choose one of {', '.join(PRESETS)}.")
+        return cls.from_dict({**PRESETS[name].to_dict(), **overrides})
+
+
+def _from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(set(values) - set(known))
+    _require(not unknown, f"{where} has no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise InPlaceTTTError(f"{where} is incomplete: {error}.") from None
+
+
+PRESETS: dict[str, InPlaceTTTConfig] = {
+    # arXiv 2604.06169. η, the layer offset and the chunk size of the main runs are unstated: ours are 1, 0 and 1024.
+    "paper": InPlaceTTTConfig(),
+    # The public reference code's recommended configuration.
+    "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
+}

@@ -1,0 +1,176 @@
+"""What a TTT layer must know about the current forward: its documents, its target source, its cache.
+
+An MLP sees only its input. Hooks bring the rest: one on the base model opens a `ForwardContext`, one on the first
+decoder layer adds the embeddings, one on each attention takes the context (and the cache) out of the keyword arguments
+and hands it to the down-projection. The context travels with the arguments, so that the recomputation of gradient
+checkpointing meets the context of its own forward, however many forwards came in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .errors import InPlaceTTTError
+from .layout import ChunkLayout, Span
+
+_KEY = "inplace_ttt_context"
+
+
+@dataclass
+class ForwardContext:
+    """One forward of the base model. Tensors are the forward's own arguments: [B, T] masks and positions."""
+
+    chunk_size: int
+    attention_mask: Any = None
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
+    called: set[int] = field(default_factory=set)  # TTT layers that ran
+    _layout: ChunkLayout | None = None
+    _spans: list[Span] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T) of this forward."""
+        assert self.embeddings is not None
+        return self.embeddings.shape[0], self.embeddings.shape[1]
+
+    def _mask(self) -> Tensor | None:
+        """The part of a 2-D mask that covers this forward's tokens, or None when it hides none of them."""
+        mask = self.attention_mask
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return None
+        mask = mask[:, -self.shape[1] :]
+        return None if bool(mask.all()) else mask
+
+    def _positions(self) -> Tensor | None:
+        return None if self.position_ids is None else self.position_ids.expand(self.shape[0], -1)
+
+    def layout(self) -> ChunkLayout:
+        """Documents of a forward without a cache: cu_seq_lens, else the padding mask, else position_ids, else whole rows.
+
+        As in transformers, positions mark packed documents only where no attention mask is given.
+        """
+        if self._layout is None:
+            batch, length = self.shape
+            mask, positions = self._mask(), self._positions()
+            if self.cu_seqlens is not None:
+                if batch != 1:
+                    raise InPlaceTTTError(f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row.")
+                self._layout = ChunkLayout.from_cu_seqlens(self.cu_seqlens, self.chunk_size, length)
+                if positions is not None and positions.shape[1] == length:
+                    packed = ChunkLayout.from_position_ids(positions, self.chunk_size)
+                    if packed.documents != self._layout.documents:
+                        raise InPlaceTTTError(
+                            "cu_seq_lens and position_ids disagree on where documents start; derive both from one source."
+                        )
+            elif mask is not None:
+                self._layout = ChunkLayout.from_attention_mask(mask, self.chunk_size)
+            elif positions is not None:
+                self._layout = ChunkLayout.from_position_ids(positions, self.chunk_size)
+                if isinstance(self.attention_mask, Tensor) and self.attention_mask.dim() == 2:
+                    self._refuse_packing_under_mask(self._layout)
+            else:
+                self._layout = ChunkLayout.from_lengths([[length]] * batch, self.chunk_size)
+        return self._layout
+
+    def spans(self) -> list[Span]:
+        """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""
+        if self._spans is None:
+            batch, length = self.shape
+            mask, positions = self._mask(), self._positions()
+            if length == 1 and mask is None:
+                self._spans = [(0, 1)] * batch
+            elif mask is not None:
+                rows = ChunkLayout.from_attention_mask(mask, self.chunk_size).documents
+                self._spans = [row[0] if row else (0, 0) for row in rows]
+            elif positions is not None:
+                # A compiled cache turns the mask into 4-D; generation then gives padding positions of its own.
+                rows = ChunkLayout.from_position_ids(positions, self.chunk_size).documents
+                if any(stop - start > 1 for row in rows for start, stop in row[:-1]):
+                    raise InPlaceTTTError(
+                        "position_ids pack several documents in a row with a cache; pass use_cache=False for packed rows."
+                    )
+                self._spans = [row[-1] for row in rows]
+            else:
+                self._spans = [(0, length)] * batch
+        return self._spans
+
+    @staticmethod
+    def _refuse_packing_under_mask(layout: ChunkLayout) -> None:
+        if any(len(row) > 1 for row in layout.documents):
+            raise InPlaceTTTError(
+                "position_ids restart within a row while attention_mask is given, so attention sees one document and "
+                "TTT several; drop attention_mask for packed rows."
+            )
+
+
+class ForwardTracker:
+    """The hooks of one converted model, as methods of one object so that a deep copy of the model keeps its own."""
+
+    def __init__(self, base: nn.Module, chunk_size: int, layers: list[int]) -> None:
+        self.chunk_size, self.layers = chunk_size, frozenset(layers)
+        self.enabled = True
+        self.current: ForwardContext | None = None
+        self.handles: list[RemovableHandle] = []
+        parameters = inspect.signature(type(base).forward).parameters
+        self.names = [name for name in parameters if name != "self"]
+        self.travels = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+    def attach(self, base: nn.Module, first_block: nn.Module, other_attentions: Iterable[nn.Module]) -> None:
+        """Register the hooks of the base model, its first decoder layer, and the attentions of layers without TTT."""
+        self.handles = [
+            base.register_forward_pre_hook(self.open, with_kwargs=True),
+            base.register_forward_hook(self.close),
+            first_block.register_forward_pre_hook(self.take_embeddings, with_kwargs=True),
+            *(attention.register_forward_pre_hook(self.discard, with_kwargs=True) for attention in other_attentions),
+        ]
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Base model, before its forward."""
+        if not self.enabled:
+            self.current = None
+            return None
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        self.current = ForwardContext(self.chunk_size, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"))
+        return (args, {**kwargs, _KEY: self.current}) if self.travels else None
+
+    def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """First decoder layer, before its forward (a recomputation finds the embeddings there already)."""
+        if self.current is not None:
+            self.current.embeddings = args[0] if args else kwargs["hidden_states"]
+
+    def context_for(self, attention: nn.Module, kwargs: dict[str, Any]) -> ForwardContext | None:
+        """The context that travelled to this attention, removed from its arguments; else the open one."""
+        context = kwargs.pop(_KEY, None) or self.current
+        if context is None and self.enabled and torch.is_grad_enabled() and attention.training:
+            raise InPlaceTTTError(
+                f"{type(attention).__name__} is recomputed without the arguments of its forward, since this model family "
+                "does not pass keyword arguments on; turn gradient checkpointing off for it."
+            )
+        return context
+
+    def discard(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Attention of a layer without TTT: it must not meet an argument that is not its own."""
+        kwargs.pop(_KEY, None)
+        return args, kwargs
+
+    def close(self, base: nn.Module, args: Any, output: Any) -> None:
+        """Base model, after its forward: every TTT layer must have run."""
+        context, self.current = self.current, None
+        if context is not None and (missed := sorted(self.layers - context.called)):
+            raise InPlaceTTTError(
+                f"the TTT down-projections of layers {missed} did not run in this forward: something replaced their MLP's "
+                "forward; undo that, or exclude these layers."
+            )

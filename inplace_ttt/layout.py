@@ -1,0 +1,118 @@
+"""Which token belongs to which chunk of which document. Pure bookkeeping: knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .errors import InPlaceTTTError
+
+Span = tuple[int, int]
+"""Half-open range of token positions in a row."""
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The documents of a batch [B, T] and their grid of chunks.
+
+    A document is cut into chunks of `chunk_size` tokens from its own first token; its last chunk may be short.
+    Tokens outside every document are padding and belong to no chunk.
+
+    documents: for each row, the spans of its documents, in order.
+    length: T, tokens a row, padding included.
+    """
+
+    documents: tuple[tuple[Span, ...], ...]
+    length: int
+    chunk_size: int
+    _chunk_ids: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise InPlaceTTTError(f"chunk_size must be at least 1, got {self.chunk_size}.")
+        for row, spans in enumerate(self.documents):
+            end = 0
+            for start, stop in spans:
+                if not end <= start < stop <= self.length:
+                    raise InPlaceTTTError(f"row {row} has document {start}:{stop}, which is empty, overlaps, or leaves 0:{self.length}.")
+                end = stop
+
+    @property
+    def batch(self) -> int:
+        return len(self.documents)
+
+    def chunks(self, document: Span) -> Iterator[Span]:
+        """The chunks of a document, in order."""
+        start, stop = document
+        for first in range(start, stop, self.chunk_size):
+            yield first, min(first + self.chunk_size, stop)
+
+    def is_complete(self, chunk: Span) -> bool:
+        return chunk[1] - chunk[0] == self.chunk_size
+
+    def writes(self) -> int:
+        """Chunks whose delta a later token of the same document reads; 0 means that nothing here can learn to write."""
+        return sum((stop - start - 1) // self.chunk_size for row in self.documents for start, stop in row)
+
+    def chunk_ids(self, device: torch.device | str = "cpu") -> Tensor:
+        """int32 [B, T]: a number for each chunk, unique in its row, and -1 for padding."""
+        device = torch.device(device)
+        if device not in self._chunk_ids:
+            ids = torch.full((self.batch, self.length), -1, dtype=torch.int32)
+            for row, spans in enumerate(self.documents):
+                count = 0
+                for start, stop in spans:
+                    ids[row, start:stop] = count + torch.arange(stop - start, dtype=torch.int32) // self.chunk_size
+                    count += -(-(stop - start) // self.chunk_size)
+            self._chunk_ids[device] = ids.to(device)
+        return self._chunk_ids[device]
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[Sequence[int]], chunk_size: int, length: int | None = None) -> ChunkLayout:
+        """Documents of the given lengths back to back in each row; what is left of `length` is padding."""
+        rows = []
+        for row in lengths:
+            ends = [0]
+            for n in row:
+                ends.append(ends[-1] + n)
+            rows.append(tuple(zip(ends[:-1], ends[1:], strict=True)))
+        longest = max((row[-1][1] for row in rows if row), default=0)
+        return cls(tuple(rows), longest if length is None else length, chunk_size)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor, chunk_size: int) -> ChunkLayout:
+        """Packed rows [B, T]: a document starts wherever the position is not the previous one plus 1."""
+        starts = torch.ones_like(position_ids, dtype=torch.bool)
+        starts[:, 1:] = position_ids.diff(dim=-1) != 1
+        length = position_ids.shape[1]
+        rows = []
+        for row in starts.tolist():
+            first = [t for t, is_start in enumerate(row) if is_start]
+            rows.append(tuple(zip(first, [*first[1:], length], strict=True)))
+        return cls(tuple(rows), length, chunk_size)
+
+    @classmethod
+    def from_attention_mask(cls, mask: Tensor, chunk_size: int) -> ChunkLayout:
+        """One document a row [B, T], where the mask is not 0; padding may stand at the left, the right, or both."""
+        rows = []
+        real, length = mask != 0, mask.shape[1]
+        first = real.int().argmax(dim=1).tolist()
+        count = real.sum(dim=1).tolist()
+        last = (length - real.flip(1).int().argmax(dim=1)).tolist()
+        for row, (start, n, stop) in enumerate(zip(first, count, last, strict=True)):
+            if n and stop - start != n:
+                raise InPlaceTTTError(f"row {row} has padding between tokens {start} and {stop}; pad at the left or the right only.")
+            rows.append(((start, stop),) if n else ())
+        return cls(tuple(rows), length, chunk_size)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int, length: int | None = None) -> ChunkLayout:
+        """One packed row; `cu_seqlens` [documents + 1] are the documents' cumulative lengths, from 0."""
+        ends = cu_seqlens.tolist()
+        if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in zip(ends[:-1], ends[1:], strict=True)):
+            raise InPlaceTTTError(f"cu_seqlens must rise from 0 and hold at least two numbers, got {ends[:8]}.")
+        spans = tuple((a, b) for a, b in zip(ends[:-1], ends[1:], strict=True) if b > a)
+        return cls((spans,), ends[-1] if length is None else length, chunk_size)

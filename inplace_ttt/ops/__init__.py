@@ -1,0 +1,78 @@
+"""The op: read a sequence with a weight that the sequence itself updates, chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from ..errors import InPlaceTTTError
+from ..layout import ChunkLayout
+from . import chunked, reference
+from .precision import state_dtype
+
+__all__ = ["fast_weight", "state_dtype"]
+
+Backend = Literal["auto", "reference", "chunked"]
+
+
+@overload
+def fast_weight(
+    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
+    clip: float | Tensor | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def fast_weight(
+    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
+    clip: float | Tensor | None = ..., backend: Backend = ..., return_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def fast_weight(
+    z: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    *,
+    eta: float,
+    layout: ChunkLayout,
+    initial_state: Tensor | None = None,
+    clip: float | Tensor | None = None,
+    backend: Backend = "auto",
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """O_i = Z_i (W0 + η S_i)ᵀ with S_i = S_init + Σ_{j<i, same document, complete} c_j V_jᵀZ_j (paper Eq. (1)).
+
+    z: keys, the down-projection's input, [B, T, h]. v: targets, [B, T, d], of z's dtype.
+    weight: W0 [d, h], of z's dtype; None leaves W0 out, which gives η Z_i S_iᵀ to add to someone else's product.
+    layout: the documents and their chunks; tokens outside every document read W0 and write nothing.
+    initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64 inputs).
+    clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
+    return_state: also give S after the complete chunks of each row's last document, [B, d, h].
+
+    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight and initial_state.
+    Raises InPlaceTTTError when shapes or dtypes disagree.
+    """
+    _check(z, v, weight, layout, initial_state)
+    if backend == "reference":
+        out, state = reference.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip)
+        return (out, state) if return_state else out
+    if backend not in ("auto", "chunked"):
+        raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, chunked or reference.")
+    out, kept = chunked.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, return_state=return_state)
+    return out if kept is None else (out, kept)
+
+
+def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None) -> None:
+    if z.dim() != 3 or v.dim() != 3 or z.shape[:2] != v.shape[:2]:
+        raise InPlaceTTTError(f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and {list(v.shape)}.")
+    if tuple(z.shape[:2]) != (layout.batch, layout.length):
+        raise InPlaceTTTError(f"the layout is for [{layout.batch}, {layout.length}] tokens, z has {list(z.shape[:2])}.")
+    matrix = (v.shape[-1], z.shape[-1])
+    if weight is not None and tuple(weight.shape) != matrix:
+        raise InPlaceTTTError(f"weight must be [d, h] = {list(matrix)}, got {list(weight.shape)}.")
+    if v.dtype != z.dtype or (weight is not None and weight.dtype != z.dtype):
+        given = [str(x.dtype) for x in (z, v, weight) if x is not None]
+        raise InPlaceTTTError(f"z, v and weight must have one dtype, got {', '.join(given)}.")
+    if initial_state is not None:
+        if tuple(initial_state.shape) != (z.shape[0], *matrix):
+            raise InPlaceTTTError(f"initial_state must be [B, d, h] = {[z.shape[0], *matrix]}, got {list(initial_state.shape)}.")
+        if initial_state.dtype != state_dtype(z.dtype):
+            raise InPlaceTTTError(f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}.")

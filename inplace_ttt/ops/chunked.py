@@ -1,0 +1,214 @@
+"""The lean form: one walk over the chunks with one running matrix, on any device, with a hand-written backward.
+
+A document is walked with a carry M, either the running weight W0 + ηS (fused, when `weight` is given) or the state S
+alone (additive). Reading is `read · Z_i Mᵀ`, writing is `M += write · c_i V_iᵀZ_i`, with (read, write) = (1, η) or
+(η, 1). The backward walks forward once more for dZ through M, then backward with the gradient R of the carry. Nothing
+is kept a chunk: the extra memory is a few [d, h] matrices whatever the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..layout import ChunkLayout, Span
+from .precision import state_dtype
+from .reference import clip_factor
+
+
+def fast_weight(
+    z: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    *,
+    eta: float,
+    layout: ChunkLayout,
+    initial_state: Tensor | None = None,
+    clip: float | Tensor | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`.
+
+    The fused form serves full-precision weights. Half-precision ones take the additive form, since W0 + ηS rounded to
+    the grid of W0 loses every change below half a step; so do calls that want the state, which fused never forms.
+    """
+    fused = weight is not None and not return_state and weight.dtype == state_dtype(weight.dtype)
+    out, state = _FastWeight.apply(z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state)
+    if weight is not None and not fused:
+        out = out + torch.nn.functional.linear(z, weight)
+    return out, state if return_state else None
+
+
+class _FastWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        v: Tensor,
+        weight: Tensor | None,
+        initial_state: Tensor | None,
+        eta: float,
+        clip: float | Tensor | None,
+        layout: ChunkLayout,
+        return_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(z, v, weight, initial_state)
+        ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state = eta, clip, layout, return_state
+        ctx.set_materialize_grads(False)
+        with torch.autocast(z.device.type, enabled=False):
+            walk = _Walk(z, v, weight, initial_state, eta, clip, layout, return_state)
+            return walk.forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        z, v, weight, initial_state = ctx.saved_tensors
+        with torch.autocast(z.device.type, enabled=False):
+            walk = _Walk(z, v, weight, initial_state, ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state)
+            d_out = torch.zeros_like(v) if d_out is None else d_out
+            return *walk.backward(d_out, d_state), None, None, None, None
+
+
+class _Walk:
+    """The walk over every row and document of a layout; see the module's docstring for the carry."""
+
+    def __init__(
+        self,
+        z: Tensor,
+        v: Tensor,
+        weight: Tensor | None,
+        initial_state: Tensor | None,
+        eta: float,
+        clip: float | Tensor | None,
+        layout: ChunkLayout,
+        keeps_state: bool,
+    ) -> None:
+        self.z, self.v, self.weight, self.initial_state = z, v, weight, initial_state
+        self.eta, self.clip, self.layout, self.keeps_state = eta, clip, layout, keeps_state
+        self.read, self.write = (eta, 1.0) if weight is None else (1.0, eta)
+        self.dtype = state_dtype(z.dtype)
+
+    def segments(self, row: int) -> Iterator[tuple[Span, int | None]]:
+        """The row in order: (span, n) for document n where the fast weight acts, (span, None) for the rest, merged."""
+        documents = self.layout.documents[row]
+        done = 0
+        for number, (start, stop) in enumerate(documents):
+            begins_with_state = number == 0 and self.initial_state is not None
+            hands_state_on = number == len(documents) - 1 and self.keeps_state
+            if stop - start > self.layout.chunk_size or begins_with_state or hands_state_on:
+                if done < start:
+                    yield (done, start), None
+                yield (start, stop), number
+                done = stop
+        if done < self.layout.length:
+            yield (done, self.layout.length), None
+
+    def start_carry(self, row: int, number: int) -> Tensor | None:
+        """The carry at a document's first token; None is zero, that is nothing to read yet."""
+        state = self.initial_state[row] if number == 0 and self.initial_state is not None else None
+        if self.weight is None:
+            return None if state is None else state.to(self.dtype, copy=True)
+        return self.weight.clone() if state is None else self.weight + self.eta * state
+
+    def is_written(self, chunk: Span, row: int, number: int) -> bool:
+        """Whether anything reads the chunk's delta: a later chunk, or the state handed on."""
+        documents = self.layout.documents[row]
+        is_last = chunk[1] == documents[number][1]
+        hands_state_on = self.keeps_state and number == len(documents) - 1
+        return self.layout.is_complete(chunk) and (not is_last or hands_state_on)
+
+    def add_delta(self, carry: Tensor | None, row: int, chunk: Span) -> Tensor:
+        values, keys = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.v, self.z))
+        if self.clip is None and carry is not None:
+            return carry.addmm_(values.T, keys, alpha=self.write)
+        delta = values.T @ keys
+        delta *= self.write * clip_factor(delta, self.clip)
+        return delta if carry is None else carry.add_(delta)
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        z, v = self.z, self.v
+        out = torch.empty_like(v) if self.weight is not None else torch.zeros_like(v)
+        state = None
+        if self.keeps_state:
+            state = z.new_zeros(z.shape[0], v.shape[-1], z.shape[-1], dtype=self.dtype)
+            if self.initial_state is not None:
+                state.copy_(self.initial_state)
+        for row in range(self.layout.batch):
+            for (start, stop), number in self.segments(row):
+                if number is None:
+                    if self.weight is not None:
+                        torch.mm(z[row, start:stop], self.weight.T, out=out[row, start:stop])
+                    continue
+                carry = self.start_carry(row, number)
+                for chunk in self.layout.chunks((start, stop)):
+                    here = slice(*chunk)
+                    if carry is not None:
+                        out[row, here].addmm_(z[row, here], carry.T.to(z.dtype), beta=0, alpha=self.read)
+                    if self.is_written(chunk, row, number):
+                        carry = self.add_delta(carry, row, chunk)
+                if state is not None and number == len(self.layout.documents[row]) - 1:
+                    state[row] = 0 if carry is None else carry
+        return out, state
+
+    def backward(self, d_out: Tensor, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        z, v = self.z, self.v
+        dz, dv = torch.zeros_like(z), torch.zeros_like(v)
+        d_weight = None if self.weight is None else torch.zeros_like(self.weight)
+        d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
+        for row in range(self.layout.batch):
+            if d_initial is not None and d_state is not None and not self.layout.documents[row]:
+                d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
+            for (start, stop), number in self.segments(row):
+                if number is None:
+                    if d_weight is not None:
+                        grad = d_out[row, start:stop]
+                        torch.mm(grad, self.weight, out=dz[row, start:stop])
+                        d_weight.addmm_(grad.T, z[row, start:stop])
+                    continue
+                chunks = list(self.layout.chunks((start, stop)))
+                self._through_reads(row, number, chunks, d_out, dz)
+                is_last = number == len(self.layout.documents[row]) - 1
+                d_carry = z.new_zeros(v.shape[-1], z.shape[-1], dtype=self.dtype)
+                if d_state is not None and is_last:
+                    d_carry.copy_(d_state[row])
+                self._through_writes(row, number, chunks, d_out, d_carry, dz, dv)
+                if d_weight is not None:
+                    d_weight += d_carry
+                if d_initial is not None and number == 0:
+                    d_initial[row] = d_carry * (self.eta if self.weight is not None else 1.0)
+        return dz, dv, d_weight, d_initial
+
+    def _through_reads(self, row: int, number: int, chunks: list[Span], d_out: Tensor, dz: Tensor) -> None:
+        """dZ_i = read · dO_i M_i, with the carry rebuilt in order."""
+        carry = self.start_carry(row, number)
+        for chunk in chunks:
+            here = slice(*chunk)
+            if carry is not None:
+                dz[row, here].addmm_(d_out[row, here], carry.to(dz.dtype), beta=0, alpha=self.read)
+            if self.is_written(chunk, row, number) and chunk is not chunks[-1]:
+                carry = self.add_delta(carry, row, chunk)
+
+    def _through_writes(self, row: int, number: int, chunks: list[Span], d_out: Tensor, d_carry: Tensor, dz: Tensor, dv: Tensor) -> None:
+        """From the last chunk to the first: what each delta did to later reads, gathered in `d_carry`."""
+        for chunk in reversed(chunks):
+            here = slice(*chunk)
+            keys, values, grad = self.z[row, here], self.v[row, here], d_out[row, here]
+            if self.is_written(chunk, row, number):
+                d_delta = self._through_clip(d_carry, keys, values).to(keys.dtype)
+                dv[row, here].addmm_(keys, d_delta.T, beta=0, alpha=self.write)
+                dz[row, here].addmm_(values, d_delta, alpha=self.write)
+            d_carry.addmm_(grad.T.to(self.dtype), keys.to(self.dtype), alpha=self.read)
+
+    def _through_clip(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The gradient of a delta D from that of cD, c = min(1, τ/‖D‖): c (G - [c<1] D ⟨D, G⟩ / ‖D‖²)."""
+        if self.clip is None:
+            return d_clipped
+        delta = values.T.to(self.dtype) @ keys.to(self.dtype)
+        factor = clip_factor(delta, self.clip)
+        square = (delta * delta).sum()
+        along = torch.where(factor < 1, (delta * d_clipped).sum() / torch.where(square > 0, square, 1.0), 0.0)
+        return factor * (d_clipped - along * delta)

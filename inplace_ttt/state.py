@@ -1,0 +1,187 @@
+"""The memory of a session: fast-weight streams on the layers of a transformers cache; save, load, fork.
+
+transformers already calls reset, crop, reorder, repeat and select on every layer of a cache, so each stream rides on
+the cache layer of its decoder layer: the layer object is replaced by one of a subclass that shares all its attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from .errors import InPlaceTTTError
+from .stream import FastWeightStream
+
+_FORMAT = "inplace-ttt-state/1"
+
+
+class _CarriesFastWeight:
+    """Mixin over a cache layer's own class: whatever happens to the keys and values happens to the fast weight."""
+
+    fast_weight: FastWeightStream
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.fast_weight.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.fast_weight.crop(abs(tokens_to_remove))
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.fast_weight.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self.fast_weight.select([row for row in range(self.fast_weight.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self.fast_weight.select(torch.arange(self.fast_weight.batch)[indices.cpu()].tolist())
+
+
+@functools.cache
+def _carrier(plain: type) -> type:
+    return type(f"FastWeight{plain.__name__}", (_CarriesFastWeight, plain), {})
+
+
+def _attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
+    plain = cache.layers[layer]
+    carrier = object.__new__(_carrier(type(plain)))
+    carrier.__dict__ = plain.__dict__
+    carrier.fast_weight = stream
+    cache.layers[layer] = carrier
+
+
+def stream_of(cache: Any, layer: int, batch: int, chunk_size: int) -> FastWeightStream:
+    """The stream of a decoder layer in a cache, created at its first use."""
+    layers = getattr(cache, "layers", None)
+    if layers is None or layer >= len(layers):
+        raise InPlaceTTTError(f"a {type(cache).__name__} has no layer {layer} to keep the fast weight on; use a transformers Cache.")
+    if not isinstance(layers[layer], _CarriesFastWeight):
+        _attach(cache, layer, FastWeightStream(batch, chunk_size))
+    return layers[layer].fast_weight
+
+
+def streams(cache: Cache) -> dict[int, FastWeightStream]:
+    """Decoder layer -> its stream, for the layers of a cache that have one."""
+    return {i: layer.fast_weight for i, layer in enumerate(cache.layers) if isinstance(layer, _CarriesFastWeight)}
+
+
+class FastWeightState:
+    """The memory of a session with one converted model: its fast weights and, unless left out, its attention cache.
+
+    cache: pass it to the model or to `generate` as `past_key_values`; it grows as the session reads and writes.
+    tokens: the session's token ids [B, n], for `generate`, which wants all of them; kept by the caller, saved with the rest.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache | None = None, tokens: Tensor | None = None) -> None:
+        self.model = model
+        self.cache: Cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
+        self.tokens = tokens
+
+    @property
+    def chunks_written(self) -> int:
+        """Chunks written so far, over all sequences (each TTT layer writes every one of them)."""
+        return max((sum(stream.written) for stream in streams(self.cache).values()), default=0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the fast-weight states S, all layers and sequences; 0 before the first complete chunk."""
+        return sum(s.state.nbytes for s in streams(self.cache).values() if s.state is not None)
+
+    def fork(self) -> FastWeightState:
+        """An independent copy: what one branch reads, the other does not know."""
+        return FastWeightState(self.model, copy.deepcopy(self.cache), None if self.tokens is None else self.tokens.clone())
+
+    def forget_attention(self) -> FastWeightState:
+        """A state with the same fast weights and an empty attention cache: only what was written is remembered."""
+        fresh = FastWeightState(self.model)
+        for layer, stream in copy.deepcopy(streams(self.cache)).items():
+            _attach(fresh.cache, layer, stream)
+        return fresh
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the session to one safetensors file, with the model's fingerprint; replaces the file in one step."""
+        from .surgery import config_of, fingerprint_of
+
+        tensors: dict[str, Tensor] = {}
+        attention: dict[int, int] = {}
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, _CarriesFastWeight):
+                tensors |= {f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()}
+            if getattr(layer, "is_initialized", False) and layer.get_seq_length() > 0:
+                if not isinstance(layer.keys, Tensor) or not hasattr(layer, "batch_select_indices"):
+                    raise InPlaceTTTError(
+                        f"a {type(layer).__name__} cannot be saved; use a DynamicCache, or save state.forget_attention()."
+                    )
+                tensors |= {f"{index}.keys": layer.keys.contiguous(), f"{index}.values": layer.values.contiguous()}
+                attention[index] = layer.get_seq_length()
+        if self.tokens is not None:
+            tensors["tokens"] = self.tokens.contiguous()
+        header = {"config": config_of(self.model).to_dict(), "fingerprint": fingerprint_of(self.model), "attention": attention}
+        metadata = {"format": _FORMAT, "session": json.dumps(header)}
+        target = Path(path)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
+            os.close(handle)
+            try:
+                save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, temporary, metadata)
+                os.replace(temporary, target)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except (OSError, SafetensorError) as error:
+            raise InPlaceTTTError(f"cannot write the state to {target}: {error}.") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> FastWeightState:
+        """Read a session saved by `save`; refuses the state of another model or of another TTT config."""
+        from .surgery import config_of, fast_weights, fingerprint_of
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != _FORMAT:
+                    raise InPlaceTTTError(
+                        f"{path} is not a session state of this version (wanted {_FORMAT}); write it with FastWeightState.save."
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        except (OSError, SafetensorError) as error:
+            raise InPlaceTTTError(f"cannot read a session state from {path}: {error}.") from None
+        header = json.loads(metadata["session"])
+        if header["config"] != config_of(model).to_dict():
+            raise InPlaceTTTError(f"{path} was written under another TTT config than this model's; load it into the model that wrote it.")
+        if header["fingerprint"] != fingerprint_of(model):
+            raise InPlaceTTTError(
+                f"{path} belongs to a model with other weights (fingerprint {header['fingerprint'][:12]}…); load it into that model."
+            )
+        state = cls(model)
+        state.tokens = tensors.pop("tokens", None)
+        if state.tokens is not None:
+            state.tokens = state.tokens.to(model.device)
+        for index, length in header["attention"].items():
+            layer = state.cache.layers[int(index)]
+            keys, values = (tensors[f"{index}.{name}"].to(model.device) for name in ("keys", "values"))
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = length
+        for index, module in fast_weights(model).items():
+            prefix = f"{index}.fast."
+            held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}
+            if held:
+                _attach(state.cache, index, FastWeightStream.restore(held, module.chunk_size, model.dtype))
+        return state

@@ -1,0 +1,215 @@
+"""One layer's fast weight while a sequence streams in: prefill, chunked prefill and token by token are one function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import InPlaceTTTError
+from .layout import Span
+from .ops import state_dtype
+
+
+class Writer(Protocol):
+    """What a stream asks of its layer."""
+
+    @property
+    def chunk_size(self) -> int: ...
+    @property
+    def eta(self) -> float: ...
+    @property
+    def decode_updates(self) -> bool: ...
+    def delta(self, z: Tensor, x: Tensor) -> Tensor:
+        """c VᵀZ [d, h] of one complete chunk: keys [C, h] and target source [C, d]."""
+
+
+@dataclass
+class _Undo:
+    """A row as it was before its last chunk was written."""
+
+    state: Tensor | None
+    z: Tensor
+    x: Tensor
+
+
+class FastWeightStream:
+    """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the batch.
+
+    state: [B, d, h] float32, without η, or None before the first complete chunk.
+    filled, written: for each row, tokens in the open chunk and chunks written.
+    """
+
+    def __init__(self, batch: int, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+        self.state: Tensor | None = None
+        self.z: Tensor | None = None  # [B, room, h], the open chunk's keys
+        self.x: Tensor | None = None  # [B, room, d], its target source
+        self.filled = [0] * batch
+        self.written = [0] * batch
+        self._reader: Tensor | None = None  # the state in the model's dtype
+        self._undo: dict[int, _Undo] = {}
+        self._ends_in_padding = False
+        self._abandoned = False
+
+    @property
+    def batch(self) -> int:
+        return len(self.filled)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens taken in, for each row."""
+        return [w * self.chunk_size + f for w, f in zip(self.written, self.filled, strict=True)]
+
+    @torch.no_grad()
+    def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], writer: Writer) -> Tensor:
+        """Add η Z Sᵀ to `out` [B, T, d] in place and take the rows' tokens in; z [B, T, h], x [B, T, d].
+
+        spans: the real tokens of each row. A token reads the chunks completed before it; a chunk is written when its
+        last token has been read.
+        """
+        if len(spans) != self.batch:
+            raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
+        if self._abandoned:
+            raise InPlaceTTTError("this cache was filled with gradients on, which keeps no memory; fill it under torch.no_grad().")
+        self._undo.clear()
+        self._ends_in_padding = any(0 < stop < z.shape[1] for _, stop in spans)
+        if z.shape[1] == 1 and not writer.decode_updates and any(self.tokens):
+            self._read(out, z, writer.eta)
+            return out
+        fits = all(filled + stop - start <= self.chunk_size for filled, (start, stop) in zip(self.filled, spans, strict=True))
+        if fits:
+            self._read(out, z, writer.eta)
+        for row, (start, stop) in enumerate(spans):
+            while start < stop:
+                end = min(start + self.chunk_size - self.filled[row], stop)
+                if not fits:
+                    self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer.eta, row)
+                self._take(row, z[row, start:end], x[row, start:end], writer, undoable=stop - end < self.chunk_size)
+                start = end
+        return out
+
+    def abandon(self) -> None:
+        """Note a forward with gradients, which reads whole documents and leaves no memory here to go on from."""
+        if any(self.tokens) or self._abandoned:
+            raise InPlaceTTTError(
+                "gradients do not flow through a cache that holds a sequence; pass use_cache=False or use torch.no_grad()."
+            )
+        self._abandoned = True
+
+    def _read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
+        if self._reader is not None:
+            state = self._reader if row is None else self._reader[row : row + 1]
+            out.baddbmm_(z, state.mT, alpha=eta)
+
+    def _take(self, row: int, z: Tensor, x: Tensor, writer: Writer, undoable: bool) -> None:
+        """Take tokens of one row into its open chunk, [n, h] and [n, d]; write the chunk if they complete it."""
+        before = self.filled[row]
+        if before + len(z) < self.chunk_size:
+            self._keep(row, z, x)
+            return
+        if before:
+            assert self.z is not None and self.x is not None
+            z = torch.cat([self.z[row, :before], z])
+            x = torch.cat([self.x[row, :before], x])
+        delta = writer.delta(z, x)
+        if self.state is None:
+            self.state = delta.new_zeros(self.batch, *delta.shape)
+            self._reader = self.state if self.state.dtype == z.dtype else self.state.to(z.dtype)
+        assert self._reader is not None
+        if undoable:
+            self._undo[row] = _Undo(self.state[row].clone() if self.written[row] else None, z.clone(), x.clone())
+        self.state[row] += delta
+        self._refresh(row)
+        self.filled[row] = 0
+        self.written[row] += 1
+
+    def _refresh(self, row: int) -> None:
+        if self._reader is not self.state and self._reader is not None and self.state is not None:
+            self._reader[row] = self.state[row]
+
+    def _keep(self, row: int, z: Tensor, x: Tensor) -> None:
+        first, last = self.filled[row], self.filled[row] + len(z)
+        self.z, self.x = self._with_room(self.z, z, last), self._with_room(self.x, x, last)
+        self.z[row, first:last] = z
+        self.x[row, first:last] = x
+        self.filled[row] = last
+
+    def _with_room(self, buffer: Tensor | None, like: Tensor, rows: int) -> Tensor:
+        if buffer is not None and buffer.shape[1] >= rows:
+            return buffer
+        room = min(self.chunk_size, max(64, 1 << (rows - 1).bit_length()))
+        grown = like.new_zeros(self.batch, room, like.shape[-1])
+        if buffer is not None:
+            grown[:, : buffer.shape[1]] = buffer
+        return grown
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens of every row, as if they had never been read."""
+        if tokens == 0:
+            return
+        if tokens >= max(self.tokens, default=0):
+            self.reset()
+            return
+        if self._ends_in_padding:
+            raise InPlaceTTTError(
+                "the last tokens of this cache are padding, so that they cannot be taken back one by one; pad at the left."
+            )
+        for row, filled in enumerate(self.filled):
+            if tokens > filled and not (row in self._undo and tokens <= filled + self.chunk_size):
+                raise InPlaceTTTError(
+                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the last forward's last "
+                    f"chunk of {self.chunk_size} can be taken back (fork the state before reading what you may take back)."
+                )
+        for row, filled in enumerate(self.filled):
+            if tokens > filled:
+                self._take_back(row)
+            self.filled[row] -= tokens
+
+    def _take_back(self, row: int) -> None:
+        """Reopen a row's last written chunk; the tokens read since were in the chunk after it."""
+        assert self.state is not None
+        undo, since = self._undo.pop(row), self.filled[row]
+        self.state[row] = 0 if undo.state is None else undo.state
+        self._refresh(row)
+        self.filled[row], self.written[row] = 0, self.written[row] - 1
+        self._keep(row, undo.z, undo.x)
+        self.filled[row] += since  # crop subtracts from the total of both chunks
+
+    def reset(self) -> None:
+        """Back to W0, no tokens read."""
+        self.__init__(self.batch, self.chunk_size)  # type: ignore[misc]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the given rows, in this order, repeats included (beam search, batch select, repeat)."""
+        if self.z is not None and self.x is not None:
+            self.z, self.x = self.z[rows], self.x[rows]
+        if self.state is not None and self._reader is not None:
+            shared = self._reader is self.state
+            self.state = self.state[rows]
+            self._reader = self.state if shared else self._reader[rows]
+        self.filled, self.written = [self.filled[r] for r in rows], [self.written[r] for r in rows]
+        self._undo = {new: self._undo[old] for new, old in enumerate(rows) if old in self._undo}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that the stream holds, as tensors to save; `restore` is the inverse."""
+        held = {"counts": torch.tensor([self.filled, self.written])}
+        if self.state is not None:
+            held["state"] = self.state
+        if (open_rows := max(self.filled, default=0)) and self.z is not None and self.x is not None:
+            held["z"], held["x"] = self.z[:, :open_rows], self.x[:, :open_rows]
+        return {name: tensor.contiguous() for name, tensor in held.items()}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, Tensor], chunk_size: int, dtype: torch.dtype) -> FastWeightStream:
+        """A stream from its saved tensors, for a model that computes in `dtype`."""
+        filled, written = tensors["counts"].tolist()
+        stream = cls(len(filled), chunk_size)
+        stream.filled, stream.written = filled, written
+        stream.z, stream.x = tensors.get("z"), tensors.get("x")
+        if "state" in tensors:
+            stream.state = tensors["state"].to(state_dtype(dtype))
+            stream._reader = stream.state.to(dtype)
+        return stream

