@@ -1,9 +1,20 @@
 """In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models."""
 
+from .checkpoint import load
 from .config import DeltaClip, InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .state import FastWeightState
 from .surgery import convert, revert, ttt_disabled
 from .version import __version__
 
-__all__ = ["DeltaClip", "FastWeightState", "InPlaceTTTConfig", "InPlaceTTTError", "convert", "revert", "ttt_disabled"]
+__all__ = [
+    "DeltaClip",
+    "FastWeightState",
+    "InPlaceTTTConfig",
+    "InPlaceTTTError",
+    "__version__",
+    "convert",
+    "load",
+    "revert",
+    "ttt_disabled",
+]

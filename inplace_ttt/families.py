@@ -88,7 +88,7 @@ def locate(model: PreTrainedModel) -> Decoder:
         logger.warning("%s is not in the table of families; found by its structure: %s", model_type, family)
     try:
         base = model.get_submodule(family.base)
-        blocks = list(model.get_submodule(family.layers))  # type: ignore[call-overload]
+        blocks = list(model.get_submodule(family.layers))
         layers = []
         for index, block in enumerate(blocks):
             attention, mlp = block.get_submodule(family.attention), block.get_submodule(family.mlp)
@@ -115,7 +115,7 @@ def _detect(model: PreTrainedModel) -> Family:
         raise InPlaceTTTError(f"{type(model).__name__} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?")
     layers, blocks = lists[0]
     block = blocks[0]
-    attention = next((n for n, _ in block.named_children() if "attn" in n or "attention" in n and "norm" not in n), None)
+    attention = next((n for n, _ in block.named_children() if "attn" in n or ("attention" in n and "norm" not in n)), None)
     if attention is None:
         raise InPlaceTTTError(f"{layers}.0 of {type(model).__name__} has no attention module; children: {_children(block)}.")
     for name, child in block.named_children():

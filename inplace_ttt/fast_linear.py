@@ -159,6 +159,8 @@ class FastWeightLinear(FastWeight, nn.Linear):
 class FastWeightConv1D(FastWeight, Conv1D):
     """A fast-weight `Conv1D`, which keeps its weight as [h, d]."""
 
+    weight: nn.Parameter
+
     def matrix(self) -> Tensor | None:
         return self.weight.T
 

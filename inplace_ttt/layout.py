@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -78,7 +79,7 @@ class ChunkLayout:
             ends = [0]
             for n in row:
                 ends.append(ends[-1] + n)
-            rows.append(tuple(zip(ends[:-1], ends[1:], strict=True)))
+            rows.append(tuple(itertools.pairwise(ends)))
         longest = max((row[-1][1] for row in rows if row), default=0)
         return cls(tuple(rows), longest if length is None else length, chunk_size)
 
@@ -112,7 +113,7 @@ class ChunkLayout:
     def from_cu_seqlens(cls, cu_seqlens: Tensor, chunk_size: int, length: int | None = None) -> ChunkLayout:
         """One packed row; `cu_seqlens` [documents + 1] are the documents' cumulative lengths, from 0."""
         ends = cu_seqlens.tolist()
-        if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in zip(ends[:-1], ends[1:], strict=True)):
+        if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
             raise InPlaceTTTError(f"cu_seqlens must rise from 0 and hold at least two numbers, got {ends[:8]}.")
-        spans = tuple((a, b) for a, b in zip(ends[:-1], ends[1:], strict=True) if b > a)
+        spans = tuple((a, b) for a, b in itertools.pairwise(ends) if b > a)
         return cls((spans,), ends[-1] if length is None else length, chunk_size)

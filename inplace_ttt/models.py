@@ -117,7 +117,7 @@ def _model_class(base: type, config_class: type[PreTrainedConfig]) -> type:
 def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:
     """Make a base's config that of a converted model, in place: saving it then writes our model_type."""
     if not isinstance(config, _CarriesTTT):
-        config.__class__ = carrying_class(type(config))
+        config.__class__ = carrying_class(type(config))  # type: ignore[arg-type]
     config.inplace_ttt = {**getattr(config, MODEL_TYPE, {}), **section(config.model_type, ttt)}
 
 

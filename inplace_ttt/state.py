@@ -59,7 +59,7 @@ def _carrier(plain: type) -> type:
 
 def _attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
     plain = cache.layers[layer]
-    carrier = object.__new__(_carrier(type(plain)))
+    carrier: Any = object.__new__(_carrier(type(plain)))  # type: ignore[arg-type]
     carrier.__dict__ = plain.__dict__
     carrier.fast_weight = stream
     cache.layers[layer] = carrier

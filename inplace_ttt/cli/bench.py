@@ -1,0 +1,65 @@
+"""`inplace-ttt bench`"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from ..benchmark import LIMIT, Shape, measure
+from . import Result
+
+EXAMPLES = """examples:
+  inplace-ttt bench
+  inplace-ttt bench --d 2560 --h 9728 --tokens 32768 --chunk-size 1024 --device cuda --dtype bfloat16"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, default, meaning in (
+        ("--d", 1024, "hidden size"),
+        ("--h", 3072, "MLP size"),
+        ("--tokens", 8192, "tokens of the sequence"),
+        ("--chunk-size", 256, "tokens a chunk"),
+        ("--repeats", 5, "paired runs"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    shape = Shape(args.d, args.h, args.tokens, args.chunk_size)
+    rows = measure(shape, args.repeats, args.device, getattr(torch, args.dtype))
+    ours, public = (next(row for row in rows if row["name"] == name) for name in ("fast_weight", "materialising"))
+    return {
+        "shape": vars(shape),
+        "device": args.device,
+        "dtype": args.dtype,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "limit": LIMIT,
+        "speedup_over_materialising": public["seconds"]["median"] / ours["seconds"]["median"],
+        "memory_share_of_materialising": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1),
+        "rows": rows,
+    }, 0
+
+
+def render(result: dict[str, Any]) -> str:
+    shape = result["shape"]
+    lines = [
+        f"forward + backward, d {shape['d']}, h {shape['h']}, {shape['tokens']} tokens, chunks of {shape['chunk_size']}, "
+        f"{result['dtype']} on {result['device']}, {result['threads']} threads",
+        f"{'':15}{'seconds':>18}{'times the linear':>24}{'extra peak MiB':>17}",
+    ]
+    for row in result["rows"]:
+        seconds, ratio = row["seconds"], row["ratio_to_linear"]
+        lines.append(
+            f"{row['name']:15}{seconds['median']:7.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})"
+            f"{ratio['median']:10.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}){row['extra_peak_bytes'] / 2**20:17.0f}"
+        )
+    lines.append(
+        f"limit {result['limit']:.2f} times the linear; {result['speedup_over_materialising']:.2f} times faster than materialising, "
+        f"with {result['memory_share_of_materialising']:.2f} of its extra memory"
+    )
+    return "\n".join(lines)

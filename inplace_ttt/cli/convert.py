@@ -1,0 +1,98 @@
+"""`inplace-ttt convert SRC OUT`"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import Checkpoint, describe_base, initial_tensors, plan_conversion, write_adapter, write_full
+from ..config import PRESETS, InPlaceTTTConfig
+from ..errors import InPlaceTTTError, NotSoError
+from ..folder import new_folder
+from ..identity import TOKENS, max_logit_difference
+from . import Result
+
+EXAMPLES = """examples:
+  inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
+  inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
+  inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("src", metavar="SRC", help="model folder or hub id")
+    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("--preset", default="paper", metavar="P", help=f"starting point: {', '.join(PRESETS)} (default: paper)")
+    parser.add_argument("--layers", metavar="L", help="every:N, or indices like 0,6,12")
+    parser.add_argument("--chunk-size", type=int, metavar="C", help="tokens a chunk")
+    parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
+    parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
+    parser.add_argument("--adapter-only", action="store_true", help="write only the new tensors, to load onto the base")
+    parser.add_argument("--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+
+
+def run(args: argparse.Namespace) -> Result:
+    checkpoint = Checkpoint.open(args.src)
+    plan = plan_conversion(checkpoint, _config(args))
+    _warn_if_never_written(plan.config, plan.model.config.get_text_config())
+    tensors = initial_tensors(checkpoint, plan)
+    with new_folder(args.out, overwrite=args.overwrite) as folder:
+        base = describe_base(checkpoint, plan)
+        if args.adapter_only:
+            write_adapter(folder, plan.config, tensors, base)
+        else:
+            write_full(folder, checkpoint, plan, tensors, base)
+        identity = None if args.no_verify else _prove(checkpoint, folder)
+    return {
+        "output": str(args.out),
+        "layers": list(plan.config.layers),
+        "new_parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "config": plan.config.to_dict(),
+        "identity": identity,
+    }, 0
+
+
+def render(result: dict[str, Any]) -> str:
+    lines = [
+        f"wrote {result['output']}",
+        f"TTT layers: {', '.join(map(str, result['layers']))}; {result['new_parameters']:,} new parameters",
+    ]
+    if result["identity"]:
+        lines.append(f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} over {TOKENS} tokens")
+    lines.append("A fresh conversion writes nothing until its convolution is trained.")
+    return "\n".join(lines)
+
+
+def _config(args: argparse.Namespace) -> InPlaceTTTConfig:
+    given = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
+    return InPlaceTTTConfig.preset(args.preset, **{name: value for name, value in given.items() if value is not None})
+
+
+def _layers(text: str | None) -> str | list[int] | None:
+    if text is None or text.startswith("every:"):
+        return text
+    try:
+        return [int(index) for index in text.split(",")]
+    except ValueError:
+        raise InPlaceTTTError(f"--layers must be every:N or indices like 0,6,12, got {text!r}.") from None
+
+
+def _prove(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
+    difference = max_logit_difference(checkpoint.folder, folder)
+    if not difference < 1e-3:
+        raise NotSoError(
+            f"the converted model differs from its base by {difference:g} in a logit, so nothing was written; please report this."
+        )
+    return {"max_abs_logit_diff": difference, "tokens": TOKENS}
+
+
+def _warn_if_never_written(config: InPlaceTTTConfig, text: Any) -> None:
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and config.chunk_size >= context:
+        print(
+            f"warning: a chunk of {config.chunk_size} tokens is no shorter than the model's context of {context}: "
+            "nothing would ever read a write; lower --chunk-size.",
+            file=sys.stderr,
+        )

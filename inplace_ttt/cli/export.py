@@ -1,0 +1,63 @@
+"""`inplace-ttt export PATH OUT --format F`"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..checkpoint import Checkpoint, base_of, is_adapter, plan_conversion, read_adapter, write_adapter, write_full
+from ..errors import InPlaceTTTError
+from ..folder import new_folder
+from ..official import write_official
+from . import Result
+
+EXAMPLES = """examples:
+  inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
+  inplace-ttt export ./smollm2-adapter ./smollm2-full --format full
+  inplace-ttt export ./qwen3-8b-ttt ./qwen3-8b-public --format official"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("--format", required=True, choices=("official", "adapter", "full"), help="form to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+
+
+def run(args: argparse.Namespace) -> Result:
+    {"official": _official, "adapter": _adapter, "full": _full}[args.format](args)
+    return {"output": str(args.out), "format": args.format}, 0
+
+
+def render(result: dict[str, Any]) -> str:
+    return f"wrote {result['output']} ({result['format']})"
+
+
+def _official(args: argparse.Namespace) -> None:
+    if is_adapter(args.path):
+        raise InPlaceTTTError(f"{args.path} is an adapter, the official format holds all weights; export it as full first.")
+    checkpoint = Checkpoint.open(args.path)
+    with new_folder(args.out, overwrite=args.overwrite) as folder:
+        write_official(folder, checkpoint)
+
+
+def _adapter(args: argparse.Namespace) -> None:
+    if is_adapter(args.path):
+        raise InPlaceTTTError(f"{args.path} is an adapter already.")
+    checkpoint = Checkpoint.open(args.path)
+    base = base_of(checkpoint)
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.ttt_names()}
+    with new_folder(args.out, overwrite=args.overwrite) as folder:
+        write_adapter(folder, checkpoint.ttt_config, tensors, base)
+
+
+def _full(args: argparse.Namespace) -> None:
+    if not is_adapter(args.path):
+        raise InPlaceTTTError(f"{args.path} is a full checkpoint already.")
+    config, base, tensors = read_adapter(args.path)
+    checkpoint = Checkpoint.open(base["name_or_path"])
+    plan = plan_conversion(checkpoint, config)
+    if checkpoint.base_fingerprint(plan) != base["fingerprint"]:
+        raise InPlaceTTTError(f"{base['name_or_path']} has changed since {args.path} was made for it; take the base it was made for.")
+    with new_folder(args.out, overwrite=args.overwrite) as folder:
+        write_full(folder, checkpoint, plan, tensors, base)

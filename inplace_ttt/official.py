@@ -1,0 +1,116 @@
+"""The public reference implementation's checkpoint format, in and out.
+
+Its config.json has `ttt_mode, ttt_layers, ttt_proj, ttt_lr, ttt_chunk, ttt_target` beside a stock model_type; its tensors
+stand beside each MLP's: `ttt_conv.weight` [d, 1, k] and `ttt_proj.weight` [d, d], used untransposed as here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, Plan, carry_over, plan_conversion, write_json
+from .config import InPlaceTTTConfig
+from .errors import InPlaceTTTError
+from .models import MODEL_TYPE
+
+_MODEL_TYPES = ("llama", "qwen3")
+_KEYS = ("ttt_mode", "ttt_layers", "ttt_proj", "ttt_lr", "ttt_chunk", "ttt_target")
+_TARGETS = {"hidden_states": "hidden_states", "input_embed": "embeddings"}
+_TENSOR = re.compile(r"\.mlp\.ttt_(conv|proj)\.weight$")
+
+
+def is_official_tensor(name: str) -> bool:
+    return _TENSOR.search(name) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """An official checkpoint, read: the base it stands on, the plan, the tensors under our names, and layers it ignored."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    tensors: dict[str, Tensor]
+    ignored_layers: list[int]
+
+
+def read_official(checkpoint: Checkpoint) -> Imported:
+    """Read an official checkpoint. Layers beyond the model, which its code ignores silently, come back in the report."""
+    values = checkpoint.config
+    if not any(is_official_tensor(name) for name in checkpoint.weight_map):
+        raise InPlaceTTTError(f"{checkpoint.name} has no ttt_conv or ttt_proj tensors; it is not a checkpoint of the public code.")
+    if "ttt_layers" not in values:
+        raise InPlaceTTTError(
+            f"{checkpoint.name} has TTT tensors, but its config.json no ttt_layers; take config.json from the training run."
+        )
+    if values.get("ttt_mode") is False:
+        raise InPlaceTTTError(
+            f"{checkpoint.name} has ttt_mode false: its code runs it as the plain model; set it to true to mean otherwise."
+        )
+    count = values.get("num_hidden_layers", 0)
+    layers = [i for i in values["ttt_layers"] if i < count]
+    ignored = [i for i in values["ttt_layers"] if i >= count]
+    target = values.get("ttt_target", "hidden_states")
+    if target not in _TARGETS:
+        raise InPlaceTTTError(f"{checkpoint.name} has ttt_target {target!r}; known are {', '.join(_TARGETS)}.")
+    found = {i: _tensors_of(checkpoint, i, bool(values.get("ttt_proj", True))) for i in layers}
+    config = InPlaceTTTConfig(
+        layers=tuple(sorted(layers)),
+        chunk_size=values.get("ttt_chunk", 8192),
+        eta=float(values.get("ttt_lr", 0.3)),
+        target=_TARGETS[target],  # type: ignore[arg-type]
+        kernel_size=next(iter(found.values()))["conv"].shape[-1],
+    )
+    base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if key not in _KEYS})
+    plan = plan_conversion(base, config)
+    tensors = {f"{plan.down_proj[i]}.ttt.{name}": tensor for i, pair in found.items() for name, tensor in pair.items()}
+    return Imported(base, plan, tensors, ignored)
+
+
+def _tensors_of(checkpoint: Checkpoint, layer: int, has_proj: bool) -> dict[str, Tensor]:
+    prefix = f"model.layers.{layer}.mlp.ttt_"
+    wanted = [f"{prefix}conv.weight"] + [f"{prefix}proj.weight"] * has_proj
+    if missing := [name for name in wanted if name not in checkpoint.weight_map]:
+        raise InPlaceTTTError(f"{checkpoint.name} lists TTT layer {layer} but has no {missing[0]}: half a checkpoint.")
+    conv = checkpoint.tensor(wanted[0])
+    proj = checkpoint.tensor(wanted[1]) if has_proj else torch.eye(conv.shape[0], dtype=conv.dtype)
+    return {"conv": conv, "proj": proj}
+
+
+def write_official(folder: Path, checkpoint: Checkpoint) -> None:
+    """A converted full checkpoint in the official format; refuses what its code cannot express."""
+    config = checkpoint.ttt_config
+    assert checkpoint.section is not None
+    base_type = checkpoint.section["base_model_type"]
+    _refuse_inexpressible(config, base_type)
+    tensors = {}
+    for name in checkpoint.ttt_names():
+        mlp, _, kind = name.rpartition(".down_proj.ttt.")
+        tensors[f"{mlp}.ttt_{kind}.weight"] = checkpoint.tensor(name)
+    carry_over(checkpoint, folder, keep=lambda name: ".ttt." not in name, extra=tensors)
+    raw = {key: value for key, value in checkpoint.config.items() if key not in ("auto_map", MODEL_TYPE)}
+    write_json(folder / "config.json", {**raw, "model_type": base_type, **official_keys(config)})
+
+
+def official_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:
+    """The `ttt_*` keys of the official config.json."""
+    target = next(theirs for theirs, ours in _TARGETS.items() if ours == config.target)
+    values = (True, list(config.layers), True, config.eta, config.chunk_size, target)
+    return dict(zip(_KEYS, values, strict=True))
+
+
+def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
+    reasons = {
+        f"its code knows {' and '.join(_MODEL_TYPES)} only, this is a {base_type}": base_type not in _MODEL_TYPES,
+        "its convolution is symmetric, this one is causal": config.conv != "lookahead",
+        "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
+        "it has no delta clip": config.clip is not None,
+    }
+    if held := [reason for reason, holds in reasons.items() if holds]:
+        raise InPlaceTTTError(f"the official format cannot hold this checkpoint: {'; '.join(held)}.")

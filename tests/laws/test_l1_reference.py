@@ -1,0 +1,213 @@
+"""L1: the chunked op is the reference, in outputs and in every gradient."""
+
+import itertools
+
+import pytest
+import torch
+from models import distance
+from torch import Tensor
+
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.layout import ChunkLayout
+from inplace_ttt.ops import fast_weight, state_dtype
+from inplace_ttt.target import TargetGenerator
+
+H, D, ETA = 6, 5, 0.3
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+# name -> documents of each row, and the row length with its padding
+DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
+    "one": ([[(0, 23)]], 23),
+    "packed": ([[(0, 5), (5, 14), (14, 21)]], 21),
+    "whole chunks": ([[(0, 8), (8, 24)]], 24),
+    "single tokens": ([[(0, 1), (1, 2), (2, 3), (3, 11)]], 11),
+    "unequal rows": ([[(0, 23)], [(0, 4), (4, 5), (5, 17)], [], [(0, 1)]], 25),
+    "padding all around": ([[(3, 20)], [(2, 9), (11, 20)]], 22),
+    "only padding": ([[]], 4),
+}
+CHUNK_SIZES = (1, 3, 8, 50)
+CLIPS = {"free": None, "loose": 1e6, "biting": 0.4, "tensor": torch.tensor(1.5)}
+CASES = [(clip, start, keep, w0) for clip in CLIPS for start, keep, w0 in itertools.product((False, True), repeat=3)]
+
+
+def layout_of(name: str, chunk_size: int) -> ChunkLayout:
+    rows, length = DOCUMENTS[name]
+    return ChunkLayout(tuple(tuple(row) for row in rows), length, chunk_size)
+
+
+def inputs(layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    shape = (layout.batch, layout.length)
+    made = {"z": torch.randn(*shape, H, generator=g, dtype=torch.float64), "v": torch.randn(*shape, D, generator=g, dtype=torch.float64)}
+    if w0:
+        made["weight"] = torch.randn(D, H, generator=g, dtype=torch.float64)
+    made = {name: x.to(dtype) for name, x in made.items()}
+    if start:
+        made["initial_state"] = torch.randn(layout.batch, D, H, generator=g, dtype=torch.float64).to(state_dtype(dtype))
+    return {name: x.requires_grad_() for name, x in made.items()}
+
+
+def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool) -> dict[str, Tensor]:
+    """Everything the op gives: outputs, state, and the gradient of each input under a random cotangent."""
+    weight = given.get("weight")
+    result = fast_weight(
+        given["z"], given["v"], weight, eta=ETA, layout=layout, initial_state=given.get("initial_state"), clip=clip, backend=backend,
+        return_state=keep,
+    )  # fmt: skip
+    results = dict(zip(("out", "state"), result, strict=True)) if keep else {"out": result}
+    g = torch.Generator().manual_seed(4)
+    loss = sum((x * torch.randn(x.shape, generator=g).to(x.dtype)).sum() for x in results.values())
+    grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+    for name, x, grad in zip(given, given.values(), grads, strict=True):
+        results[f"d_{name}"] = torch.zeros_like(x) if grad is None else grad
+    return {name: x.detach() for name, x in results.items()}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.dtype) -> None:
+    layout = layout_of(documents, chunk_size)
+    for clip, start, keep, w0 in CASES if dtype == torch.float64 else CASES[1::3]:
+        given = inputs(layout, dtype, start, w0)
+        expected = run("reference", layout, given, CLIPS[clip], keep)
+        found = run("chunked", layout, given, CLIPS[clip], keep)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
+            where = f"{name} with clip {clip}, initial_state {start}, return_state {keep}, weight {w0}"
+            assert distance(value, expected[name]) < TOLERANCE[dtype], where
+
+
+def test_the_table_bites() -> None:
+    """The inputs above tell the options apart: writes change outputs, clipping changes them again, a state too."""
+    layout = layout_of("unequal rows", 3)
+    given = inputs(layout, torch.float64, start=True, w0=True)
+    free = run("reference", layout, given, None, keep=True)
+    plain = given["z"] @ given["weight"].T
+    assert distance(free["out"], plain.detach()) > 0.1
+    assert distance(run("reference", layout, given, CLIPS["loose"], keep=True)["out"], free["out"]) == 0
+    for clip in ("biting", "tensor"):
+        assert distance(run("reference", layout, given, CLIPS[clip], keep=True)["out"], free["out"]) > 0.1
+    del given["initial_state"]
+    assert distance(run("reference", layout, given, None, keep=True)["out"], free["out"]) > 0.1
+
+
+@pytest.mark.parametrize(("clip", "w0", "keep"), itertools.product((None, 0.4), (True, False), (True, False)))
+def test_gradcheck_of_the_op(clip: float | None, w0: bool, keep: bool) -> None:
+    layout = ChunkLayout((((0, 5), (6, 9)), ((1, 8),)), 9, 3)
+    given = inputs(layout, torch.float64, start=True, w0=w0)
+
+    def op(z: Tensor, v: Tensor, *rest: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        weight, state = rest if w0 else (None, *rest)
+        return fast_weight(z, v, weight, eta=ETA, layout=layout, initial_state=state, clip=clip, backend="chunked", return_state=keep)
+
+    assert torch.autograd.gradcheck(op, tuple(given.values()))
+
+
+@pytest.mark.parametrize(("conv", "kernel_size"), [("lookahead", 1), ("lookahead", 5), ("causal", 4), ("causal", 5)])
+def test_gradcheck_of_the_target(conv: str, kernel_size: int) -> None:
+    layout = ChunkLayout((((0, 5), (6, 9)), ((1, 8),)), 9, 3)
+    ttt, x = target(conv, kernel_size, torch.float64), inputs(layout, torch.float64, False, False)["v"]
+
+    def generate(x: Tensor, conv_weight: Tensor, proj: Tensor) -> Tensor:
+        return torch.func.functional_call(ttt, {"conv": conv_weight, "proj": proj}, (x, layout))
+
+    assert torch.autograd.gradcheck(generate, (x, ttt.conv, ttt.proj))
+
+
+def target(conv: str, kernel_size: int, dtype: torch.dtype) -> TargetGenerator:
+    ttt = TargetGenerator(D, kernel_size, conv, dtype=dtype)
+    g = torch.Generator().manual_seed(5)
+    for parameter in ttt.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=g))
+    return ttt
+
+
+def plain_target(ttt: TargetGenerator, x: Tensor, layout: ChunkLayout) -> Tensor:
+    """V token by token, from the definition: tap j of token t reads t + first_tap + j, inside t's chunk only."""
+    rows = []
+    for row, documents in enumerate(layout.documents):
+        mixed = [torch.zeros(D, dtype=x.dtype)] * layout.length
+        for chunk in (c for document in documents for c in layout.chunks(document)):
+            for t in range(*chunk):
+                for j in range(ttt.conv.shape[-1]):
+                    if chunk[0] <= t + ttt.first_tap + j < chunk[1]:
+                        mixed[t] = mixed[t] + ttt.conv[:, 0, j] * x[row, t + ttt.first_tap + j]
+        rows.append(torch.stack(mixed))
+    return torch.stack(rows) @ ttt.proj
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("conv", "kernel_size"), [("lookahead", 5), ("causal", 5), ("causal", 2)])
+@pytest.mark.parametrize("documents", ["packed", "unequal rows", "padding all around"])
+def test_gradients_through_the_target(documents: str, conv: str, kernel_size: int, dtype: torch.dtype) -> None:
+    """Source, conv, P, keys and W0: the whole layer against the reference on targets made token by token."""
+    layout = layout_of(documents, 4)
+    ttt, given = target(conv, kernel_size, dtype), inputs(layout, dtype, start=False, w0=True)
+    x, leaves = given.pop("v"), {**dict(ttt.named_parameters()), **given}
+    leaves["x"] = x
+    results = []
+    for backend, v in (("reference", plain_target(ttt, x, layout)), ("chunked", ttt(x, layout))):
+        out = fast_weight(given["z"], v, given["weight"], eta=ETA, layout=layout, clip=9.0, backend=backend)
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        results.append([out.detach(), *torch.autograd.grad((out * cotangent).sum(), list(leaves.values()))])
+    # bfloat16 rounds every product of the two ways differently, so the bound there is on the typical entry.
+    for name, expected, found in zip(("out", *leaves), *results, strict=True):
+        if dtype == torch.bfloat16:
+            assert (found - expected).float().norm() < 2e-2 * expected.float().norm(), name
+        else:
+            assert distance(found, expected) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_every_output_is_written(documents: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
+    layout = layout_of(documents, 3)
+    cases = [(inputs(layout, torch.float64, start, w0), clip, keep) for clip, start, keep, w0 in CASES]
+    expected = [run("chunked", layout, given, CLIPS[clip], keep) for given, clip, keep in cases]
+    ttt, x = target("lookahead", 5, torch.float64), cases[0][0]["v"]
+    expected_target = ttt(x, layout)
+
+    def poisoned(make):
+        return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(Tensor, name, poisoned(getattr(Tensor, name)))
+    for (given, clip, keep), values in zip(cases, expected, strict=True):
+        for name, value in run("chunked", layout, given, CLIPS[clip], keep).items():
+            assert torch.equal(value, values[name]), name
+    assert torch.equal(ttt(x, layout), expected_target)
+
+
+@pytest.mark.parametrize("alone", ["z", "v", "weight", "initial_state"])
+def test_each_input_may_be_the_only_one_to_learn(alone: str) -> None:
+    layout = layout_of("unequal rows", 3)
+    given = inputs(layout, torch.float64, start=True, w0=True)
+    together = run("chunked", layout, given, 0.4, keep=False)[f"d_{alone}"]
+    frozen = {name: x.detach().requires_grad_(name == alone) for name, x in given.items()}
+    out = fast_weight(**frozen, eta=ETA, layout=layout, clip=0.4)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.dtype)
+    (found,) = torch.autograd.grad((out * cotangent).sum(), [frozen[alone]])
+    assert distance(found, together) < 1e-12
+
+
+REFUSED = {
+    "z must be [B, T, h] and v [B, T, d]": dict(v=torch.zeros(1, 3, D)),
+    "the layout is for [1, 4] tokens, z has [1, 5]": dict(layout=ChunkLayout.from_lengths([[4]], 3)),
+    "weight must be [d, h] = [5, 6], got [6, 5]": dict(weight=torch.zeros(H, D)),
+    "must have one dtype, got torch.float32, torch.bfloat16": dict(v=torch.zeros(1, 5, D, dtype=torch.bfloat16)),
+    "initial_state must be [B, d, h] = [1, 5, 6]": dict(initial_state=torch.zeros(2, D, H)),
+    "initial_state must be torch.float32": dict(initial_state=torch.zeros(1, D, H, dtype=torch.float64)),
+    "backend 'fast' does not exist; choose": dict(backend="fast"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_refused(message: str) -> None:
+    given = dict(z=torch.zeros(1, 5, H), v=torch.zeros(1, 5, D), weight=torch.zeros(D, H), layout=ChunkLayout.from_lengths([[5]], 3))
+    with pytest.raises(InPlaceTTTError) as error:
+        fast_weight(**{**given, **REFUSED[message]}, eta=1.0)
+    assert message in str(error.value)

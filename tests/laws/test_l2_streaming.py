@@ -1,0 +1,138 @@
+"""L2: one call, any split of it, and token by token are the same function."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import CHUNK, NAMES, converted, distance, logits, random_ids, streamed
+from transformers import DynamicCache
+
+from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, ttt_disabled
+
+LENGTH = 5 * CHUNK + 3
+SPLITS: dict[str, list[int]] = {
+    "one call": [LENGTH],
+    "token by token": [1] * LENGTH,
+    "at chunk borders": [CHUNK, 2 * CHUNK, 2 * CHUNK, 3],
+    "before borders": [CHUNK - 1, 2 * CHUNK, 1, 2 * CHUNK - 1, 4],
+    "after borders": [CHUNK + 1, CHUNK, 2, CHUNK - 2, 2 * CHUNK + 2],
+    "prefill, then tokens": [2 * CHUNK + 4, *[1] * (3 * CHUNK - 1)],
+    "tokens, then a turn": [*[1] * 9, LENGTH - 9],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": dict(conv="causal"),
+    "causal, even kernel": dict(conv="causal", kernel_size=4),
+    "pointwise": dict(kernel_size=1),
+    "kernel longer than a chunk": dict(kernel_size=17),
+    "absolute clip": dict(clip=DeltaClip(0.05)),
+    "relative clip": dict(clip=DeltaClip(0.02, relative=True, when="always")),
+    "one eta a layer": dict(eta=(0.4, 2.0)),
+    "detached": dict(detach_target=True),
+    "chunks of one": dict(chunk_size=1),
+    "one chunk": dict(chunk_size=LENGTH),
+    "shorter than a chunk": dict(chunk_size=LENGTH + 1),
+    "every layer": dict(layers="every:1"),
+}  # fmt: skip
+
+
+def check_splits(model: torch.nn.Module, writes: bool = True) -> None:
+    ids = random_ids(2, LENGTH)
+    expected = logits(model, ids)
+    with ttt_disabled(model):
+        assert (distance(logits(model, ids), expected) > 0.02) == writes, "the writes must be visible for this test to mean anything"
+    for split, pieces in SPLITS.items():
+        assert distance(streamed(model, ids, pieces), expected) < 5e-5, split
+
+
+@pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_split_is_one_call(name: str, target: str) -> None:
+    check_splits(converted(name, target=target))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_split_is_one_call_with(options: str) -> None:
+    writes = OPTIONS[options].get("chunk_size", 1) < LENGTH
+    check_splits(converted("llama", **OPTIONS[options]), writes)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
+def test_splits_agree_in_bfloat16(name: str) -> None:
+    """Up to rounding: no further apart than twice what the same splits of the base model are."""
+    model, ids = converted(name, torch.bfloat16), random_ids(2, LENGTH)
+
+    def spread() -> float:
+        one_call = logits(model, ids)
+        return max(distance(streamed(model, ids, pieces), one_call) for pieces in SPLITS.values())
+
+    with ttt_disabled(model):
+        rounding = spread()
+    assert 0 < spread() < 2 * rounding < 0.1
+
+
+def test_a_cache_knows_what_it_read() -> None:
+    model, ids = converted("llama"), random_ids(2, LENGTH)
+    state = FastWeightState(model)
+    for piece in ids.split(SPLITS["before borders"], 1):
+        logits(model, piece, past_key_values=state.cache, use_cache=True)
+    assert state.chunks_written == 2 * (LENGTH // CHUNK)
+    assert state.state_bytes == 2 * 2 * 32 * 48 * 4  # layers, sequences, d, h, float32
+
+
+def test_a_chunk_is_written_with_its_last_token_and_never_before() -> None:
+    model, ids = converted("llama"), random_ids(1, 3 * CHUNK)
+    state = FastWeightState(model)
+    for t in range(3 * CHUNK):
+        logits(model, ids[:, t : t + 1], past_key_values=state.cache, use_cache=True)
+        assert state.chunks_written == (t + 1) // CHUNK
+
+
+def test_generated_tokens_write_only_if_told_to() -> None:
+    """Without decode_updates, single tokens after a prompt read the memory and leave it as it is."""
+    ids = random_ids(2, LENGTH)
+    model = converted("llama", decode_updates=False)
+    state = FastWeightState(model)
+    prompt, rest = ids.split([2 * CHUNK + 1, LENGTH - 2 * CHUNK - 1], 1)
+    logits(model, prompt, past_key_values=state.cache, use_cache=True)
+    decoded = torch.cat([logits(model, t, past_key_values=state.cache, use_cache=True) for t in rest.split(1, 1)], 1)
+    assert state.chunks_written == 2 * 2
+    with_updates = logits(converted("llama"), ids)[:, prompt.shape[1] :]
+    first_new_chunk = 3 * CHUNK - prompt.shape[1]  # up to here no token has seen a chunk that only decoding would write
+    assert distance(decoded[:, :first_new_chunk], with_updates[:, :first_new_chunk]) < 5e-5
+    assert distance(decoded[:, first_new_chunk:], with_updates[:, first_new_chunk:]) > 0.02
+
+
+def test_bfloat16_models_keep_a_float32_state() -> None:
+    model = converted("llama", torch.bfloat16)
+    state = FastWeightState(model)
+    logits(model, random_ids(1, 2 * CHUNK), past_key_values=state.cache, use_cache=True)
+    assert all(layer.fast_weight.state.dtype == torch.float32 for layer in state.cache.layers if hasattr(layer, "fast_weight"))
+
+
+def test_prefill_in_inference_mode_continues_without_it() -> None:
+    model, ids = converted("llama"), random_ids(2, LENGTH)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=ids[:, :20], past_key_values=cache)
+    assert distance(logits(model, ids[:, 20:], past_key_values=cache, use_cache=True), logits(model, ids)[:, 20:]) < 5e-5
+
+
+def test_gradients_need_no_cache_and_say_so() -> None:
+    model, ids = converted("llama"), random_ids(1, LENGTH)
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :9], past_key_values=cache, use_cache=True)
+    with pytest.raises(InPlaceTTTError, match="use_cache=False or use torch.no_grad"):
+        model(input_ids=ids[:, 9:], past_key_values=cache)
+    cache = DynamicCache(config=model.config)
+    assert distance(model(input_ids=ids, past_key_values=cache).logits.detach(), logits(model, ids)) < 5e-5
+    with pytest.raises(InPlaceTTTError, match=r"filled with gradients on.*torch.no_grad"):
+        logits(model, ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_of_another_batch_is_refused() -> None:
+    model = converted("llama")
+    cache = DynamicCache(config=model.config)
+    logits(model, random_ids(2, 9), past_key_values=cache, use_cache=True)
+    stream = cache.layers[0].fast_weight
+    with pytest.raises(InPlaceTTTError, match=r"holds 2 sequences, the batch has 3; start a new cache"):
+        stream.advance(torch.zeros(3, 1, 32), torch.zeros(3, 1, 48), torch.zeros(3, 1, 32), [(0, 1)] * 3, None)

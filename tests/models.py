@@ -1,0 +1,73 @@
+"""Converted tiny models with the writer turned on, and what the law tests compare them by."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from families import FAMILIES, UNLISTED, build
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.surgery import fast_weights
+
+LAYERS = (0, 2)
+CHUNK = 7
+NAMES = tuple(family.name for family in FAMILIES + UNLISTED)
+
+
+def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True, **config: Any) -> PreTrainedModel:
+    """One family, converted at layers 0 and 2 with chunks of 7 tokens; `writes` turns the writer on."""
+    settings: dict[str, Any] = {"layers": LAYERS, "chunk_size": CHUNK, **config}
+    model = convert(build(name, dtype=dtype), InPlaceTTTConfig(**settings))
+    if writes:
+        turn_writer_on(model)
+    return model
+
+
+@torch.no_grad()
+def turn_writer_on(model: nn.Module) -> None:
+    """Random conv and proj, as if trained, so that five chunks move the logits by about one standard deviation."""
+    generator = torch.Generator().manual_seed(7)
+    for layer in fast_weights(model).values():
+        for parameter, std in ((layer.ttt.conv, 0.003), (layer.ttt.proj, 0.18)):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def random_ids(*shape: int, seed: int = 1) -> Tensor:
+    """Token ids, none of them special."""
+    return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
+    """Logits of one call, without a cache unless told otherwise."""
+    return model(input_ids=ids, **{"use_cache": False, **kwargs}).logits
+
+
+@torch.no_grad()
+def streamed(model: nn.Module, ids: Tensor, pieces: Sequence[int]) -> Tensor:
+    """Logits of `ids` read through one cache in pieces of the given lengths."""
+    assert sum(pieces) == ids.shape[1]
+    cache = DynamicCache(config=model.config)
+    return torch.cat([model(input_ids=piece, past_key_values=cache, use_cache=True).logits for piece in ids.split(list(pieces), 1)], 1)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """The gradient of every parameter."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the largest entry of `b`."""
+    assert a.shape == b.shape and a.isfinite().all() and b.isfinite().all()
+    if a.numel() == 0:
+        return 0.0
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)).item()
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """The modules that carry forward hooks."""
+    return [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]

@@ -1,0 +1,274 @@
+"""FastWeightStream alone, with a small writer in the place of a layer, against a model that keeps every token."""
+
+import copy
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.layout import Span
+from inplace_ttt.ops import state_dtype
+from inplace_ttt.stream import FastWeightStream
+
+CHUNK, H, D, ETA = 4, 5, 3, 0.5
+
+
+@dataclass
+class SmallWriter:
+    """Delta of a chunk in which the order of the tokens matters."""
+
+    chunk_size: int = CHUNK
+    eta: float = ETA
+    decode_updates: bool = True
+    chunks: list[Tensor] = field(default_factory=list)
+
+    def delta(self, z: Tensor, x: Tensor) -> Tensor:
+        assert len(z) == len(x) == self.chunk_size
+        self.chunks.append(z.clone())
+        return delta(z, x)
+
+
+def delta(z: Tensor, x: Tensor) -> Tensor:
+    accurate = state_dtype(z.dtype)
+    return (x.to(accurate) * torch.arange(1, len(x) + 1)[:, None]).T @ z.to(accurate)
+
+
+class KeepsEverything:
+    """The same memory, naively: all positions of every row, None for padding; S is summed up anew whenever it is read."""
+
+    def __init__(self, batch: int) -> None:
+        self.rows: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(batch)]
+
+    def tokens(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        return [position for position in self.rows[row] if position is not None]
+
+    def state(self, row: int) -> Tensor:
+        tokens = self.tokens(row)
+        total = torch.zeros(D, H)
+        for first in range(0, len(tokens) // CHUNK * CHUNK, CHUNK):
+            zs, xs = zip(*tokens[first : first + CHUNK], strict=True)
+            total = total + delta(torch.stack(zs), torch.stack(xs))
+        return total
+
+    def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span]) -> Tensor:
+        out = out.float()
+        for row, (start, stop) in enumerate(spans):
+            for t in range(z.shape[1]):
+                if start <= t < stop:
+                    out[row, t] += ETA * (self.state(row) @ z[row, t].float())
+                    self.rows[row].append((z[row, t], x[row, t]))
+                else:
+                    self.rows[row].append(None)
+        return out
+
+    def crop(self, tokens: int) -> None:
+        self.rows = [row[: max(len(row) - tokens, 0)] for row in self.rows]
+
+    def select(self, rows: list[int]) -> None:
+        self.rows = [list(self.rows[row]) for row in rows]
+
+
+def inputs(batch: int, length: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """out, z, x of one call."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, length, size, generator=generator).to(dtype) for size in (D, H, D))  # type: ignore[return-value]
+
+
+def read(stream: FastWeightStream, length: int, seed: int, writer: SmallWriter | None = None) -> Tensor:
+    """Advance every row by `length` tokens made from `seed`."""
+    out, z, x = inputs(stream.batch, length, seed=seed)
+    return stream.advance(out, z, x, [(0, length)] * stream.batch, writer or SmallWriter())
+
+
+def assert_same_memory(stream: FastWeightStream, other: FastWeightStream) -> None:
+    """Bit-equal: counts, states, and what the next calls read, one of which completes a chunk."""
+    assert stream.tokens == other.tokens
+    for row in range(stream.batch):
+        assert torch.equal(state_of(stream, row), state_of(other, row))
+    stream, other = copy.deepcopy(stream), copy.deepcopy(other)
+    for seed, length in enumerate((2, 1, CHUNK + 3, 1)):
+        assert torch.equal(read(stream, length, 90 + seed), read(other, length, 90 + seed))
+
+
+def state_of(stream: FastWeightStream, row: int) -> Tensor:
+    return torch.zeros(D, H) if stream.state is None else stream.state[row]
+
+
+def test_less_than_a_chunk_allocates_no_state():
+    stream = FastWeightStream(2, CHUNK)
+    out, z, x = inputs(2, CHUNK - 1)
+    before = out.clone()
+    assert torch.equal(stream.advance(out, z, x, [(0, CHUNK - 1)] * 2, SmallWriter()), before)
+    assert stream.state is None
+    read(stream, 1, seed=1)
+    assert stream.state is not None and stream.state.dtype == torch.float32
+    assert stream.written == [1, 1] and stream.filled == [0, 0]
+
+
+@pytest.mark.parametrize("pieces", [(12,), (1,) * 12, (3, 5, 4), (4, 4, 4), (9, 3), (2, 10)])
+def test_a_complete_chunk_costs_one_delta_of_its_own_rows(pieces):
+    writer, stream, naive = SmallWriter(), FastWeightStream(1, CHUNK), KeepsEverything(1)
+    for seed, length in enumerate(pieces):
+        out, z, x = inputs(1, length, seed=seed)
+        expected = naive.advance(out.clone(), z, x, [(0, length)])
+        torch.testing.assert_close(stream.advance(out, z, x, [(0, length)], writer), expected)
+    assert len(writer.chunks) == sum(pieces) // CHUNK
+    keys = torch.stack([z for z, _ in naive.tokens(0)])
+    assert torch.equal(torch.cat(writer.chunks), keys[: len(writer.chunks) * CHUNK])
+    assert torch.equal(state_of(stream, 0), naive.state(0))
+
+
+@pytest.mark.parametrize(("before", "length", "cropped"), [(6, 3, 2), (5, 2, 1), (6, 1, 1), (2, 1, 1)])
+def test_crop_inside_the_open_chunk_leaves_no_trace(before, length, cropped):
+    assert (before + length - cropped) // CHUNK == before // CHUNK or cropped <= (before + length) % CHUNK
+    assert_crop_leaves_no_trace(before, length, cropped)
+
+
+@pytest.mark.parametrize(("before", "length", "cropped"), [(0, 4, 1), (2, 3, 2), (3, 6, 2), (6, 3, 3), (7, 1, 1), (6, 5, 5), (3, 16, 6)])
+def test_crop_across_the_last_written_chunk_leaves_no_trace(before, length, cropped):
+    assert (before + length - cropped) // CHUNK == (before + length) // CHUNK - 1
+    assert_crop_leaves_no_trace(before, length, cropped)
+
+
+def assert_crop_leaves_no_trace(before: int, length: int, cropped: int) -> None:
+    once, never = FastWeightStream(2, CHUNK), FastWeightStream(2, CHUNK)
+    for stream in (once, never):
+        if before:
+            read(stream, before, seed=0)
+    out, z, x = inputs(2, length, seed=1)
+    kept = length - cropped
+    once.advance(out.clone(), z, x, [(0, length)] * 2, SmallWriter())
+    once.crop(cropped)
+    if kept:
+        never.advance(out[:, :kept].clone(), z[:, :kept], x[:, :kept], [(0, kept)] * 2, SmallWriter())
+    assert_same_memory(once, never)
+
+
+def test_tokens_read_one_by_one_can_be_cropped_together():
+    """An assistant model reads its guesses one call each, then takes several back."""
+    once, never = FastWeightStream(1, CHUNK), FastWeightStream(1, CHUNK)
+    for seed in range(6):
+        read(once, 1, seed)
+        if seed < 3:
+            read(never, 1, seed)
+    once.crop(3)
+    assert_same_memory(once, never)
+
+
+@pytest.mark.parametrize("cropped", [6, 7, 11])
+def test_crop_behind_the_last_written_chunk_is_refused_and_changes_nothing(cropped):
+    stream = FastWeightStream(1, CHUNK)
+    read(stream, 13, seed=0)
+    untouched = copy.deepcopy(stream)
+    with pytest.raises(InPlaceTTTError, match=f"last {cropped} tokens") as refusal:
+        stream.crop(cropped)
+    assert "\n" not in str(refusal.value)
+    assert_same_memory(stream, untouched)
+
+
+@pytest.mark.parametrize("cropped", [13, 20])
+def test_crop_of_everything_resets(cropped):
+    stream = FastWeightStream(2, CHUNK)
+    read(stream, 13, seed=0)
+    stream.crop(cropped)
+    assert stream.tokens == [0, 0] and stream.state is None
+    assert_same_memory(stream, FastWeightStream(2, CHUNK))
+
+
+def test_crop_of_nothing_keeps_everything():
+    stream = FastWeightStream(1, CHUNK)
+    read(stream, 7, seed=0)
+    untouched = copy.deepcopy(stream)
+    stream.crop(0)
+    assert_same_memory(stream, untouched)
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1], [0], [0, 0, 1, 1, 2, 2]])
+def test_select_moves_repeats_and_drops_rows(rows):
+    stream = FastWeightStream(3, CHUNK)
+    out, z, x = inputs(3, 11)
+    spans = [(0, 11), (4, 11), (9, 11)]  # 2 chunks + 3, 1 chunk + 3, and 2 tokens
+    stream.advance(out, z, x, spans, SmallWriter())
+    stream.select(rows)
+    alone = FastWeightStream(len(rows), CHUNK)
+    alone.advance(out[rows].clone(), z[rows], x[rows], [spans[row] for row in rows], SmallWriter())
+    assert_same_memory(stream, alone)
+    stream.crop(1)  # what it takes to step back moved along
+    alone.crop(1)
+    assert_same_memory(stream, alone)
+
+
+def test_deep_copies_are_independent():
+    stream = FastWeightStream(1, CHUNK)
+    read(stream, 10, seed=0)
+    fork, untouched = copy.deepcopy(stream), copy.deepcopy(stream)
+    read(fork, 9, seed=1)
+    assert_same_memory(stream, untouched)
+    assert fork.tokens == [19] and not torch.equal(state_of(fork, 0), state_of(stream, 0))
+
+
+def test_generated_tokens_write_only_when_they_should():
+    frozen, stream = SmallWriter(decode_updates=False), FastWeightStream(1, CHUNK)
+    read(stream, 6, seed=0, writer=frozen)
+    before = state_of(stream, 0).clone()
+    for seed in range(5):
+        out, z, x = inputs(1, 1, seed=seed)
+        expected = out + ETA * (z @ before.T)
+        torch.testing.assert_close(stream.advance(out, z, x, [(0, 1)], frozen), expected)
+    assert torch.equal(state_of(stream, 0), before) and stream.tokens == [6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", ["no padding", "padding"])
+@pytest.mark.parametrize("seed", range(15))
+def test_any_sequence_of_operations_equals_recomputation(seed, padding, dtype):
+    """Reads, crops, forks and selections in random order; a crop may be refused, but then nothing has changed."""
+    rng = random.Random(seed)
+    batch = rng.randint(1, 3)
+    stream, naive = FastWeightStream(batch, CHUNK), KeepsEverything(batch)
+    branches: list[tuple[FastWeightStream, KeepsEverything]] = []
+    last = cropped_since = 0
+    for step in range(40):
+        operation = rng.choices(("advance", "crop", "fork", "swap", "select"), (10, 6, 1, 1, 1))[0]
+        if operation == "advance":
+            last, cropped_since = rng.choice((1, 1, 2, 3, CHUNK, 2 * CHUNK + 1)), 0
+            out, z, x = inputs(stream.batch, last, dtype, seed=1000 * seed + step)
+            spans = [random_span(rng, last) if padding == "padding" else (0, last) for _ in range(stream.batch)]
+            expected = naive.advance(out.clone(), z, x, spans)
+            actual = stream.advance(out, z, x, spans, SmallWriter())
+            for row, (start, stop) in enumerate(spans):
+                tolerance = {} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.3}
+                torch.testing.assert_close(actual[row, start:stop].float(), expected[row, start:stop], **tolerance)
+        elif operation == "crop":
+            cropped = rng.randint(0, last)
+            try:
+                stream.crop(cropped)
+            except InPlaceTTTError:
+                assert padding == "padding" or cropped_since + cropped > CHUNK
+            else:
+                naive.crop(cropped)
+                last, cropped_since = last - cropped, cropped_since + cropped
+        elif operation == "fork":
+            branches.append((copy.deepcopy(stream), copy.deepcopy(naive)))
+        elif operation == "swap" and branches:
+            other = branches.pop(rng.randrange(len(branches)))
+            branches.append((stream, naive))
+            (stream, naive), last = other, 0
+        elif operation == "select":
+            rows = [rng.randrange(stream.batch) for _ in range(rng.randint(1, 3))]
+            stream.select(rows)
+            naive.select(rows)
+        for memory, truth in ((stream, naive), *branches):
+            assert memory.tokens == [len(truth.tokens(row)) for row in range(memory.batch)]
+            for row in range(memory.batch):
+                assert torch.equal(state_of(memory, row), truth.state(row)), (step, operation)
+
+
+def random_span(rng: random.Random, length: int) -> Span:
+    """All of it, padding at the left, at the right, or nothing but padding."""
+    kind = rng.choices(("all", "left", "right", "nothing"), (5, 2, 1, 1))[0]
+    cut = rng.randint(0, length - 1)
+    return {"all": (0, length), "left": (cut, length), "right": (0, length - cut), "nothing": (0, 0)}[kind]

@@ -1,0 +1,85 @@
+"""Decode and prefill time of a converted model against its base, interleaved in one run.
+
+python tools/bench_model.py --model .cache/smollm2-135m
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.surgery import fast_weights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=".cache/smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--read", type=int, default=2000, help="tokens in the cache when decoding is timed")
+    parser.add_argument("--prefill", type=int, default=2048)
+    parser.add_argument("--chunk-size", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    base = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    model = convert(copy.deepcopy(base), InPlaceTTTConfig(chunk_size=args.chunk_size, eta=1e-3))
+    _switch_on(model)
+    ids = torch.randint(3, base.config.vocab_size, (1, max(args.read, args.prefill)), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        rows = {
+            "decode": _paired(*(_decoder(m, ids[:, : args.read]) for m in (model, base)), args.repeats),
+            "prefill": _paired(*(_prefiller(m, ids[:, : args.prefill]) for m in (model, base)), args.repeats),
+        }
+    print(json.dumps({**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads(), "ratio_to_base": rows}, indent=2))
+
+
+def _switch_on(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for layer in fast_weights(model).values():
+            layer.ttt.conv[:, 0, layer.ttt.conv.shape[-1] // 2 + 1] = 1.0
+            layer.ttt.proj.copy_(torch.eye(layer.ttt.proj.shape[0]))
+
+
+def _paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: int) -> dict[str, float]:
+    def seconds(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    with_ttt(), base()
+    pairs = [(seconds(with_ttt), seconds(base)) for _ in range(repeats)]
+    ratios = sorted(mine / theirs for mine, theirs in pairs)
+    return {
+        "median": statistics.median(ratios),
+        "min": ratios[0],
+        "max": ratios[-1],
+        "base_seconds": statistics.median(theirs for _, theirs in pairs),
+    }
+
+
+def _decoder(model: PreTrainedModel, ids: torch.Tensor, steps: int = 50) -> Callable[[], None]:
+    """Decodes `steps` tokens one by one after `ids` were read."""
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+
+    def decode() -> None:
+        token = ids[:, :1]
+        for _ in range(steps):
+            token = model(token, past_key_values=cache).logits.argmax(-1)
+
+    return decode
+
+
+def _prefiller(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], object]:
+    return lambda: model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+
+
+if __name__ == "__main__":
+    main()
