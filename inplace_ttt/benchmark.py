@@ -50,7 +50,9 @@ def measure(shape: Shape, repeats: int = 5, device: str = "cpu", dtype: torch.dt
     range), and peak bytes beyond inputs and gradients of the plain linear's own run.
     """
     if shape.tokens % shape.chunk_size:
-        raise InPlaceTTTError(f"{shape.tokens} tokens are not whole chunks of {shape.chunk_size}, which the materialising formulation needs.")
+        raise InPlaceTTTError(
+            f"{shape.tokens} tokens are not whole chunks of {shape.chunk_size}, which the materialising formulation needs."
+        )
     generator = torch.Generator(device).manual_seed(0)
 
     def tensor(*size: int, scale: float) -> Tensor:

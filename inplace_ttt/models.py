@@ -111,7 +111,7 @@ def _model_class(base: type, config_class: type[PreTrainedConfig]) -> type:
         return (model, info) if output_loading_info else model
 
     body = {"__init__": __init__, "from_pretrained": classmethod(from_pretrained), "config_class": config_class, "__module__": __name__}
-    return type(f"InPlaceTTT{base.__name__}", (base,), body)
+    return type(base.__name__, (base,), body)  # the base's name, which config.json keeps under "architectures"
 
 
 def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:

@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from .errors import InPlaceTTTError
 from .stream import FastWeightStream
 
+_READ_AT_ONCE = 1024
 _FORMAT = "inplace-ttt-state/1"
 
 
@@ -83,8 +86,8 @@ def streams(cache: Cache) -> dict[int, FastWeightStream]:
 class FastWeightState:
     """The memory of a session with one converted model: its fast weights and, unless left out, its attention cache.
 
-    cache: pass it to the model or to `generate` as `past_key_values`; it grows as the session reads and writes.
-    tokens: the session's token ids [B, n], for `generate`, which wants all of them; kept by the caller, saved with the rest.
+    cache: the transformers cache; it may also be passed to the model by hand, as `past_key_values`.
+    tokens: the session's token ids [B, n], no padding; `model.generate` wants all of them.
     """
 
     def __init__(self, model: PreTrainedModel, cache: Cache | None = None, tokens: Tensor | None = None) -> None:
@@ -101,6 +104,28 @@ class FastWeightState:
     def state_bytes(self) -> int:
         """Bytes of the fast-weight states S, all layers and sequences; 0 before the first complete chunk."""
         return sum(s.state.nbytes for s in streams(self.cache).values() if s.state is not None)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, *, up_to_last: bool = False, progress: bool = False) -> None:
+        """Append token ids [B, n] to the session and read what its cache has not seen, some at a time.
+
+        up_to_last: leave the last token for `model.generate`, which reads it. progress: show a bar on stderr.
+        """
+        self.tokens = ids if self.tokens is None else torch.cat([self.tokens, ids], dim=1)
+        start, stop = self.cache.get_seq_length(), self.tokens.shape[1] - up_to_last
+        with tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
+            for first in range(start, stop, _READ_AT_ONCE):
+                piece = self.tokens[:, first : min(first + _READ_AT_ONCE, stop)]
+                self.model(piece, past_key_values=self.cache, logits_to_keep=1)
+                bar.update(piece.shape[1])
+
+    def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
+        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`."""
+        self.read(ids, up_to_last=True, progress=progress)
+        assert self.tokens is not None
+        known = self.tokens.shape[1]
+        self.tokens = self.model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), past_key_values=self.cache, **kwargs)
+        return self.tokens[:, known:]
 
     def fork(self) -> FastWeightState:
         """An independent copy: what one branch reads, the other does not know."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..checkpoint import is_adapter, load, one_line, read_adapter
@@ -23,8 +21,6 @@ EXAMPLES = """examples:
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 0 --save-state book.state
   echo "What happened to the whale?" | inplace-ttt generate ./smollm2-ttt --prompt-file - --load-state book.state"""
-
-_READ_AT_ONCE = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,18 +45,20 @@ def run(args: argparse.Namespace) -> Result:
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not before).input_ids.to(model.device)
     if ids.numel() == 0 and not before:
         raise InPlaceTTTError(f"{args.prompt_file} holds no text; give something to read.")
-    state.tokens = ids if state.tokens is None else torch.cat([state.tokens, ids], dim=1)
-    total = state.tokens.shape[1]
+    total = before + ids.shape[1]
     _warn_beyond_context(model, total + args.max_new_tokens)
+    new = ids[:, :0]
     with nullcontext() if args.ttt == "on" else ttt_disabled(model):
-        _read_tokens(model, state, total if args.max_new_tokens == 0 else total - 1)
         if args.max_new_tokens:
-            state.tokens = _continue(model, state, args)
-    text = tokenizer.decode(state.tokens[0, total:], skip_special_tokens=True)
+            set_seed(args.seed)
+            sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+            new = state.generate(ids, progress=True, max_new_tokens=args.max_new_tokens, **sampling)
+        else:
+            state.read(ids, progress=True)
     result = {
-        "text": text,
+        "text": tokenizer.decode(new[0], skip_special_tokens=True),
         "tokens_read": total - before,
-        "tokens_generated": state.tokens.shape[1] - total,
+        "tokens_generated": new.shape[1],
         "chunks_written": state.chunks_written - written_before,
         "state_bytes": state.state_bytes,
     }
@@ -108,33 +106,8 @@ def _load(path: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     source = read_adapter(path)[1]["name_or_path"] if is_adapter(path) else path
     try:
         return model, AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise InPlaceTTTError(f"{source} has no tokenizer: {one_line(error)}; copy the base's tokenizer files into it.") from None
-
-
-@torch.no_grad()
-def _read_tokens(model: PreTrainedModel, state: FastWeightState, stop: int) -> None:
-    """Read the session's tokens up to `stop` that its cache has not seen, some at a time."""
-    assert state.tokens is not None
-    start = state.cache.get_seq_length()
-    with tqdm(total=stop - start, desc="reading", unit="tok", file=sys.stderr, disable=None) as bar:
-        for first in range(start, stop, _READ_AT_ONCE):
-            piece = state.tokens[:, first : min(first + _READ_AT_ONCE, stop)]
-            model(piece, past_key_values=state.cache, logits_to_keep=1)
-            bar.update(piece.shape[1])
-
-
-def _continue(model: PreTrainedModel, state: FastWeightState, args: argparse.Namespace) -> Tensor:
-    set_seed(args.seed)
-    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    assert state.tokens is not None
-    return model.generate(
-        state.tokens,
-        attention_mask=torch.ones_like(state.tokens),
-        past_key_values=state.cache,
-        max_new_tokens=args.max_new_tokens,
-        **sampling,
-    )
+    except (OSError, ValueError):
+        raise InPlaceTTTError(f"{source} has no usable tokenizer; save the base's tokenizer into it.") from None
 
 
 def _warn_beyond_context(model: PreTrainedModel, tokens: int) -> None:

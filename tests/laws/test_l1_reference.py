@@ -195,19 +195,24 @@ def test_each_input_may_be_the_only_one_to_learn(alone: str) -> None:
 
 
 REFUSED = {
-    "z must be [B, T, h] and v [B, T, d]": dict(v=torch.zeros(1, 3, D)),
-    "the layout is for [1, 4] tokens, z has [1, 5]": dict(layout=ChunkLayout.from_lengths([[4]], 3)),
-    "weight must be [d, h] = [5, 6], got [6, 5]": dict(weight=torch.zeros(H, D)),
-    "must have one dtype, got torch.float32, torch.bfloat16": dict(v=torch.zeros(1, 5, D, dtype=torch.bfloat16)),
-    "initial_state must be [B, d, h] = [1, 5, 6]": dict(initial_state=torch.zeros(2, D, H)),
-    "initial_state must be torch.float32": dict(initial_state=torch.zeros(1, D, H, dtype=torch.float64)),
-    "backend 'fast' does not exist; choose": dict(backend="fast"),
+    "z must be [B, T, h] and v [B, T, d]": {"v": torch.zeros(1, 3, D)},
+    "the layout is for [1, 4] tokens, z has [1, 5]": {"layout": ChunkLayout.from_lengths([[4]], 3)},
+    "weight must be [d, h] = [5, 6], got [6, 5]": {"weight": torch.zeros(H, D)},
+    "must have one dtype, got torch.float32, torch.bfloat16": {"v": torch.zeros(1, 5, D, dtype=torch.bfloat16)},
+    "initial_state must be [B, d, h] = [1, 5, 6]": {"initial_state": torch.zeros(2, D, H)},
+    "initial_state must be torch.float32": {"initial_state": torch.zeros(1, D, H, dtype=torch.float64)},
+    "backend 'fast' does not exist; choose": {"backend": "fast"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_bad_input_is_refused(message: str) -> None:
-    given = dict(z=torch.zeros(1, 5, H), v=torch.zeros(1, 5, D), weight=torch.zeros(D, H), layout=ChunkLayout.from_lengths([[5]], 3))
+    given = {
+        "z": torch.zeros(1, 5, H),
+        "v": torch.zeros(1, 5, D),
+        "weight": torch.zeros(D, H),
+        "layout": ChunkLayout.from_lengths([[5]], 3),
+    }
     with pytest.raises(InPlaceTTTError) as error:
         fast_weight(**{**given, **REFUSED[message]}, eta=1.0)
     assert message in str(error.value)

@@ -1,5 +1,7 @@
 """L2: one call, any split of it, and token by token are the same function."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,18 +22,18 @@ SPLITS: dict[str, list[int]] = {
     "tokens, then a turn": [*[1] * 9, LENGTH - 9],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "causal": dict(conv="causal"),
-    "causal, even kernel": dict(conv="causal", kernel_size=4),
-    "pointwise": dict(kernel_size=1),
-    "kernel longer than a chunk": dict(kernel_size=17),
-    "absolute clip": dict(clip=DeltaClip(0.05)),
-    "relative clip": dict(clip=DeltaClip(0.02, relative=True, when="always")),
-    "one eta a layer": dict(eta=(0.4, 2.0)),
-    "detached": dict(detach_target=True),
-    "chunks of one": dict(chunk_size=1),
-    "one chunk": dict(chunk_size=LENGTH),
-    "shorter than a chunk": dict(chunk_size=LENGTH + 1),
-    "every layer": dict(layers="every:1"),
+    "causal": {"conv": "causal"},
+    "causal, even kernel": {"conv": "causal", "kernel_size": 4},
+    "pointwise": {"kernel_size": 1},
+    "kernel longer than a chunk": {"kernel_size": 17},
+    "absolute clip": {"clip": DeltaClip(0.05)},
+    "relative clip": {"clip": DeltaClip(0.02, relative=True, when="always")},
+    "one eta a layer": {"eta": (0.4, 2.0)},
+    "detached": {"detach_target": True},
+    "chunks of one": {"chunk_size": 1},
+    "one chunk": {"chunk_size": LENGTH},
+    "shorter than a chunk": {"chunk_size": LENGTH + 1},
+    "every layer": {"layers": "every:1"},
 }  # fmt: skip
 
 
@@ -109,19 +111,31 @@ def test_bfloat16_models_keep_a_float32_state() -> None:
     assert all(layer.fast_weight.state.dtype == torch.float32 for layer in state.cache.layers if hasattr(layer, "fast_weight"))
 
 
-def test_prefill_in_inference_mode_continues_without_it() -> None:
+@pytest.mark.parametrize(
+    ("prefill", "then", "tolerance"),
+    [
+        (torch.inference_mode, torch.no_grad, 5e-5),
+        (torch.no_grad, torch.inference_mode, 5e-5),
+        (torch.no_grad, partial(torch.autocast, "cpu", dtype=torch.bfloat16), 0.1),
+    ],
+    ids=["inference mode, then not", "inference mode later", "autocast later"],
+)
+def test_a_cache_goes_on_in_another_mode(prefill: Callable[[], Any], then: Callable[[], Any], tolerance: float) -> None:
+    """As the base's cache does."""
     model, ids = converted("llama"), random_ids(2, LENGTH)
     cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(input_ids=ids[:, :20], past_key_values=cache)
-    assert distance(logits(model, ids[:, 20:], past_key_values=cache, use_cache=True), logits(model, ids)[:, 20:]) < 5e-5
+    with prefill():
+        logits(model, ids[:, :20], past_key_values=cache, use_cache=True)
+    with then():
+        found = logits(model, ids[:, 20:], past_key_values=cache, use_cache=True)
+    assert distance(found, logits(model, ids)[:, 20:]) < tolerance
 
 
 def test_gradients_need_no_cache_and_say_so() -> None:
     model, ids = converted("llama"), random_ids(1, LENGTH)
     cache = DynamicCache(config=model.config)
     logits(model, ids[:, :9], past_key_values=cache, use_cache=True)
-    with pytest.raises(InPlaceTTTError, match="use_cache=False or use torch.no_grad"):
+    with pytest.raises(InPlaceTTTError, match=r"use_cache=False or use torch\.no_grad"):
         model(input_ids=ids[:, 9:], past_key_values=cache)
     cache = DynamicCache(config=model.config)
     assert distance(model(input_ids=ids, past_key_values=cache).logits.detach(), logits(model, ids)) < 5e-5

@@ -1,0 +1,239 @@
+"""`generate` of converted models, every way of decoding, against full forwards without a cache."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from models import CHUNK, converted, distance, logits, random_ids
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from inplace_ttt import InPlaceTTTError, ttt_disabled
+from inplace_ttt.layout import ChunkLayout
+from inplace_ttt.state import streams
+from inplace_ttt.stream import FastWeightStream
+from inplace_ttt.surgery import fast_weights
+
+NAMES = ("llama", "gemma3", "gpt2", "gpt_neox", "moshi")  # gemma3 has a sliding window of 16
+NEW = 18  # tokens to generate: more than two chunks
+TOLERANCE = 1e-5
+STATIC: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True}
+
+
+def endless(model: PreTrainedModel) -> PreTrainedModel:
+    """Every run reaches its full length, and no generated token is taken for padding."""
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model
+
+
+@functools.cache
+def ttt_model(name: str, **config: Any) -> PreTrainedModel:
+    return endless(converted(name, **config))
+
+
+def generate(model: PreTrainedModel, ids: Tensor, new: int = NEW, **options: Any) -> tuple[Tensor, Tensor]:
+    """Sequences, and the logits that the new tokens were chosen from."""
+    options = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(ids), **options}
+    out = model.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
+    return out.sequences, torch.stack(out.logits, dim=1)
+
+
+def greedy(model: PreTrainedModel, ids: Tensor, new: int = NEW) -> tuple[Tensor, Tensor]:
+    """The truth: one full forward a token."""
+    chosen = []
+    for _ in range(new):
+        chosen.append(logits(model, ids)[:, -1])
+        ids = torch.cat([ids, chosen[-1].argmax(-1, keepdim=True)], dim=1)
+    return ids, torch.stack(chosen, dim=1)
+
+
+def assert_same(run: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> None:
+    assert run[0].tolist() == truth[0].tolist()
+    assert distance(run[1], truth[1]) < TOLERANCE
+
+
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return ttt_model(request.param)
+
+
+def test_the_memory_decides_what_is_generated(model):
+    ids = random_ids(1, 23)
+    memory, without = greedy(model, ids)[0], None
+    with ttt_disabled(model):
+        without = greedy(model, ids)[0]
+    assert memory.tolist() != without.tolist()
+
+
+@pytest.mark.parametrize("prompt", [3, CHUNK, 23])
+def test_greedy(model, prompt):
+    ids = random_ids(2, prompt)
+    assert_same(generate(model, ids), greedy(model, ids))
+
+
+@pytest.mark.parametrize("returned", [1, 3])
+def test_sampling_with_a_seed(model, returned):
+    def sample(**options: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        return generate(model, random_ids(2, 12), do_sample=True, top_k=40, temperature=0.8, num_return_sequences=returned, **options)
+
+    run = sample()
+    assert run[0].shape == (2 * returned, 12 + NEW)
+    assert_same(run, sample(use_cache=False))
+    assert_same(run, sample())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 3}, {"length_penalty": 0.0, "do_sample": True}])
+def test_beam_search(model, options):
+    def search(**more: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        return generate(model, random_ids(2, 12), num_beams=3, **{**options, **more})
+
+    assert_same(search(), search(use_cache=False))
+
+
+@pytest.mark.parametrize("size", [1, 4, CHUNK, 9, 22])
+def test_chunked_prefill(model, size):
+    ids = random_ids(1, 23)
+    assert_same(generate(model, ids, prefill_chunk_size=size), greedy(model, ids))
+
+
+def padded(*lengths: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Rows of these lengths alone, and the left-padded batch of them with its mask."""
+    rows = [random_ids(1, length, seed=length) for length in lengths]
+    width = max(lengths)
+    batch = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
+    return rows, batch, mask
+
+
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("size", [None, 4, 6, 19], ids="prefill {}".format)
+def test_rows_of_a_left_padded_batch_are_generated_as_alone(model, cache, size):
+    """Rows stand at different places of their chunks all along; pieces of the prefill may be all padding."""
+    rows, batch, mask = padded(3, 14, 19)
+    sequences, scores = generate(model, batch, attention_mask=mask, prefill_chunk_size=size, **cache)
+    for row, ids in enumerate(rows):
+        truth = greedy(model, ids)
+        assert_same((sequences[row : row + 1, -truth[0].shape[1] :], scores[row : row + 1]), truth)
+
+
+def test_static_cache(model):
+    ids = random_ids(1, 12)
+    assert_same(generate(model, ids, **STATIC), greedy(model, ids))
+
+
+def test_a_kept_cache_over_several_turns(model):
+    cache = DynamicCache(config=model.config)
+    ids = random_ids(2, 12)
+    for turn, (new, said) in enumerate([(9, 5), (1, 1), (6, 17), (3, 0)]):
+        truth = greedy(model, ids, new)
+        run = generate(model, ids, new, past_key_values=cache)
+        assert_same(run, truth)
+        ids = torch.cat([truth[0], random_ids(2, said, seed=turn)], dim=1)
+    assert all(stream.tokens == [cache.get_seq_length()] * 2 for stream in streams(cache).values())
+
+
+class Crops:
+    """What speculation did: tokens taken back, in all and from chunks that had been written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens = self.across = 0
+        crop = FastWeightStream.crop
+
+        def counting(stream: FastWeightStream, tokens: int) -> None:
+            self.tokens += tokens
+            self.across += tokens > stream.filled[0]
+            crop(stream, tokens)
+
+        monkeypatch.setattr(FastWeightStream, "crop", counting)
+
+
+@pytest.fixture
+def crops(monkeypatch):
+    return Crops(monkeypatch)
+
+
+@functools.cache
+def assistant(name: str, kind: str, guesses: int) -> PreTrainedModel:
+    """Guesses a fixed number of tokens; the converted one is wrong often, the base one sometimes."""
+    if kind == "the same model":
+        helper = endless(converted(name))
+    else:
+        helper = endless(build(name) if kind == "the base" else converted(name, chunk_size=5, eta=8.0))
+    helper.generation_config.update(num_assistant_tokens=guesses, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
+    return helper
+
+
+@pytest.mark.parametrize("kind", ["the base", "converted", "the same model"])
+def test_assisted_generation_equals_greedy(model, kind, crops):
+    ids = random_ids(1, 20)
+    helper = assistant(model.config.model_type.removesuffix("_text"), kind, 4)
+    assert_same(generate(model, ids, 30, assistant_model=helper), greedy(model, ids, 30))
+    assert crops.tokens > 0
+    assert crops.across > 0 or kind == "the same model"
+
+
+@pytest.mark.parametrize("chunk", [4, 5, CHUNK, 16])
+def test_prompt_lookup_equals_greedy(model, chunk, crops):
+    model = ttt_model(model.config.model_type.removesuffix("_text"), chunk_size=chunk)
+    ids = random_ids(1, 6).repeat(1, 4)
+    assert_same(generate(model, ids, 40, prompt_lookup_num_tokens=3), greedy(model, ids, 40))
+    assert crops.tokens > 0
+    assert crops.across > 0 or chunk == 16
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_speculation_behind_a_written_chunk_is_exact_or_refused(model, chunk, crops):
+    name = model.config.model_type.removesuffix("_text")
+    model, ids = ttt_model(name, chunk_size=chunk), random_ids(1, 6).repeat(1, 4)
+    truth, refused = greedy(model, ids, 25), 0
+    for options in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": assistant(name, "the base", 5)}):
+        try:
+            assert_same(generate(model, ids, 25, **options), truth)
+        except InPlaceTTTError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert crops.across > 0
+    assert refused, "with windows of six tokens a chunk this small must have been out of reach at least once"
+
+
+def test_generated_tokens_do_not_write_without_decode_updates(model, monkeypatch):
+    prompt = 16  # two chunks and two tokens
+    frozen = ttt_model(model.config.model_type.removesuffix("_text"), decode_updates=False)
+    ids = random_ids(1, prompt)
+    run = generate(frozen, ids)
+    assert run[0].tolist() != generate(model, ids)[0].tolist()
+    complete = ChunkLayout.is_complete
+    monkeypatch.setattr(ChunkLayout, "is_complete", lambda layout, chunk: chunk[1] <= prompt and complete(layout, chunk))
+    assert_same(run, greedy(frozen, ids))
+
+
+@pytest.mark.parametrize("speculation", ["lookup", "the base", "the same model"])
+def test_speculation_without_decode_updates_is_exact_or_refused(speculation):
+    frozen = ttt_model("llama", decode_updates=False, chunk_size=4)
+    ids = random_ids(1, 6).repeat(1, 4)
+    options = {"prompt_lookup_num_tokens": 3} if speculation == "lookup" else {"assistant_model": assistant("llama", speculation, 3)}
+    try:
+        run = generate(frozen, ids, 30, **options)
+    except InPlaceTTTError:
+        return
+    assert_same(run, generate(frozen, ids, 30))
+
+
+def test_continuous_batching_is_refused(caplog):
+    """Its paged cache has no layers to keep a fast weight on; it reports a failed request, not tokens of another model."""
+    model = ttt_model("llama")
+    ids = random_ids(1, 20)
+    options = model.generation_config.__class__(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = model.generate_batch(inputs=[ids[0].tolist()], generation_config=options)
+    assert all(not output.generated_tokens and "PagedAttentionCache" in str(output.error) for output in outputs.values())
+
+
+def test_generation_leaves_no_state_in_the_model(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generate(model, random_ids(1, 23))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(layer.fast._call is None for layer in fast_weights(model).values())

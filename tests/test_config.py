@@ -1,0 +1,111 @@
+"""The config: presets, JSON, and every refusal with what is wrong, where, and what to do."""
+
+import json
+from typing import Any
+
+import pytest
+
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError
+from inplace_ttt.config import PRESETS
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "named layers": {"layers": [0, 6, 12], "eta": [1, 0.5, 0]},
+    "everything": {
+        "layers": "every:3", "chunk_size": 512, "eta": 0.25, "target": "hidden_states", "conv": "causal", "kernel_size": 4,
+        "clip": DeltaClip(0.1, True, "always"), "detach_target": True, "decode_updates": False,
+    },
+    "clip from JSON": {"clip": {"tau": 1e-3, "when": "always"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_json_round_trip(name: str) -> None:
+    config = InPlaceTTTConfig(**CONFIGS[name])
+    text = json.dumps(config.to_dict())
+    assert InPlaceTTTConfig.from_dict(json.loads(text)) == config
+    assert json.dumps(InPlaceTTTConfig.from_dict(json.loads(text)).to_dict()) == text
+    assert hash(config) == hash(InPlaceTTTConfig.from_dict(json.loads(text)))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_round_trip_and_take_overrides(name: str) -> None:
+    assert InPlaceTTTConfig.preset(name) == PRESETS[name] == InPlaceTTTConfig.from_dict(PRESETS[name].to_dict())
+    changed = InPlaceTTTConfig.preset(name, chunk_size=3, clip={"tau": 2})
+    assert (changed.chunk_size, changed.clip) == (3, DeltaClip(2))
+    assert changed.target == PRESETS[name].target and changed.eta == PRESETS[name].eta
+
+
+def test_the_presets_say_what_their_sources_say() -> None:
+    paper, official = PRESETS["paper"], PRESETS["official"]
+    assert (paper.target, paper.layers, paper.kernel_size, paper.conv, paper.clip) == ("embeddings", "every:6", 5, "lookahead", None)
+    assert (official.target, official.chunk_size, official.eta) == ("hidden_states", 4096, 3.0)
+    assert InPlaceTTTConfig() == paper
+
+
+@pytest.mark.parametrize(
+    ("layers", "of", "expected"),
+    [("every:6", 13, (0, 6, 12)), ("every:6", 12, (0, 6)), ("every:1", 3, (0, 1, 2)), ("every:50", 4, (0,)), ((1, 3), 4, (1, 3))],
+)
+def test_resolve_writes_the_layers_out(layers: Any, of: int, expected: tuple[int, ...]) -> None:
+    config = InPlaceTTTConfig(layers=layers, chunk_size=9)
+    assert config.resolve(of).layers == expected and config.resolve(of).chunk_size == 9
+    assert config.resolve(of).resolve(of) == config.resolve(of)
+
+
+def test_eta_by_layer() -> None:
+    assert [InPlaceTTTConfig(layers=(0, 2), eta=(0.5, 2.0)).eta_of(i) for i in (0, 1)] == [0.5, 2.0]
+    assert [InPlaceTTTConfig(layers=(0, 2), eta=0.5).eta_of(i) for i in (0, 1)] == [0.5, 0.5]
+
+
+def test_resolve_refuses_what_the_model_does_not_have() -> None:
+    with pytest.raises(InPlaceTTTError, match=r"layers \[36, 40\] do not exist: the model has 36 layers, 0 to 35\."):
+        InPlaceTTTConfig(layers=(0, 36, 40)).resolve(36)
+    with pytest.raises(InPlaceTTTError, match=r"eta has 2 values for 3 layers; give one number or one a layer\."):
+        InPlaceTTTConfig(layers="every:1", eta=(1.0, 2.0)).resolve(3)
+
+
+NAN, INF = float("nan"), float("inf")
+REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
+    ("layers must be 'every:N' or a list", [{"layers": x} for x in ("every:0", "every:", "6", "every:2 ", "every:1.5", "")]),
+    ("layers must be 'every:N' or a non-empty list", [{"layers": x} for x in ([], (-1,), (0.0,), (True,), 6, None, ["0"])]),
+    ("layers names a layer twice", [{"layers": (1, 1)}]),
+    ("layers must be in order", [{"layers": (2, 1)}]),
+    ("chunk_size must be an integer of at least 1", [{"chunk_size": x} for x in (0, -4, 2.0, "512", None, True)]),
+    ("eta must be a number of at least 0", [{"eta": x} for x in (-1.0, NAN, INF, "1", None, True, (), (1.0, None))]),
+    ("eta has 1 values for 2 layers; give one", [{"layers": (0, 2), "eta": (1.0,)}]),
+    ("target must be one of ('embeddings', 'hidden_states')", [{"target": x} for x in ("embedding", "", None, 1)]),
+    ("conv must be one of ('lookahead', 'causal')", [{"conv": x} for x in ("left", None)]),
+    ("kernel_size must be an integer of at least 1", [{"kernel_size": x} for x in (0, -1, 5.0, None, True)]),
+    ("kernel_size 4 is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'", [{"kernel_size": 4}]),
+    ("clip must be a DeltaClip or nothing", [{"clip": x} for x in (1.0, "inference", [])]),
+    ("clip.tau must be a number above 0", [{"clip": {"tau": x}} for x in (0, -1, NAN, INF, "1", None, True)]),
+    ("clip.relative must be true or false", [{"clip": {"tau": 1, "relative": x}} for x in (1, None, "yes")]),
+    ("clip.when must be one of ('inference', 'always')", [{"clip": {"tau": 1, "when": x}} for x in ("never", "", None)]),
+    ("clip has no setting 'taus'; known settings: tau, relative, when", [{"clip": {"taus": 1}}]),
+    ("clip is incomplete", [{"clip": {}}]),
+    ("detach_target must be true or false", [{"detach_target": x} for x in (1, None, "true")]),
+    ("decode_updates must be true or false", [{"decode_updates": x} for x in (0, None)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "cases"), REFUSED)
+def test_refusals_name_the_setting_and_the_value(message: str, cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        for build in (
+            lambda case: InPlaceTTTConfig(**case),
+            InPlaceTTTConfig.from_dict,
+            lambda case: InPlaceTTTConfig.preset("paper", **case),
+        ):
+            with pytest.raises(InPlaceTTTError) as error:
+                build(case)
+            assert message in str(error.value) and "\n" not in str(error.value), case
+        with pytest.raises(InPlaceTTTError):
+            InPlaceTTTConfig.from_dict(case)
+
+
+def test_unknown_settings_and_presets_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(InPlaceTTTError, match=r"the TTT config has no setting 'chunk', 'lr'; known settings: layers, chunk_size, eta"):
+        InPlaceTTTConfig.from_dict({"lr": 1, "chunk": 2, "eta": 1})
+    with pytest.raises(InPlaceTTTError, match=r"preset 'papers' does not exist; choose one of paper, official"):
+        InPlaceTTTConfig.preset("papers")
