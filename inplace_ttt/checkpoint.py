@@ -189,8 +189,13 @@ def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool]
         weight_map |= dict.fromkeys(extra, TTT_SHARD)
     write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
     for file in checkpoint.folder.iterdir():
-        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model", ".md") and file.name not in ("config.json", _INDEX):
+        if file.is_file() and file.name not in ("config.json", _INDEX) and _is_companion(file.name):
             shutil.copyfile(file, folder / file.name)
+
+
+def _is_companion(name: str) -> bool:
+    """Tokenizer, generation config, chat template, licence; not the model card, which is about the base."""
+    return not name.startswith(".") and (name.endswith((".json", ".txt", ".jinja", ".model")) or name.startswith(("LICENSE", "NOTICE")))
 
 
 def write_adapter(folder: Path, config: InPlaceTTTConfig, tensors: Mapping[str, Tensor], base: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,8 +42,9 @@ def new_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iter
             shutil.rmtree(replaced)
         else:
             temporary.rename(target)
-    except OSError as error:
-        raise InPlaceTTTError(f"cannot write {path}: {error.strerror or error}; free some space or choose another place.") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InPlaceTTTError(f"cannot write {path}: {reason}; free some space or choose another place.") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

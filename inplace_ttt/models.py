@@ -103,14 +103,18 @@ def _model_class(base: type, config_class: type[PreTrainedConfig]) -> type:
 
     def from_pretrained(cls: Any, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         model, info = base.from_pretrained.__func__(cls, path, *args, output_loading_info=True, **kwargs)  # type: ignore[attr-defined]
-        missing = sorted(key for key in info["missing_keys"] if ".ttt." in key)
-        if missing:
-            raise InPlaceTTTError(
-                f"{path} lacks {len(missing)} TTT tensors ({missing[0]}, …): half a checkpoint; convert the base model again."
-            )
+        if missing := sorted(info["missing_keys"]):
+            raise InPlaceTTTError(f"{path} lacks {len(missing)} tensors ({missing[0]}, …): half a checkpoint; convert the base model again.")
         return (model, info) if output_loading_info else model
 
-    body = {"__init__": __init__, "from_pretrained": classmethod(from_pretrained), "config_class": config_class, "__module__": __name__}
+    body = {
+        "__init__": __init__,
+        "__module__": __name__,
+        "config_class": config_class,
+        "from_pretrained": classmethod(from_pretrained),
+        # The base's code on the base's weights: transformers must rename old checkpoints' tensors as it does for the base.
+        "is_custom_code": classmethod(lambda cls: False),
+    }
     return type(base.__name__, (base,), body)  # the base's name, which config.json keeps under "architectures"
 
 

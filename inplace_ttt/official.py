@@ -53,9 +53,14 @@ def read_official(checkpoint: Checkpoint) -> Imported:
         raise InPlaceTTTError(
             f"{checkpoint.name} has ttt_mode false: its code runs it as the plain model; set it to true to mean otherwise."
         )
+    named = values["ttt_layers"]
+    if not isinstance(named, list) or not named or not all(type(i) is int and i >= 0 for i in named):
+        raise InPlaceTTTError(f"{checkpoint.name} has ttt_layers {named!r}; it must be a non-empty list of layer indices.")
     count = values.get("num_hidden_layers", 0)
-    layers = [i for i in values["ttt_layers"] if i < count]
-    ignored = [i for i in values["ttt_layers"] if i >= count]
+    layers = [i for i in named if i < count]
+    ignored = [i for i in named if i >= count]
+    if not layers:
+        raise InPlaceTTTError(f"{checkpoint.name} names only layers {ignored}, the model has {count}: its code runs it as the plain model.")
     target = values.get("ttt_target", "hidden_states")
     if target not in _TARGETS:
         raise InPlaceTTTError(f"{checkpoint.name} has ttt_target {target!r}; known are {', '.join(_TARGETS)}.")
@@ -63,7 +68,7 @@ def read_official(checkpoint: Checkpoint) -> Imported:
     config = InPlaceTTTConfig(
         layers=tuple(sorted(layers)),
         chunk_size=values.get("ttt_chunk", 8192),
-        eta=float(values.get("ttt_lr", 0.3)),
+        eta=values.get("ttt_lr", 0.3),
         target=_TARGETS[target],  # type: ignore[arg-type]
         kernel_size=next(iter(found.values()))["conv"].shape[-1],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -29,7 +30,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Exit code 0: done; 1: the thing it checks is not so; 2: bad input, one line on stderr."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind, so that no half folder is left
     try:
         return _run(arguments)
     except InPlaceTTTError as error:

@@ -1,0 +1,74 @@
+"""Adapter folders: the TTT tensors alone, tied to their base by a fingerprint."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from models import logits, random_ids, turn_writer_on
+
+from checkpoint.folders import bytes_of, save_base
+from inplace_ttt import InPlaceTTTError, cli, load
+from inplace_ttt.surgery import fast_weights
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A full checkpoint whose TTT tensors are not those of a fresh conversion."""
+    base = save_base(tmp_path / "base")
+    cli.main(["convert", str(base), str(tmp_path / "full"), "--layers", "0,2", "--chunk-size", "7", "--no-verify"])
+    model = load(tmp_path / "full")
+    turn_writer_on(model)
+    model.save_pretrained(tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+def test_round_trip(trained: Path, tmp_path: Path) -> None:
+    ids = random_ids(1, 40)
+    expected = logits(load(trained), ids)
+    assert cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"]) == 0
+    assert sorted(bytes_of(tmp_path / "adapter")) == ["inplace_ttt.json", "inplace_ttt.safetensors"]
+    model = load(tmp_path / "adapter")
+    assert model.config.model_type == "llama"
+    assert torch.equal(logits(model, ids), expected)
+    assert cli.main(["export", str(tmp_path / "adapter"), str(tmp_path / "again"), "--format", "full"]) == 0
+    assert torch.equal(logits(load(tmp_path / "again"), ids), expected)
+
+
+def test_convert_adapter_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save_base(tmp_path / "base", "gpt2")
+    assert cli.main(["convert", str(base), str(tmp_path / "adapter"), "--layers", "1", "--adapter-only", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["identity"]["max_abs_logit_diff"] < 1e-6
+    assert sum(f.stat().st_size for f in (tmp_path / "adapter").iterdir()) < 20_000
+    assert list(fast_weights(load(tmp_path / "adapter"))) == [1]
+
+
+def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
+    cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(InPlaceTTTError, match="cannot load"):
+        load(tmp_path / "adapter")
+    save_base(tmp_path / "base", vocab_size=101)  # the same shapes where it matters, other weights
+    with pytest.raises(InPlaceTTTError, match="other weights"):
+        load(tmp_path / "adapter")
+    assert cli.main(["export", str(tmp_path / "adapter"), str(tmp_path / "full2"), "--format", "full"]) == 2
+    assert not (tmp_path / "full2").exists()
+
+
+def test_a_trained_base_is_not_cut_to_an_adapter(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load(trained)
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.mul_(1.1)
+    model.save_pretrained(tmp_path / "moved")
+    assert cli.main(["export", str(tmp_path / "moved"), str(tmp_path / "adapter"), "--format", "adapter"]) == 2
+    assert "which an adapter would lose" in capsys.readouterr().err
+
+
+def test_base_in_another_place(trained: Path, tmp_path: Path) -> None:
+    cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])
+    (tmp_path / "base").rename(tmp_path / "moved")
+    model = load(tmp_path / "adapter", base=str(tmp_path / "moved"))
+    assert torch.equal(logits(model, random_ids(1, 30)), logits(load(trained), random_ids(1, 30)))
+    with pytest.raises(InPlaceTTTError, match="has no effect"):
+        load(trained, base="x")

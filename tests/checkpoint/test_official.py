@@ -1,0 +1,150 @@
+"""The public reference format: its tensors and keys in and out, against the formulation its code runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import distance, logits, random_ids, turn_writer_on
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from checkpoint.folders import save_base, tensors_of
+from inplace_ttt import cli, load
+from inplace_ttt.benchmark import materialising
+from inplace_ttt.surgery import config_of
+
+CHUNK = 8
+
+
+def write_official(folder: Path, **keys: object) -> Path:
+    """A tiny checkpoint as the public code saves it, layer 5 named though the model has three."""
+    save_base(folder, "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for layer in (0, 2):
+        tensors[f"model.layers.{layer}.mlp.ttt_conv.weight"] = torch.randn(32, 1, 5, generator=generator) * 0.02
+        if keys.get("ttt_proj", True):
+            tensors[f"model.layers.{layer}.mlp.ttt_proj.weight"] = torch.randn(32, 32, generator=generator) * 0.1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    ours = {"ttt_mode": True, "ttt_layers": [0, 2, 5], "ttt_proj": True, "ttt_lr": 0.7, "ttt_chunk": CHUNK, "ttt_target": "hidden_states"}
+    (folder / "config.json").write_text(json.dumps({**config, **ours, **keys}))
+    return folder
+
+
+class PublicDownProjection(nn.Module):
+    """What the public training code computes in place of the down-projection, from its own tensors."""
+
+    def __init__(self, weight: torch.Tensor, conv: torch.Tensor, proj: torch.Tensor, eta: float) -> None:
+        super().__init__()
+        self.weight, self.conv, self.proj, self.eta = weight, conv, proj, eta
+        self.mlp_input = torch.empty(0)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        chunks = self.mlp_input.view(-1, CHUNK, 32).transpose(1, 2)
+        target = nn.functional.conv1d(chunks, self.conv, padding=2, groups=32).transpose(1, 2).reshape(1, -1, 32) @ self.proj
+        return materialising(z, target * self.eta / 0.1, self.weight, CHUNK)  # that function's own rate is 0.1
+
+
+@torch.no_grad()
+def test_import_computes_what_the_public_code_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    official = write_official(tmp_path / "official")
+    assert cli.main(["import-official", str(official), str(tmp_path / "ours"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["layers"] == [0, 2]
+    assert result["ignored_layers"] == [5]
+    model = load(tmp_path / "ours")
+    tensors = load_file(official / "model.safetensors")
+    public = AutoModelForCausalLM.from_pretrained(official).eval()
+    for layer in (0, 2):
+        mlp = public.model.layers[layer].mlp
+        down = PublicDownProjection(
+            mlp.down_proj.weight, *(tensors[f"model.layers.{layer}.mlp.ttt_{kind}.weight"] for kind in ("conv", "proj")), eta=0.7
+        )
+        mlp.down_proj = down
+        mlp.register_forward_pre_hook(lambda _, args, down=down: setattr(down, "mlp_input", args[0]))
+    ids = random_ids(1, 5 * CHUNK)
+    found, expected = logits(model, ids), logits(public, ids)
+    assert distance(found, expected) < 1e-5
+    plain = AutoModelForCausalLM.from_pretrained(official).eval()
+    assert distance(logits(plain, ids), expected) > 0.05, "the writes must show"
+
+
+def test_import_leaves_no_foreign_tensor(tmp_path: Path) -> None:
+    cli.main(["import-official", str(write_official(tmp_path / "official")), str(tmp_path / "ours")])
+    assert not any("ttt_conv" in name or "ttt_proj" in name for name in tensors_of(tmp_path / "ours"))
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+
+
+def test_without_projection_it_is_the_identity(tmp_path: Path) -> None:
+    assert cli.main(["import-official", str(write_official(tmp_path / "official", ttt_proj=False)), str(tmp_path / "ours")]) == 0
+    assert torch.equal(tensors_of(tmp_path / "ours")["model.layers.2.mlp.down_proj.ttt.proj"], torch.eye(32))
+
+
+def test_export_is_the_inverse_of_import(tmp_path: Path) -> None:
+    official = write_official(tmp_path / "official", ttt_layers=[0, 2], ttt_target="input_embed")
+    cli.main(["import-official", str(official), str(tmp_path / "ours")])
+    assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--format", "official"]) == 0
+    before, after = tensors_of(official), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((official / "config.json").read_text())
+
+
+def test_export_of_a_saved_model_drops_our_tensors(tmp_path: Path) -> None:
+    """save_pretrained puts all tensors into one file; the official folder gets that file without ours."""
+    cli.main(["import-official", str(write_official(tmp_path / "official")), str(tmp_path / "ours")])
+    model = load(tmp_path / "ours")
+    turn_writer_on(model)
+    model.save_pretrained(tmp_path / "trained")
+    assert cli.main(["export", str(tmp_path / "trained"), str(tmp_path / "back"), "--format", "official"]) == 0
+    assert not any(".ttt." in name for name in tensors_of(tmp_path / "back"))
+    cli.main(["import-official", str(tmp_path / "back"), str(tmp_path / "again")])
+    again = load(tmp_path / "again")
+    assert config_of(again) == config_of(model)
+    assert torch.equal(logits(again, random_ids(1, 40)), logits(model, random_ids(1, 40)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ttt_mode": False}, "ttt_mode false"),
+        ({"ttt_target": "labels"}, "ttt_target 'labels'"),
+        ({"ttt_layers": [0, 1, 2]}, "no model.layers.1.mlp.ttt_conv.weight"),
+        ({"ttt_layers": [0, 0]}, "names a layer twice"),
+        ({"ttt_layers": []}, "non-empty list"),
+        ({"ttt_layers": [3, 5]}, "names only layers [3, 5]"),
+        ({"ttt_layers": "all"}, "ttt_layers"),
+        ({"ttt_chunk": 0}, "chunk_size"),
+        ({"ttt_lr": "fast"}, "eta"),
+    ],
+)
+def test_bad_official_checkpoints(keys: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    official = write_official(tmp_path / "official", **keys)
+    capsys.readouterr()
+    assert cli.main(["import-official", str(official), str(tmp_path / "ours")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "reason"),
+    [
+        ("gpt2", [], "this is a gpt2"),
+        ("llama", ["--preset", "paper"], None),
+    ],
+)
+def test_export_refuses_what_the_format_cannot_hold(
+    family: str, arguments: list[str], reason: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["convert", str(save_base(tmp_path / "base", family)), str(tmp_path / "full"), "--no-verify", *arguments])
+    capsys.readouterr()
+    code = cli.main(["export", str(tmp_path / "full"), str(tmp_path / "out"), "--format", "official"])
+    assert code == (2 if reason else 0)
+    assert (reason or "") in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""The documentation is true: its snippets and commands run, its links and make targets exist, its table names every verb.
+
+Every ```python block and every ```bash block that starts with `inplace-ttt` runs, file by file, in order, in a folder
+with a tiny random model under the name of the real one. A block that cannot run says why in the line above its fence:
+`<!-- not run: reason -->`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from inplace_ttt.cli import VERBS
+from inplace_ttt.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+NOT_RUN_AT_MOST = 1
+FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code that should run, and the line of its first character."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    reason_not_to_run: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text, found = page.read_text(encoding="utf-8"), []
+    for match in FENCE.finditer(text):
+        language, code = match["language"], match["code"]
+        if language == "python" or (language == "bash" and code.startswith("inplace-ttt")):
+            line = text.count("\n", 0, match.start("code")) + 1
+            marker = NOT_RUN.fullmatch(match["above"].strip())
+            found.append(Block(page, line, language, code, marker and marker["reason"]))
+    return found
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, entered, with what the pages take for given: ./smollm2-135m and book.txt."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    logging.disable_progress_bar()
+    book = tmp_path / "book.txt"
+    book.write_text(some_text(words=1500), encoding="utf-8")
+    small_model(tmp_path / "smollm2-135m", book)
+    return tmp_path
+
+
+def some_text(words: int) -> str:
+    generator = random.Random(0)
+    vocabulary = "the sea a whale and ship of captain to harpoon in night he said it was long white boat wind".split()
+    return " ".join(generator.choice(vocabulary) for _ in range(words))
+
+
+def small_model(folder: Path, book: Path) -> None:
+    """SmolLM2-135M's class, depth and special tokens with random weights, and a tokenizer trained on the book."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bpe.train([str(book)], trainer)
+    bos, eos = special[1:]
+    PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token=eos).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(bpe.get_vocab()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=30,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name)
+def test_every_block_runs_in_order(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    for block in blocks(page):
+        if block.reason_not_to_run is None:
+            run_python(block, namespace) if block.language == "python" else run_bash(block)
+
+
+def run_python(block: Block, namespace: dict[str, Any]) -> None:
+    """Run in this process; a traceback shows the page and its line."""
+    code = compile("\n" * (block.line - 1) + block.code, block.page, "exec")
+    try:
+        exec(code, namespace)
+    except Exception as error:
+        raise AssertionError(f"{block} fails: {type(error).__name__}: {error}") from error
+
+
+def run_bash(block: Block) -> None:
+    """Run as a reader would, with the console script of this environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "-euo", "pipefail", "-c", block.code]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{block} exits {done.returncode}: {done.stderr}"
+
+
+def test_few_blocks_are_not_run() -> None:
+    left_out = [f"{block}: {block.reason_not_to_run}" for page in GUIDES for block in blocks(page) if block.reason_not_to_run]
+    assert len(left_out) <= NOT_RUN_AT_MOST, left_out
+    assert sum(len(blocks(page)) for page in GUIDES) > 20, "the blocks are not found any more"
+
+
+def test_every_mark_stands_above_a_block_that_would_run() -> None:
+    for page in GUIDES:
+        marks = NOT_RUN.findall(page.read_text(encoding="utf-8"))
+        assert len(marks) == sum(block.reason_not_to_run is not None for block in blocks(page)), name(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file) if file else page
+        assert target.exists(), f"{name(page)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{name(page)} links to {link}, which has no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, by the rule of the usual Markdown viewers."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make (\w+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert named <= targets, f"{name(page)} names make targets that do not exist"
+
+
+def test_the_readme_has_every_verb_and_every_family() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)", readme, flags=re.MULTILINE)
+    assert rows == list(VERBS)
+    missing = [family for family in FAMILIES if f"`{family}`" not in readme]
+    assert not missing, f"README.md does not name {missing}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

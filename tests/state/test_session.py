@@ -1,0 +1,239 @@
+"""Sessions on real models: saved, loaded, forked, forgotten; and what must be refused."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from models import CHUNK, converted, distance, logits, random_ids
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
+from inplace_ttt import state as state_module
+from inplace_ttt.state import streams
+from inplace_ttt.surgery import fast_weights, fingerprint_of
+
+NAMES = ("llama", "gemma3", "gpt2", "qwen3")  # gemma3 and qwen3 have a sliding window of 16
+LONG = 25  # tokens: past the window; three chunks and four tokens
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return converted(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return converted("llama")
+
+
+@torch.no_grad()
+def read(state: FastWeightState, ids: Tensor) -> Tensor:
+    """Logits of `ids`, read on top of the session."""
+    state.tokens = ids if state.tokens is None else torch.cat([state.tokens, ids], dim=1)
+    return state.model(input_ids=ids, past_key_values=state.cache).logits
+
+
+def session(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> FastWeightState:
+    state = FastWeightState(model, cache)
+    read(state, ids)
+    return state
+
+
+def carry_on(state: FastWeightState, new: int = 12) -> Tensor:
+    """Some more text, then generated tokens: all their logits. The session's tokens grow by what was read."""
+    scores = [read(state, random_ids(len(state.tokens), 3, seed=5))]
+    for _ in range(new):
+        scores.append(read(state, scores[-1][:, -1:].argmax(-1)))
+    return torch.cat(scores, dim=1)
+
+
+def assert_true(model: PreTrainedModel, state: FastWeightState, scores: Tensor) -> None:
+    """The scores of the session's last tokens are those of one full forward without a cache."""
+    assert distance(scores, logits(model, state.tokens)[:, -scores.shape[1] :]) < TOLERANCE
+
+
+def assert_refused(refusal: pytest.ExceptionInfo[InPlaceTTTError], *words: str) -> None:
+    message = str(refusal.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("length", [5, 2 * CHUNK, LONG])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_loaded_session_goes_on_bit_for_bit(model, length, batch, tmp_path):
+    unbroken = session(model, random_ids(batch, length))
+    unbroken.save(tmp_path / "a")
+    loaded = FastWeightState.load(tmp_path / "a", model)
+    assert (loaded.chunks_written, loaded.state_bytes) == (unbroken.chunks_written, unbroken.state_bytes)
+    assert unbroken.chunks_written == batch * (length // CHUNK) and (unbroken.state_bytes == 0) == (length < CHUNK)
+    loaded.save(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    scores = carry_on(unbroken)
+    assert torch.equal(carry_on(loaded), scores)
+    assert torch.equal(loaded.tokens, unbroken.tokens)
+    assert_true(model, unbroken, scores)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_loaded_session_goes_on_bit_for_bit_in_bfloat16(name, tmp_path):
+    model = converted(name, dtype=torch.bfloat16)
+    unbroken = session(model, random_ids(1, LONG))
+    unbroken.save(tmp_path / "a")
+    assert all(stream.state.dtype == torch.float32 for stream in streams(unbroken.cache).values())
+    assert torch.equal(carry_on(FastWeightState.load(tmp_path / "a", model)), carry_on(unbroken))
+
+
+def test_a_loaded_session_generates_like_the_unbroken_one(model, tmp_path):
+    unbroken = session(model, random_ids(1, LONG))
+    unbroken.save(tmp_path / "a")
+    loaded = FastWeightState.load(tmp_path / "a", model)
+    prompt = torch.cat([unbroken.tokens, random_ids(1, 4, seed=2)], dim=1)
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    text = model.generate(prompt, past_key_values=unbroken.cache, **options)
+    assert torch.equal(model.generate(prompt, past_key_values=loaded.cache, **options), text)
+    assert torch.equal(model.generate(prompt, use_cache=False, **options), text)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+@pytest.mark.parametrize("kind", ["a cache without windows", "a cache that kept more than its window"])
+def test_a_sliding_session_is_loaded_as_it_was(name, kind, tmp_path):
+    model = converted(name)
+    state = FastWeightState(model, DynamicCache() if kind == "a cache without windows" else None)
+    if kind == "a cache that kept more than its window":
+        state.cache.activate_past_recording()  # as assisted generation leaves it
+    read(state, random_ids(1, LONG))
+    state.save(tmp_path / "a")
+    loaded = FastWeightState.load(tmp_path / "a", model)
+    scores = carry_on(loaded)
+    assert_true(model, loaded, scores)
+    assert distance(carry_on(state), scores) < TOLERANCE
+
+
+def test_forks_know_nothing_of_each_other(model):
+    state = session(model, random_ids(1, LONG))
+    left, right = state.fork(), state.fork()
+    read(left, random_ids(1, 9, seed=2))
+    read(right, random_ids(1, 9, seed=3))
+    for branch in (left, right, state):
+        assert_true(model, branch, carry_on(branch))
+
+
+def test_forgotten_attention_leaves_the_fast_weights_alone(model):
+    state = session(model, random_ids(1, 3 * CHUNK))
+    forgetful = state.forget_attention()
+    assert forgetful.cache.get_seq_length() == 0 and forgetful.chunks_written == state.chunks_written
+    text = random_ids(1, CHUNK, seed=2)
+    scores = read(forgetful, text)
+
+    written = copy.deepcopy(model)
+    for index, layer in fast_weights(written).items():
+        change = layer.eta * streams(state.cache)[index].state[0]
+        layer.weight.data += change if layer.weight.shape == change.shape else change.T
+    with ttt_disabled(written):
+        assert distance(scores, logits(written, text)) < TOLERANCE
+    assert distance(scores, logits(model, text)) > 0.01
+    assert_true(model, state, carry_on(state))
+
+
+def other_weights(model: PreTrainedModel) -> PreTrainedModel:
+    other = copy.deepcopy(model)
+    next(iter(fast_weights(other).values())).ttt.proj.data[0, 0] += 0.1
+    return other
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (other_weights, ("other weights",)),
+        (lambda model: converted("llama", chunk_size=5), ("TTT config",)),
+        (lambda model: converted("llama", eta=0.5), ("TTT config",)),
+        (lambda model: build("llama"), ("not converted",)),
+    ],
+)
+def test_a_session_of_another_model_is_refused(llama, other, words, tmp_path):
+    session(llama, random_ids(1, 9)).save(tmp_path / "a")
+    with pytest.raises(InPlaceTTTError) as refusal:
+        FastWeightState.load(tmp_path / "a", other(llama))
+    assert_refused(refusal, *words)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "text", "weights", "truncated header", "truncated data"])
+def test_what_is_no_session_is_refused(llama, kind, tmp_path):
+    path = tmp_path / "a"
+    session(llama, random_ids(1, 9)).save(path)
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "weights":
+        state_module.save_file({"weight": torch.zeros(2)}, path)
+    elif kind != "missing":
+        path.write_bytes({"text": b"once upon a time", "truncated header": content[:100], "truncated data": content[:-50]}[kind])
+    with pytest.raises(InPlaceTTTError) as refusal:
+        FastWeightState.load(path, llama)
+    assert_refused(refusal, str(path))
+
+
+@pytest.mark.parametrize("kind", ["no such folder", "inside a file", "a folder"])
+def test_a_path_that_cannot_be_written_is_refused(llama, kind, tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / {"no such folder": "none/a", "inside a file": "file/a", "a folder": "folder"}[kind]
+    with pytest.raises(InPlaceTTTError) as refusal:
+        session(llama, random_ids(1, 9)).save(path)
+    assert_refused(refusal, str(path))
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_a_failed_save_keeps_the_old_file_and_leaves_no_part(llama, error, tmp_path, monkeypatch):
+    state = session(llama, random_ids(1, 9))
+    state.save(tmp_path / "a")
+    before = (tmp_path / "a").read_bytes()
+
+    def fail(tensors: Any, path: Any, metadata: Any) -> None:
+        Path(path).write_bytes(b"half a fi")
+        raise error
+
+    monkeypatch.setattr(state_module, "save_file", fail)
+    read(state, random_ids(1, 9))
+    with pytest.raises(InPlaceTTTError if isinstance(error, OSError) else KeyboardInterrupt):
+        state.save(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_one_model_in_two_precisions_shares_sessions(tmp_path):
+    half = converted("llama", dtype=torch.bfloat16)
+    full = copy.deepcopy(half).float()
+    assert fingerprint_of(half) == fingerprint_of(full) != fingerprint_of(other_weights(half))
+    for writer, reader in ((half, full), (full, half)):
+        session(writer, random_ids(1, LONG)).save(tmp_path / "a")
+        loaded = FastWeightState.load(tmp_path / "a", reader)
+        scores = carry_on(loaded)
+        assert scores.dtype == reader.dtype
+        truth = logits(full, loaded.tokens)[:, LONG:]
+        assert distance(scores.float(), truth) < 0.1
+
+
+class _KeepsKeysElsewhere(DynamicLayer):
+    """As quantised layers do: `keys` is only a part of them."""
+
+
+@pytest.mark.parametrize("kind", ["static", "unknown"])
+def test_a_cache_that_cannot_be_saved_is_refused(kind, tmp_path):
+    model = converted("llama", layers=(0, 1, 2))
+    cache = StaticCache(config=model.config, max_cache_len=40) if kind == "static" else DynamicCache(config=model.config)
+    if kind == "unknown":
+        cache.layers = [_KeepsKeysElsewhere() for _ in cache.layers]
+    state = session(model, random_ids(1, 9), cache)
+    with pytest.raises(InPlaceTTTError) as refusal:
+        state.save(tmp_path / "a")
+    assert_refused(refusal, "StaticLayer" if kind == "static" else "_KeepsKeysElsewhere", "DynamicCache")
+    state.forget_attention().save(tmp_path / "a")
+    assert FastWeightState.load(tmp_path / "a", model).chunks_written == 1
