@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import models
@@ -35,6 +38,10 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 1 << 24
 _ADAPTER_FORMAT = 1
+_TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.\D*\.(?P<ttt>ttt\.(?P<kind>\w+))$")
+
+LayerTensors = dict[int, dict[str, Tensor]]
+"""TTT layer -> its new parameters: conv [d, 1, k] and proj [d, d]."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +107,31 @@ class Checkpoint:
             raise InPlaceTTTError(f"{self.name} is not a converted checkpoint; run `inplace-ttt convert` on it first.")
         return InPlaceTTTConfig.from_dict(self.section["config"])
 
-    def ttt_names(self) -> list[str]:
-        return [name for name in self.weight_map if ".ttt." in name]
+    def ttt_tensors(self) -> LayerTensors:
+        """The TTT tensors of a converted checkpoint, layer by layer."""
+        found: LayerTensors = {}
+        for name in sorted(self.weight_map):
+            if (match := _TTT_NAME.search(name)) is not None:
+                found.setdefault(int(match["layer"]), {})[match["kind"]] = self.tensor(name)
+        if sorted(found) != list(self.ttt_config.layers) or any(set(pair) != {"conv", "proj"} for pair in found.values()):
+            raise InPlaceTTTError(
+                f"{self.name} has TTT tensors for layers {sorted(found)}, its config names {list(self.ttt_config.layers)}."
+            )
+        return dict(sorted(found.items()))
 
-    def base_fingerprint(self, plan: Plan) -> str:
-        """fingerprint over W0 of the TTT layers, a few MiB in memory at a time."""
-        return fingerprint(block for path in plan.down_proj.values() for block in self.blocks(self.find(f"{path}.weight")))
+    def down_projections(self) -> dict[int, str]:
+        """Layer -> name of W0, for the TTT layers of a converted checkpoint."""
+        names = {int(m["layer"]): name[: m.start("ttt")] + "weight" for name in self.weight_map if (m := _TTT_NAME.search(name))}
+        return dict(sorted(names.items()))
+
+    def fingerprint(self, matrices: Iterable[str]) -> str:
+        """fingerprint over matrices of the checkpoint, a few MiB in memory at a time."""
+        return fingerprint(block for name in matrices for block in self.blocks(name))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion adds, found on a model without weights: layer -> path of its down-projection."""
+    """What a conversion adds, found on a model without weights. down_proj: TTT layer -> the checkpoint's name of its W0."""
 
     base_model_type: str
     config: InPlaceTTTConfig
@@ -133,22 +154,21 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Plan:
     convert(model, config)
     resolved = config_of(model)
     assert isinstance(resolved.layers, tuple)
-    return Plan(base_type, resolved, {i: paths[i] for i in resolved.layers}, model)
+    return Plan(base_type, resolved, {i: checkpoint.find(f"{paths[i]}.weight") for i in resolved.layers}, model)
 
 
-def initial_tensors(checkpoint: Checkpoint, plan: Plan, seed: int = 0) -> dict[str, Tensor]:
-    """The new tensors of a fresh conversion, under the checkpoint's own names, in the dtype of W0."""
-    tensors: dict[str, Tensor] = {}
+def initial_tensors(checkpoint: Checkpoint, plan: Plan, seed: int = 0) -> LayerTensors:
+    """The new tensors of a fresh conversion, in the dtype of W0."""
+    tensors: LayerTensors = {}
     std = getattr(plan.model.config.get_text_config(), "initializer_range", None) or 0.02
     for index, module in fast_weights(plan.model).items():
-        name = checkpoint.find(f"{plan.down_proj[index]}.weight")
+        name = plan.down_proj[index]
         shape, dtype = checkpoint.shape_and_dtype(name)
         if list(shape) != list(module.weight.shape):  # type: ignore[arg-type]
             raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {list(module.weight.shape)}.")  # type: ignore[arg-type]
         target = module.ttt.to_empty(device="cpu").to(dtype if dtype.is_floating_point else torch.bfloat16)
         target.reset_parameters(std, seed + index)
-        prefix = name.removesuffix("weight") + "ttt."
-        tensors |= {prefix + key: value for key, value in target.state_dict().items()}
+        tensors[index] = dict(target.state_dict())
     return tensors
 
 
@@ -156,12 +176,17 @@ def write_full(
     folder: Path,
     checkpoint: Checkpoint,
     plan: Plan,
-    tensors: Mapping[str, Tensor],
+    tensors: LayerTensors,
     base: Mapping[str, Any],
     keep: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """A full converted checkpoint: the base's tensors that `keep` admits, the TTT shard, an index over both, the config."""
-    carry_over(checkpoint, folder, keep, tensors)
+    named = {
+        f"{plan.down_proj[layer].removesuffix('weight')}ttt.{kind}": tensor
+        for layer, pair in tensors.items()
+        for kind, tensor in pair.items()
+    }
+    carry_over(checkpoint, folder, keep, named)
     raw = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
     section = {**models.section(plan.base_model_type, plan.config), "base": dict(base)}
     write_json(folder / "config.json", models.on_disk({**raw, models.MODEL_TYPE: section}))
@@ -172,7 +197,7 @@ def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool]
     """Bring a checkpoint's files into `folder`: shards linked, those with tensors to drop rewritten, `extra` as a shard."""
     weight_map: dict[str, str] = {}
     size = 0
-    for shard in sorted(set(checkpoint.weight_map.values())):
+    for shard in tqdm(sorted(set(checkpoint.weight_map.values())), desc="shards", file=sys.stderr, disable=None):
         names = [name for name, file in checkpoint.weight_map.items() if file == shard]
         kept = [name for name in names if keep(name)]
         target = folder / (shard if shard.startswith("base-") else f"base-{shard}")
@@ -198,16 +223,17 @@ def _is_companion(name: str) -> bool:
     return not name.startswith(".") and (name.endswith((".json", ".txt", ".jinja", ".model")) or name.startswith(("LICENSE", "NOTICE")))
 
 
-def write_adapter(folder: Path, config: InPlaceTTTConfig, tensors: Mapping[str, Tensor], base: Mapping[str, Any]) -> None:
+def write_adapter(folder: Path, config: InPlaceTTTConfig, tensors: LayerTensors, base: Mapping[str, Any]) -> None:
     """The adapter form: the TTT tensors, and which base they belong to (name, revision, fingerprint of W0)."""
-    save_tensors(tensors, folder / TTT_SHARD)
+    flat = {f"{layer}.{kind}": tensor for layer, pair in tensors.items() for kind, tensor in pair.items()}
+    save_tensors(flat, folder / TTT_SHARD)
     write_json(folder / ADAPTER_CONFIG, {"format": _ADAPTER_FORMAT, "config": config.to_dict(), "base": dict(base)})
 
 
 def describe_base(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     """Which base a conversion stands on."""
     name = str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name
-    return {"name_or_path": name, "revision": checkpoint.revision, "fingerprint": checkpoint.base_fingerprint(plan)}
+    return {"name_or_path": name, "revision": checkpoint.revision, "fingerprint": checkpoint.fingerprint(plan.down_proj.values())}
 
 
 def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -215,32 +241,28 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
     base = checkpoint.section and checkpoint.section.get("base")
     if not base or not base.get("fingerprint"):
         raise InPlaceTTTError(f"{checkpoint.name} does not say which base it stands on, so an adapter of it could not be loaded.")
-    names = sorted({name.partition("ttt.")[0] + "weight" for name in checkpoint.ttt_names()}, key=_layer_number)
-    if fingerprint(block for name in names for block in checkpoint.blocks(name)) != base["fingerprint"]:
+    if checkpoint.fingerprint(checkpoint.down_projections().values()) != base["fingerprint"]:
         raise InPlaceTTTError(
             f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
         )
     return dict(base)
 
 
-def _layer_number(name: str) -> int:
-    return next(int(part) for part in name.split(".") if part.isdigit())
-
-
 def is_adapter(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / ADAPTER_CONFIG).exists()
 
 
-def read_adapter(path: str | os.PathLike[str]) -> tuple[InPlaceTTTConfig, dict[str, Any], dict[str, Tensor]]:
+def read_adapter(path: str | os.PathLike[str]) -> tuple[InPlaceTTTConfig, dict[str, Any], LayerTensors]:
     """Config, base description and tensors of an adapter folder."""
     values = read_json(Path(path) / ADAPTER_CONFIG, f"{path} is not an adapter folder")
     if values.get("format") != _ADAPTER_FORMAT:
         raise InPlaceTTTError(f"{path} has adapter format {values.get('format')!r}, not {_ADAPTER_FORMAT}; upgrade inplace-ttt.")
     shard = Path(path) / TTT_SHARD
-    tensors = {}
+    tensors: LayerTensors = {}
     for name in _keys(shard):
+        layer, _, kind = name.partition(".")
         with safe_open(shard, framework="pt") as file:
-            tensors[name] = file.get_tensor(name)
+            tensors.setdefault(int(layer), {})[kind] = file.get_tensor(name)
     return InPlaceTTTConfig.from_dict(values["config"]), values["base"], tensors
 
 
@@ -266,12 +288,12 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
             f"{path} was made for a base with other weights than {base or described['name_or_path']} "
             f"(fingerprint {described['fingerprint'][:12]}…, found {found[:12]}…); load it onto that base."
         )
-    own = {name: parameter for name, parameter in model.named_parameters() if ".ttt." in name}
-    if set(own) != set(tensors):
-        raise InPlaceTTTError(f"{path} lacks or adds TTT tensors: {sorted(set(own) ^ set(tensors))[0]}, …; write the adapter again.")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
+    if sorted(tensors) != sorted(layers):
+        raise InPlaceTTTError(
+            f"{path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; write the adapter again."
+        )
+    for index, layer in layers.items():
+        layer.ttt.load_state_dict(tensors[index])
     return model
 
 

@@ -104,7 +104,9 @@ def _model_class(base: type, config_class: type[PreTrainedConfig]) -> type:
     def from_pretrained(cls: Any, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         model, info = base.from_pretrained.__func__(cls, path, *args, output_loading_info=True, **kwargs)  # type: ignore[attr-defined]
         if missing := sorted(info["missing_keys"]):
-            raise InPlaceTTTError(f"{path} lacks {len(missing)} tensors ({missing[0]}, …): half a checkpoint; convert the base model again.")
+            raise InPlaceTTTError(
+                f"{path} lacks {len(missing)} tensors ({missing[0]}, …): half a checkpoint; convert the base model again."
+            )
         return (model, info) if output_loading_info else model
 
     body = {

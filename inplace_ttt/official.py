@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, Plan, carry_over, plan_conversion, write_json
+from .checkpoint import Checkpoint, LayerTensors, Plan, carry_over, plan_conversion, write_json
 from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .models import MODEL_TYPE
@@ -36,7 +36,7 @@ class Imported:
 
     checkpoint: Checkpoint
     plan: Plan
-    tensors: dict[str, Tensor]
+    tensors: LayerTensors
     ignored_layers: list[int]
 
 
@@ -74,18 +74,20 @@ def read_official(checkpoint: Checkpoint) -> Imported:
     )
     base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if key not in _KEYS})
     plan = plan_conversion(base, config)
-    tensors = {f"{plan.down_proj[i]}.ttt.{name}": tensor for i, pair in found.items() for name, tensor in pair.items()}
-    return Imported(base, plan, tensors, ignored)
+    return Imported(base, plan, found, ignored)
 
 
 def _tensors_of(checkpoint: Checkpoint, layer: int, has_proj: bool) -> dict[str, Tensor]:
-    prefix = f"model.layers.{layer}.mlp.ttt_"
-    wanted = [f"{prefix}conv.weight"] + [f"{prefix}proj.weight"] * has_proj
+    wanted = [f"{_prefix(layer)}conv.weight"] + [f"{_prefix(layer)}proj.weight"] * has_proj
     if missing := [name for name in wanted if name not in checkpoint.weight_map]:
         raise InPlaceTTTError(f"{checkpoint.name} lists TTT layer {layer} but has no {missing[0]}: half a checkpoint.")
     conv = checkpoint.tensor(wanted[0])
     proj = checkpoint.tensor(wanted[1]) if has_proj else torch.eye(conv.shape[0], dtype=conv.dtype)
     return {"conv": conv, "proj": proj}
+
+
+def _prefix(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.ttt_"
 
 
 def write_official(folder: Path, checkpoint: Checkpoint) -> None:
@@ -94,10 +96,9 @@ def write_official(folder: Path, checkpoint: Checkpoint) -> None:
     assert checkpoint.section is not None
     base_type = checkpoint.section["base_model_type"]
     _refuse_inexpressible(config, base_type)
-    tensors = {}
-    for name in checkpoint.ttt_names():
-        mlp, _, kind = name.rpartition(".down_proj.ttt.")
-        tensors[f"{mlp}.ttt_{kind}.weight"] = checkpoint.tensor(name)
+    tensors = {
+        f"{_prefix(layer)}{kind}.weight": tensor for layer, pair in checkpoint.ttt_tensors().items() for kind, tensor in pair.items()
+    }
     carry_over(checkpoint, folder, keep=lambda name: ".ttt." not in name, extra=tensors)
     raw = {key: value for key, value in checkpoint.config.items() if key not in ("auto_map", MODEL_TYPE)}
     write_json(folder / "config.json", {**raw, "model_type": base_type, **official_keys(config)})

@@ -58,9 +58,7 @@ def main() -> int:
     session = work / "hamlet.state"
     result = cli("generate", tapped, "--prompt-file", work / "text.txt", "--max-new-tokens", 0, "--save-state", session)
     print(f"   read {result['tokens_read']} tokens, wrote {result['chunks_written']} chunks")
-    print(
-        f"   session on disk: {result['saved_state']['bytes'] / 2**20:.1f} MiB, of which fast weights {result['state_bytes'] / 2**20:.1f} MiB"
-    )
+    print(f"   session on disk: {result['saved_state']['bytes'] / 2**20:.1f} MiB, fast weights {result['state_bytes'] / 2**20:.1f} of it")
 
     title("4. A new process loads the memory and goes on")
     answer = cli("generate", tapped, "--prompt-file", work / "question.txt", "--max-new-tokens", WRITE, "--load-state", session)["text"]

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> Result:
     return {
         "output": str(args.out),
         "layers": list(plan.config.layers),
-        "new_parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "new_parameters": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()),
         "config": plan.config.to_dict(),
         "identity": identity,
     }, 0

@@ -46,7 +46,7 @@ def _adapter(args: argparse.Namespace) -> None:
         raise InPlaceTTTError(f"{args.path} is an adapter already.")
     checkpoint = Checkpoint.open(args.path)
     base = base_of(checkpoint)
-    tensors = {name: checkpoint.tensor(name) for name in checkpoint.ttt_names()}
+    tensors = checkpoint.ttt_tensors()
     with new_folder(args.out, overwrite=args.overwrite) as folder:
         write_adapter(folder, checkpoint.ttt_config, tensors, base)
 
@@ -57,7 +57,7 @@ def _full(args: argparse.Namespace) -> None:
     config, base, tensors = read_adapter(args.path)
     checkpoint = Checkpoint.open(base["name_or_path"])
     plan = plan_conversion(checkpoint, config)
-    if checkpoint.base_fingerprint(plan) != base["fingerprint"]:
+    if checkpoint.fingerprint(plan.down_proj.values()) != base["fingerprint"]:
         raise InPlaceTTTError(f"{base['name_or_path']} has changed since {args.path} was made for it; take the base it was made for.")
     with new_folder(args.out, overwrite=args.overwrite) as folder:
         write_full(folder, checkpoint, plan, tensors, base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..checkpoint import Checkpoint, is_adapter, read_adapter
+from ..checkpoint import Checkpoint, is_adapter, plan_conversion, read_adapter
 from . import Result
 
 EXAMPLES = """examples:
@@ -19,28 +19,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     base: dict[str, Any] | None
-    if is_adapter(args.path):
+    if adapter := is_adapter(args.path):
         config, base, tensors = read_adapter(args.path)
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         checkpoint = Checkpoint.open(base["name_or_path"])
-        form = "adapter"
+        matrices = plan_conversion(checkpoint, config).down_proj
     else:
         checkpoint = Checkpoint.open(args.path)
-        config = checkpoint.ttt_config
+        config, tensors, matrices = checkpoint.ttt_config, checkpoint.ttt_tensors(), checkpoint.down_projections()
         assert checkpoint.section is not None
         base = checkpoint.section.get("base")
-        shapes = {name: checkpoint.shape_and_dtype(name)[0] for name in checkpoint.ttt_names()}
-        form = "full"
-    weights = {name.partition("ttt.")[0] + "weight" for name in shapes}
-    sizes = [checkpoint.shape_and_dtype(name)[0] for name in sorted(weights)]
+    sizes = [checkpoint.shape_and_dtype(name)[0] for name in matrices.values()]
     return {
-        "form": form,
+        "form": "adapter" if adapter else "full",
         "layers": list(config.layers),
         "config": config.to_dict(),
         "base": base,
         "fast_weight": sizes[0],
-        "new_parameters": sum(_count(shape) for shape in shapes.values()),
-        "state_bytes_per_sequence": 4 * sum(_count(shape) for shape in sizes),
+        "new_parameters": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()),
+        "state_bytes_per_sequence": 4 * sum(rows * columns for rows, columns in sizes),
     }, 0
 
 
@@ -60,7 +56,3 @@ def render(result: dict[str, Any]) -> str:
             f"state            {result['state_bytes_per_sequence'] / 2**20:.1f} MiB a sequence (float32)",
         ]
     )
-
-
-def _count(shape: list[int]) -> int:
-    return shape[0] * _count(shape[1:]) if shape else 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, build
 from models import distance, logits, random_ids
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import inplace_ttt
@@ -163,3 +164,15 @@ def _peak_of_conversion(base: Path, out: Path) -> int:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout.splitlines()[-1])
+
+
+def test_a_checkpoint_without_the_base_models_prefix(tmp_path: Path) -> None:
+    """As GPT-2's own: `h.0.mlp.c_proj.weight`, not `transformer.h.0.…`."""
+    base = save_base(tmp_path / "base", "gpt2")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    assert run_convert(base, tmp_path / "full") == 0
+    assert run_convert(base, tmp_path / "adapter", "--adapter-only") == 0
+    ids = random_ids(1, 30)
+    assert torch.equal(logits(load(tmp_path / "full"), ids), logits(load(tmp_path / "adapter"), ids))
+    assert cli.main(["info", str(tmp_path / "adapter")]) == 0

@@ -76,7 +76,28 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def some_text(words: int) -> str:
     generator = random.Random(0)
-    vocabulary = "the sea a whale and ship of captain to harpoon in night he said it was long white boat wind".split()
+    vocabulary = [
+        "the",
+        "sea",
+        "a",
+        "whale",
+        "and",
+        "ship",
+        "of",
+        "captain",
+        "to",
+        "harpoon",
+        "in",
+        "night",
+        "he",
+        "said",
+        "it",
+        "was",
+        "long",
+        "white",
+        "boat",
+        "wind",
+    ]
     return " ".join(generator.choice(vocabulary) for _ in range(words))
 
 

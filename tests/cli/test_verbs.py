@@ -1,0 +1,79 @@
+"""What the verbs print: the JSON contract, the options that exist, help for each."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from checkpoint.folders import save_base
+
+from inplace_ttt import cli
+
+OPTIONS = {
+    "convert": "--adapter-only --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --target",
+    "info": "--help --json",
+    "generate": (
+        "--dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file --save-state --seed --temperature --ttt"
+    ),
+    "export": "--format --help --json --overwrite",
+    "import-official": "--help --json --overwrite",
+    "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",
+}
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_is_the_frozen_surface(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([verb, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert sorted(set(re.findall(r"--[a-z][a-z-]*", text.partition("example")[0]))) == OPTIONS[verb].split()
+    assert f"inplace-ttt {verb} " in text or verb == "bench", "an example"
+
+
+def test_top_level_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "--version"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([flag])
+        assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in cli.VERBS)
+
+
+def test_convert_and_info_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save_base(tmp_path / "base")
+    capsys.readouterr()
+    assert (
+        cli.main(["convert", str(base), str(tmp_path / "out"), "--layers", "every:2", "--chunk-size", "8", "--eta", "0.5", "--json"]) == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert result["output"] == str(tmp_path / "out")
+    assert result["layers"] == [0, 2]
+    assert result["config"]["eta"] == 0.5
+    assert cli.main(["info", str(tmp_path / "out"), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["layers"] == [0, 2]
+    assert info["config"] == result["config"]
+    assert info["state_bytes_per_sequence"] == 2 * 32 * 48 * 4
+    assert info["new_parameters"] == result["new_parameters"]
+    assert cli.main(["info", str(tmp_path / "out")]) == 0
+    assert "layers           0, 2" in capsys.readouterr().out
+
+
+def test_info_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save_base(tmp_path / "base", "gpt2")
+    cli.main(["convert", str(base), str(tmp_path / "adapter"), "--layers", "1", "--adapter-only", "--no-verify"])
+    capsys.readouterr()
+    assert cli.main(["info", str(tmp_path / "adapter"), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["form"], info["layers"], info["state_bytes_per_sequence"]) == ("adapter", [1], 32 * 48 * 4)
+
+
+def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--d", "32", "--h", "64", "--tokens", "64", "--chunk-size", "16", "--repeats", "2"]
+    assert cli.main(["bench", *sizes, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == ["linear", "fast_weight", "materialising"]
+    assert rows[0]["ratio_to_linear"]["median"] == 1.0
+    assert cli.main(["bench", *sizes]) == 0
+    assert "limit 2.33" in capsys.readouterr().out

@@ -1,0 +1,85 @@
+"""What importing the package needs and does."""
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import inplace_ttt
+
+ROOT = Path(__file__).parent.parent
+OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "triton", "yaml_missing")
+MODULES = sorted(m.name for m in pkgutil.walk_packages(inplace_ttt.__path__, "inplace_ttt.") if not m.name.endswith("__main__"))
+
+
+def run(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+
+
+def test_every_module_imports_with_the_base_dependencies_alone() -> None:
+    """The optional packages are hidden from the import system, as if they were not installed."""
+    code = f"""
+import sys, importlib, importlib.machinery as machinery
+class WithoutOptional(machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {OPTIONAL!r} else super().find_spec(name, path, target)
+sys.meta_path[:] = [WithoutOptional if finder is machinery.PathFinder else finder for finder in sys.meta_path]
+assert importlib.util.find_spec("peft") is None
+for module in {MODULES!r}:
+    importlib.import_module(module)
+print(len({MODULES!r}), [name for name in {OPTIONAL!r} if name in sys.modules])
+"""
+    done = run(code)
+    assert done.stdout.split(maxsplit=1) == [str(len(MODULES)), "[]\n"], done.stderr
+
+
+def test_only_declared_packages_are_imported() -> None:
+    """Every import outside functions names the standard library, ourselves, or what torch and transformers bring."""
+    allowed = {*sys.stdlib_module_names, "huggingface_hub", "inplace_ttt", "safetensors", "torch", "tqdm", "transformers"}
+    for file in (ROOT / "inplace_ttt").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            assert {name.partition(".")[0] for name in names} <= allowed, f"{file}:{getattr(node, 'lineno', 0)}"
+
+
+def test_ops_and_layout_know_no_transformers() -> None:
+    for file in [*(ROOT / "inplace_ttt" / "ops").glob("*.py"), ROOT / "inplace_ttt" / "layout.py"]:
+        assert "transformers" not in file.read_text()
+
+
+def test_transformers_imports_from_the_repository_root() -> None:
+    """The folder `kernels/` must not pass for the package of that name."""
+    done = run("import sys; sys.path.insert(0, '.'); import transformers; from transformers import LlamaForCausalLM; print('ok')")
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_public_names() -> None:
+    assert inplace_ttt.__all__ == [
+        "DeltaClip",
+        "FastWeightState",
+        "InPlaceTTTConfig",
+        "InPlaceTTTError",
+        "__version__",
+        "convert",
+        "load",
+        "revert",
+        "ttt_disabled",
+    ]
+
+
+def test_no_existing_model_type_is_touched() -> None:
+    code = """
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as M
+before = {t: M[CONFIG_MAPPING[t]] for t in ("llama", "qwen3", "gpt2")}
+import inplace_ttt
+assert {t: M[CONFIG_MAPPING[t]] for t in before} == before
+print("ok")
+"""
+    done = run(code)
+    assert done.stdout == "ok\n", done.stderr
