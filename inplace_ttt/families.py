@@ -115,7 +115,7 @@ def _detect(model: PreTrainedModel) -> Family:
         raise InPlaceTTTError(f"{type(model).__name__} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?")
     layers, blocks = lists[0]
     block = blocks[0]
-    attention = next(XX, None)
+    attention = next((n for n, _ in block.named_children() if ("attn" in n or "attention" in n) and "norm" not in n), None)
     if attention is None:
         raise InPlaceTTTError(f"{layers}.0 of {type(model).__name__} has no attention module; children: {_children(block)}.")
     for name, child in block.named_children():
