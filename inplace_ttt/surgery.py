@@ -81,8 +81,9 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """sha256 of all that gives a memory its meaning: W0, conv and P of every TTT layer."""
-    return fingerprint(p for module in fast_weights(model).values() for p in module.parameters())
+    """sha256 of all that gives a memory its meaning: W0, conv and P of every TTT layer (a quantised W0 left out: its
+    packing is the library's, and may change while it runs)."""
+    return fingerprint(p for module in fast_weights(model).values() for p in module.parameters() if p.is_floating_point())
 
 
 @contextmanager
