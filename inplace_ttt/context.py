@@ -31,6 +31,7 @@ class ForwardContext:
     attention_mask: Any = None
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    past: int = 0  # tokens in the cache before this forward
     embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
     called: set[int] = field(default_factory=set)  # TTT layers that ran
     _layout: ChunkLayout | None = None
@@ -47,8 +48,22 @@ class ForwardContext:
         mask = self.attention_mask
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return None
-        mask = mask[:, -self.shape[1] :]
+        mask = mask[:, self.past : self.past + self.shape[1]]  # as attention takes it, which allows a mask that goes on
+        if mask.shape[1] < self.shape[1]:
+            raise InPlaceTTTError(
+                f"attention_mask has {self.attention_mask.shape[1]} columns for {self.past} tokens in the cache and "
+                f"{self.shape[1]} new ones; give it a column for each."
+            )
         return None if bool(mask.all()) else mask
+
+    def _attends(self) -> list[bool] | None:
+        """For a 4-D mask: whether each row's last token attends to anything; padding at the left does not."""
+        masks = self.attention_mask.values() if isinstance(self.attention_mask, dict) else [self.attention_mask]
+        for mask in masks:
+            if isinstance(mask, Tensor) and mask.dim() == 4:
+                seen = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
+                return seen.any(-1).expand(self.shape[0]).tolist()
+        return None
 
     def _positions(self) -> Tensor | None:
         return None if self.position_ids is None else self.position_ids.expand(self.shape[0], -1)
@@ -85,9 +100,11 @@ class ForwardContext:
         """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""
         if self._spans is None:
             batch, length = self.shape
-            mask, positions = self._mask(), self._positions()
+            mask, positions, attends = self._mask(), self._positions(), self._attends()
+            if self.cu_seqlens is not None:
+                raise InPlaceTTTError("cu_seq_lens pack several documents in a row; pass use_cache=False for packed rows.")
             if length == 1 and mask is None:
-                self._spans = [(0, 1)] * batch
+                self._spans = [(0, 1)] * batch if attends is None else [(0, int(real)) for real in attends]
             elif mask is not None:
                 rows = ChunkLayout.from_attention_mask(mask, self.chunk_size).documents
                 self._spans = [row[0] if row else (0, 0) for row in rows]
@@ -98,7 +115,7 @@ class ForwardContext:
                     raise InPlaceTTTError(
                         "position_ids pack several documents in a row with a cache; pass use_cache=False for packed rows."
                     )
-                self._spans = [row[-1] for row in rows]
+                self._spans = [row[-1] if attends is None or attends[i] else (0, 0) for i, row in enumerate(rows)]
             else:
                 self._spans = [(0, length)] * batch
         return self._spans
@@ -142,8 +159,17 @@ class ForwardTracker:
         if not self.enabled:
             self.current = None
             return None
+        if kwargs.get("cache") is not None:
+            raise InPlaceTTTError(
+                f"a {type(kwargs['cache']).__name__} (continuous batching, generate_batch) has no place for the fast weight; "
+                "use generate, or ttt_disabled(model)."
+            )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        self.current = ForwardContext(self.chunk_size, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"))
+        cache = given.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        self.current = ForwardContext(
+            self.chunk_size, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"), past
+        )
         return (args, {**kwargs, _KEY: self.current}) if self.travels else None
 
     def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from .errors import InPlaceTTTError
 from .families import DecoderLayer, features
 from .layout import ChunkLayout
 from .ops import fast_weight, state_dtype
-from .state import stream_of
+from .state import skip, stream_of
 from .target import TargetGenerator
 
 
@@ -47,6 +47,8 @@ class FastWeightSlot:
         context = self.tracker.context_for(attention, kwargs)
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         self._call = None if context is None else _Call(context, cache)
+        if context is None:
+            skip(cache, self.layer)
         return args, kwargs
 
     def on_mlp(self, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

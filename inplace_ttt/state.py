@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import InPlaceTTTError
 from .stream import FastWeightStream
@@ -75,7 +76,21 @@ def stream_of(cache: Any, layer: int, batch: int, chunk_size: int) -> FastWeight
         raise InPlaceTTTError(f"a {type(cache).__name__} has no layer {layer} to keep the fast weight on; use a transformers Cache.")
     if not isinstance(layers[layer], _CarriesFastWeight):
         _attach(cache, layer, FastWeightStream(batch, chunk_size))
+    elif layers[layer].fast_weight.batch != batch and layers[layer].fast_weight.is_empty:
+        layers[layer].fast_weight = FastWeightStream(batch, chunk_size)
     return layers[layer].fast_weight
+
+
+def _plain(layer: Any) -> type:
+    """The layer's own class, without the fast weight."""
+    return type(layer).__mro__[2] if isinstance(layer, _CarriesFastWeight) else type(layer)
+
+
+def skip(cache: Any, layer: int) -> None:
+    """Note tokens that went into a cache past its stream."""
+    layers = getattr(cache, "layers", [])
+    if layer < len(layers) and isinstance(layers[layer], _CarriesFastWeight):
+        layers[layer].fast_weight.skip()
 
 
 def streams(cache: Cache) -> dict[int, FastWeightStream]:
@@ -112,23 +127,30 @@ class FastWeightState:
         up_to_last: leave the last token for `model.generate`, which reads it. progress: show a bar on stderr.
         """
         self.tokens = ids if self.tokens is None else torch.cat([self.tokens, ids], dim=1)
-        start, stop = self.cache.get_seq_length(), self.tokens.shape[1] - up_to_last
+        start, stop = self.cache.get_seq_length(), self.tokens.shape[1] - 2 * up_to_last  # two: one alone counts as generated
         with tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
-            for first in range(start, stop, _READ_AT_ONCE):
-                piece = self.tokens[:, first : min(first + _READ_AT_ONCE, stop)]
-                self.model(piece, past_key_values=self.cache, logits_to_keep=1)
-                bar.update(piece.shape[1])
+            while start < stop:
+                end = stop if stop - start <= _READ_AT_ONCE + 1 else start + _READ_AT_ONCE
+                self.model(self.tokens[:, start:end], past_key_values=self.cache, logits_to_keep=1)
+                bar.update(end - start)
+                start = end
 
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
         """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`."""
         self.read(ids, up_to_last=True, progress=progress)
         assert self.tokens is not None
         known = self.tokens.shape[1]
+        if self.cache.get_seq_length() >= known:
+            raise InPlaceTTTError(
+                "the session has read all its tokens, and generation starts from one that it has not; give it at least one more."
+            )
         self.tokens = self.model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), past_key_values=self.cache, **kwargs)
         return self.tokens[:, known:]
 
     def fork(self) -> FastWeightState:
         """An independent copy: what one branch reads, the other does not know."""
+        for stream in streams(self.cache).values():
+            stream.check_holds_memory()
         return FastWeightState(self.model, copy.deepcopy(self.cache), None if self.tokens is None else self.tokens.clone())
 
     def forget_attention(self) -> FastWeightState:
@@ -143,27 +165,34 @@ class FastWeightState:
         from .surgery import config_of, fingerprint_of
 
         tensors: dict[str, Tensor] = {}
-        attention: dict[int, int] = {}
+        attention: dict[int, dict[str, int | None]] = {}
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, _CarriesFastWeight):
                 tensors |= {f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()}
             if getattr(layer, "is_initialized", False) and layer.get_seq_length() > 0:
-                if not isinstance(layer.keys, Tensor) or not hasattr(layer, "batch_select_indices"):
+                if _plain(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                     raise InPlaceTTTError(
-                        f"a {type(layer).__name__} cannot be saved; use a DynamicCache, or save state.forget_attention()."
+                        f"a {_plain(layer).__name__} cannot be saved; use a DynamicCache, or save state.forget_attention()."
                     )
-                tensors |= {f"{index}.keys": layer.keys.contiguous(), f"{index}.values": layer.values.contiguous()}
-                attention[index] = layer.get_seq_length()
+                window = getattr(layer, "sliding_window", None)
+                kept = slice(None) if window is None else slice(-window + 1, None)  # more is there while past is recorded
+                tensors |= {f"{index}.keys": layer.keys[:, :, kept], f"{index}.values": layer.values[:, :, kept]}
+                attention[index] = {"length": layer.get_seq_length(), "window": window}
         if self.tokens is not None:
             tensors["tokens"] = self.tokens.contiguous()
-        header = {"config": config_of(self.model).to_dict(), "fingerprint": fingerprint_of(self.model), "attention": attention}
-        metadata = {"format": _FORMAT, "session": json.dumps(header)}
+        header = {
+            "format": _FORMAT,
+            "config": config_of(self.model).to_dict(),
+            "fingerprint": fingerprint_of(self.model),
+            "attention": attention,
+        }
+        metadata = {"session": json.dumps(header)}  # one entry: safetensors writes several in any order
         target = Path(path)
         try:
             handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
             os.close(handle)
             try:
-                save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, temporary, metadata)
+                save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, temporary, metadata)
                 os.replace(temporary, target)
             except BaseException:
                 os.unlink(temporary)
@@ -179,14 +208,14 @@ class FastWeightState:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT:
+                header = json.loads(metadata.get("session", "{}"))
+                if header.get("format") != _FORMAT:
                     raise InPlaceTTTError(
                         f"{path} is not a session state of this version (wanted {_FORMAT}); write it with FastWeightState.save."
                     )
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
             raise InPlaceTTTError(f"cannot read a session state from {path}: {error}.") from None
-        header = json.loads(metadata["session"])
         if header["config"] != config_of(model).to_dict():
             raise InPlaceTTTError(f"{path} was written under another TTT config than this model's; load it into the model that wrote it.")
         if header["fingerprint"] != fingerprint_of(model):
@@ -197,13 +226,14 @@ class FastWeightState:
         state.tokens = tensors.pop("tokens", None)
         if state.tokens is not None:
             state.tokens = state.tokens.to(model.device)
-        for index, length in header["attention"].items():
-            layer = state.cache.layers[int(index)]
-            keys, values = (tensors[f"{index}.{name}"].to(model.device) for name in ("keys", "values"))
+        for index, saved in header["attention"].items():
+            layer = DynamicLayer() if saved["window"] is None else DynamicSlidingWindowLayer(saved["window"])
+            state.cache.layers[int(index)] = layer
+            keys, values = (tensors[f"{index}.{name}"].to(model.device, model.dtype) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = length
+            if saved["window"] is not None:
+                layer.cumulative_length = saved["length"]
         for index, module in fast_weights(model).items():
             prefix = f"{index}.fast."
             held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}

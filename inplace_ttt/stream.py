@@ -13,6 +13,10 @@ from .layout import Span
 from .ops import state_dtype
 
 
+_UNDO_REACH = 128
+"""Tokens after which a written chunk can no longer be taken back, unless one forward read them all."""
+
+
 class Writer(Protocol):
     """What a stream asks of its layer."""
 
@@ -51,12 +55,18 @@ class FastWeightStream:
         self.written = [0] * batch
         self._reader: Tensor | None = None  # the state in the model's dtype
         self._undo: dict[int, _Undo] = {}
-        self._ends_in_padding = False
+        self._unbroken = [0] * batch  # for each row, tokens since padding, or since tokens that it did not take in
+        self._decode_updates = True
         self._abandoned = False
 
     @property
     def batch(self) -> int:
         return len(self.filled)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token has been read, so that a stream for another batch may take this one's place."""
+        return not any(self.tokens) and not self._abandoned
 
     @property
     def tokens(self) -> list[int]:
@@ -72,13 +82,18 @@ class FastWeightStream:
         """
         if len(spans) != self.batch:
             raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
-        if self._abandoned:
-            raise InPlaceTTTError("this cache was filled with gradients on, which keeps no memory; fill it under torch.no_grad().")
-        self._undo.clear()
-        self._ends_in_padding = any(0 < stop < z.shape[1] for _, stop in spans)
+        self.check_holds_memory()
+        self._thaw()
+        # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
+        self._undo = {row: undo for row, undo in self._undo.items() if self.filled[row] <= _UNDO_REACH}
+        self._decode_updates = writer.decode_updates
         if z.shape[1] == 1 and not writer.decode_updates and any(self.tokens):
             self._read(out, z, writer.eta)
+            self.skip()
             return out
+        for row, (start, stop) in enumerate(spans):
+            unbroken = stop - start + (self._unbroken[row] if start == 0 else 0)
+            self._unbroken[row] = unbroken if stop == z.shape[1] else 0
         fits = all(filled + stop - start <= self.chunk_size for filled, (start, stop) in zip(self.filled, spans, strict=True))
         if fits:
             self._read(out, z, writer.eta)
@@ -91,6 +106,10 @@ class FastWeightStream:
                 start = end
         return out
 
+    def skip(self) -> None:
+        """Note tokens in the cache that were not taken in; a crop cannot step over them."""
+        self._unbroken = [0] * self.batch
+
     def abandon(self) -> None:
         """Note a forward with gradients, which reads whole documents and leaves no memory here to go on from."""
         if any(self.tokens) or self._abandoned:
@@ -100,9 +119,13 @@ class FastWeightStream:
         self._abandoned = True
 
     def _read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
-        if self._reader is not None:
-            state = self._reader if row is None else self._reader[row : row + 1]
-            out.baddbmm_(z, state.mT, alpha=eta)
+        if self._reader is None:
+            return
+        if self._reader.dtype != out.dtype:  # autocast came or went
+            assert self.state is not None
+            self._reader = self.state if self.state.dtype == out.dtype else self.state.to(out.dtype)
+        state = self._reader if row is None else self._reader[row : row + 1]
+        out.baddbmm_(z.to(out.dtype), state.mT, alpha=eta)
 
     def _take(self, row: int, z: Tensor, x: Tensor, writer: Writer, undoable: bool) -> None:
         """Take tokens of one row into its open chunk, [n, h] and [n, d]; write the chunk if they complete it."""
@@ -126,6 +149,18 @@ class FastWeightStream:
         self.filled[row] = 0
         self.written[row] += 1
 
+    def _thaw(self) -> None:
+        """What was made under torch.inference_mode() cannot be changed outside of it; copy it once."""
+        if torch.is_inference_mode_enabled():
+            return
+        shared = self._reader is self.state
+        for name in ("state", "z", "x", "_reader"):
+            held = getattr(self, name)
+            if held is not None and held.is_inference():
+                setattr(self, name, held.clone())
+        if shared:
+            self._reader = self.state
+
     def _refresh(self, row: int) -> None:
         if self._reader is not self.state and self._reader is not None and self.state is not None:
             self._reader[row] = self.state[row]
@@ -148,25 +183,44 @@ class FastWeightStream:
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every row, as if they had never been read."""
-        if tokens == 0:
+        if tokens == 0 or self._abandoned:
             return
-        if tokens >= max(self.tokens, default=0):
+        if not self._decode_updates:
+            raise InPlaceTTTError(
+                "with decode_updates off, tokens cannot be taken back: generated ones were not written, and nothing tells "
+                "them from the others; generate without an assistant and without prompt lookup."
+            )
+        self._thaw()
+        back = [min(tokens, held) for held in self.tokens]
+        for row, (held, n) in enumerate(zip(self.tokens, back, strict=True)):
+            if tokens > self._unbroken[row] < held:
+                raise InPlaceTTTError(
+                    f"the last {tokens} tokens of this cache include padding, or tokens read with TTT off, so that they cannot "
+                    "be taken back; pad at the left of the first forward only."
+                )
+            if n > self.filled[row] and n < held and not (row in self._undo and n <= self.filled[row] + self.chunk_size):
+                raise InPlaceTTTError(
+                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the last chunk of "
+                    f"{self.chunk_size} can be taken back (fork the state before reading what you may take back)."
+                )
+        if back == self.tokens:
             self.reset()
             return
-        if self._ends_in_padding:
-            raise InPlaceTTTError(
-                "the last tokens of this cache are padding, so that they cannot be taken back one by one; pad at the left."
-            )
-        for row, filled in enumerate(self.filled):
-            if tokens > filled and not (row in self._undo and tokens <= filled + self.chunk_size):
-                raise InPlaceTTTError(
-                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the last forward's last "
-                    f"chunk of {self.chunk_size} can be taken back (fork the state before reading what you may take back)."
-                )
-        for row, filled in enumerate(self.filled):
-            if tokens > filled:
+        for row, n in enumerate(back):
+            if n == self.tokens[row]:
+                self._clear(row)
+                continue
+            if n > self.filled[row]:
                 self._take_back(row)
-            self.filled[row] -= tokens
+            self.filled[row] -= n
+            self._unbroken[row] -= n
+
+    def _clear(self, row: int) -> None:
+        if self.state is not None:
+            self.state[row] = 0
+            self._refresh(row)
+        self._undo.pop(row, None)
+        self.filled[row] = self.written[row] = self._unbroken[row] = 0
 
     def _take_back(self, row: int) -> None:
         """Reopen a row's last written chunk; the tokens read since were in the chunk after it."""
@@ -191,11 +245,17 @@ class FastWeightStream:
             self.state = self.state[rows]
             self._reader = self.state if shared else self._reader[rows]
         self.filled, self.written = [self.filled[r] for r in rows], [self.written[r] for r in rows]
+        self._unbroken = [self._unbroken[r] for r in rows]
         self._undo = {new: self._undo[old] for new, old in enumerate(rows) if old in self._undo}
+
+    def check_holds_memory(self) -> None:
+        if self._abandoned:
+            raise InPlaceTTTError("this cache was filled with gradients on, which keeps no memory; fill it under torch.no_grad().")
 
     def tensors(self) -> dict[str, Tensor]:
         """All that the stream holds, as tensors to save; `restore` is the inverse."""
-        held = {"counts": torch.tensor([self.filled, self.written])}
+        self.check_holds_memory()
+        held = {"counts": torch.tensor([self.filled, self.written, self._unbroken])}
         if self.state is not None:
             held["state"] = self.state
         if (open_rows := max(self.filled, default=0)) and self.z is not None and self.x is not None:
@@ -205,10 +265,11 @@ class FastWeightStream:
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], chunk_size: int, dtype: torch.dtype) -> FastWeightStream:
         """A stream from its saved tensors, for a model that computes in `dtype`."""
-        filled, written = tensors["counts"].tolist()
+        filled, written, unbroken = tensors["counts"].tolist()
         stream = cls(len(filled), chunk_size)
-        stream.filled, stream.written = filled, written
-        stream.z, stream.x = tensors.get("z"), tensors.get("x")
+        stream.filled, stream.written, stream._unbroken = filled, written, unbroken
+        if "z" in tensors:
+            stream.z, stream.x = tensors["z"].to(dtype), tensors["x"].to(dtype)
         if "state" in tensors:
             stream.state = tensors["state"].to(state_dtype(dtype))
             stream._reader = stream.state.to(dtype)

@@ -121,6 +121,16 @@ def test_a_complete_chunk_costs_one_delta_of_its_own_rows(pieces):
     assert torch.equal(state_of(stream, 0), naive.state(0))
 
 
+def test_the_open_chunk_grows_with_what_is_read():
+    writer, stream = SmallWriter(chunk_size=200), FastWeightStream(2, 200)
+    _, z, x = inputs(2, 200)
+    for start, stop in ((0, 1), (1, 64), (64, 65), (65, 190), (190, 200)):
+        if stop < 200:
+            assert stream.z is None or stream.z.shape[1] <= max(64, 2 * start)
+        stream.advance(torch.zeros(2, stop - start, D), z[:, start:stop], x[:, start:stop], [(0, stop - start)] * 2, writer)
+    assert torch.equal(torch.stack(writer.chunks), z)
+
+
 @pytest.mark.parametrize(("before", "length", "cropped"), [(6, 3, 2), (5, 2, 1), (6, 1, 1), (2, 1, 1)])
 def test_crop_inside_the_open_chunk_leaves_no_trace(before, length, cropped):
     assert (before + length - cropped) // CHUNK == before // CHUNK or cropped <= (before + length) % CHUNK
@@ -189,15 +199,15 @@ def test_crop_of_nothing_keeps_everything():
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1], [0], [0, 0, 1, 1, 2, 2]])
 def test_select_moves_repeats_and_drops_rows(rows):
     stream = FastWeightStream(3, CHUNK)
-    out, z, x = inputs(3, 11)
-    spans = [(0, 11), (4, 11), (9, 11)]  # 2 chunks + 3, 1 chunk + 3, and 2 tokens
+    out, z, x = inputs(3, 12)
+    spans = [(0, 12), (4, 12), (9, 12)]  # three chunks, two chunks, three tokens
     stream.advance(out, z, x, spans, SmallWriter())
     stream.select(rows)
     alone = FastWeightStream(len(rows), CHUNK)
     alone.advance(out[rows].clone(), z[rows], x[rows], [spans[row] for row in rows], SmallWriter())
     assert_same_memory(stream, alone)
-    stream.crop(1)  # what it takes to step back moved along
-    alone.crop(1)
+    stream.crop(2)  # what it takes to step back moved along
+    alone.crop(2)
     assert_same_memory(stream, alone)
 
 
