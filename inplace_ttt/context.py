@@ -24,15 +24,26 @@ _KEY = "inplace_ttt_context"
 
 
 @dataclass
+class LayerCall:
+    """What a TTT layer is handed for its one call in a forward: the cache, and the MLP's input if the target wants it."""
+
+    cache: Any
+    mlp_input: Tensor | None = None
+
+
+@dataclass
 class ForwardContext:
     """One forward of the base model. Tensors are the forward's own arguments: [B, T] masks and positions."""
 
     chunk_size: int
+    enabled: bool = True
     attention_mask: Any = None
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     past: int = 0  # tokens in the cache before this forward
+    with_gradient: bool = field(default_factory=torch.is_grad_enabled)
     embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
+    calls: dict[int, LayerCall] = field(default_factory=dict)  # TTT layers whose call is still to come
     called: set[int] = field(default_factory=set)  # TTT layers that ran
     _layout: ChunkLayout | None = None
     _spans: list[Span] | None = None
@@ -77,56 +88,67 @@ class ForwardContext:
             batch, length = self.shape
             mask, positions = self._mask(), self._positions()
             if self.cu_seqlens is not None:
-                if batch != 1:
-                    raise InPlaceTTTError(f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row.")
-                self._layout = ChunkLayout.from_cu_seqlens(self.cu_seqlens, self.chunk_size, length)
-                if positions is not None and positions.shape[1] == length:
-                    packed = ChunkLayout.from_position_ids(positions, self.chunk_size)
-                    if packed.documents != self._layout.documents:
-                        raise InPlaceTTTError(
-                            "cu_seq_lens and position_ids disagree on where documents start; derive both from one source."
-                        )
+                self._layout = self._packed_by_cu_seqlens(self.cu_seqlens, positions)
             elif mask is not None:
                 self._layout = ChunkLayout.from_attention_mask(mask, self.chunk_size)
-            elif positions is not None:
+            elif positions is not None and not self._has_2d_mask():
                 self._layout = ChunkLayout.from_position_ids(positions, self.chunk_size)
-                if isinstance(self.attention_mask, Tensor) and self.attention_mask.dim() == 2:
-                    self._refuse_packing_under_mask(self._layout)
             else:
                 self._layout = ChunkLayout.from_lengths([[length]] * batch, self.chunk_size)
+            if self._has_2d_mask() and self._restarts_inside([row[0] if row else (0, 0) for row in self._layout.documents]):
+                raise InPlaceTTTError(
+                    "position_ids restart within a row while attention_mask is given, so attention sees one document and "
+                    "TTT several; drop attention_mask for packed rows."
+                )
         return self._layout
 
     def spans(self) -> list[Span]:
         """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""
         if self._spans is None:
             batch, length = self.shape
-            mask, positions, attends = self._mask(), self._positions(), self._attends()
-            if self.cu_seqlens is not None:
-                raise InPlaceTTTError("cu_seq_lens pack several documents in a row; pass use_cache=False for packed rows.")
-            if length == 1 and mask is None:
-                self._spans = [(0, 1)] * batch if attends is None else [(0, int(real)) for real in attends]
-            elif mask is not None:
+            mask, attends = self._mask(), self._attends()
+            if mask is not None:
                 rows = ChunkLayout.from_attention_mask(mask, self.chunk_size).documents
-                self._spans = [row[0] if row else (0, 0) for row in rows]
-            elif positions is not None:
-                # A compiled cache turns the mask into 4-D; generation then gives padding positions of its own.
-                rows = ChunkLayout.from_position_ids(positions, self.chunk_size).documents
-                if any(stop - start > 1 for row in rows for start, stop in row[:-1]):
-                    raise InPlaceTTTError(
-                        "position_ids pack several documents in a row with a cache; pass use_cache=False for packed rows."
-                    )
-                self._spans = [row[-1] if attends is None or attends[i] else (0, 0) for i, row in enumerate(rows)]
+                spans = [row[0] if row else (0, 0) for row in rows]
+            elif attends is not None:
+                # A compiled cache makes the mask 4-D; what is padding then shows in the positions that generation gives it.
+                spans = [(self._first_real(row), length) if real else (0, 0) for row, real in enumerate(attends)]
             else:
-                self._spans = [(0, length)] * batch
+                spans = [(0, length)] * batch
+            if self.cu_seqlens is not None or self._restarts_inside(spans):
+                raise InPlaceTTTError("several documents are packed in a row with a cache; pass use_cache=False for packed rows.")
+            self._spans = spans
         return self._spans
 
-    @staticmethod
-    def _refuse_packing_under_mask(layout: ChunkLayout) -> None:
-        if any(len(row) > 1 for row in layout.documents):
-            raise InPlaceTTTError(
-                "position_ids restart within a row while attention_mask is given, so attention sees one document and "
-                "TTT several; drop attention_mask for packed rows."
-            )
+    def _packed_by_cu_seqlens(self, cu_seqlens: Tensor, positions: Tensor | None) -> ChunkLayout:
+        batch, length = self.shape
+        if batch != 1:
+            raise InPlaceTTTError(f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row.")
+        if positions is None:
+            raise InPlaceTTTError("cu_seq_lens are given without position_ids, which attention needs to see the documents; pass both.")
+        layout = ChunkLayout.from_cu_seqlens(cu_seqlens, self.chunk_size, length)
+        if ChunkLayout.from_position_ids(positions, self.chunk_size).documents != layout.documents:
+            raise InPlaceTTTError("cu_seq_lens and position_ids disagree on where documents start; derive both from one source.")
+        return layout
+
+    def _has_2d_mask(self) -> bool:
+        return isinstance(self.attention_mask, Tensor) and self.attention_mask.dim() == 2
+
+    def _restarts_inside(self, spans: list[Span]) -> bool:
+        """Whether positions break off within a row's span, as they do where packed documents meet."""
+        positions = self._positions()
+        if positions is None or self.shape[1] == 1:
+            return False
+        breaks = positions.diff(dim=-1) != 1
+        return any(bool(breaks[row, start : stop - 1].any()) for row, (start, stop) in enumerate(spans) if stop - start > 1)
+
+    def _first_real(self, row: int) -> int:
+        """The first token of a left-padded row, whose padding stands at one position."""
+        positions = self._positions()
+        if positions is None or self.shape[1] == 1:
+            return 0
+        breaks = (positions[row].diff() != 1).nonzero()
+        return int(breaks[-1]) + 1 if len(breaks) else 0
 
 
 class ForwardTracker:
@@ -145,7 +167,7 @@ class ForwardTracker:
         """Register the hooks of the base model, its first decoder layer, and the attentions of layers without TTT."""
         self.handles = [
             base.register_forward_pre_hook(self.open, with_kwargs=True),
-            base.register_forward_hook(self.close),
+            base.register_forward_hook(self.close, always_call=True),
             first_block.register_forward_pre_hook(self.take_embeddings, with_kwargs=True),
             *(attention.register_forward_pre_hook(self.discard, with_kwargs=True) for attention in other_attentions),
         ]
@@ -156,19 +178,20 @@ class ForwardTracker:
 
     def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Base model, before its forward."""
-        if not self.enabled:
-            self.current = None
-            return None
-        if kwargs.get("cache") is not None:
+        if self.enabled and kwargs.get("cache") is not None:
             raise InPlaceTTTError(
                 f"a {type(kwargs['cache']).__name__} (continuous batching, generate_batch) has no place for the fast weight; "
                 "use generate, or ttt_disabled(model)."
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
         self.current = ForwardContext(
-            self.chunk_size, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"), past
+            self.chunk_size,
+            self.enabled,
+            given.get("attention_mask"),
+            given.get("position_ids"),
+            given.get("cu_seq_lens_q"),
+            past=0 if cache is None else int(cache.get_seq_length()),
         )
         return (args, {**kwargs, _KEY: self.current}) if self.travels else None
 
@@ -180,7 +203,7 @@ class ForwardTracker:
     def context_for(self, attention: nn.Module, kwargs: dict[str, Any]) -> ForwardContext | None:
         """The context that travelled to this attention, removed from its arguments; else the open one."""
         context = kwargs.pop(_KEY, None) or self.current
-        if context is None and self.enabled and torch.is_grad_enabled() and attention.training:
+        if context is None and torch.is_grad_enabled() and attention.training:
             raise InPlaceTTTError(
                 f"{type(attention).__name__} is recomputed without the arguments of its forward, since this model family "
                 "does not pass keyword arguments on; turn gradient checkpointing off for it."
@@ -193,9 +216,14 @@ class ForwardTracker:
         return args, kwargs
 
     def close(self, base: nn.Module, args: Any, output: Any) -> None:
-        """Base model, after its forward: every TTT layer must have run."""
+        """Base model, after its forward: every TTT layer must have run. After one that broke off, nothing is left armed."""
         context, self.current = self.current, None
-        if context is not None and (missed := sorted(self.layers - context.called)):
+        if context is None or not context.enabled:
+            return
+        if output is None:
+            context.calls.clear()
+            context.embeddings = None
+        elif missed := sorted(self.layers - context.called):
             raise InPlaceTTTError(
                 f"the TTT down-projections of layers {missed} did not run in this forward: something replaced their MLP's "
                 "forward; undo that, or exclude these layers."

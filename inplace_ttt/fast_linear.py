@@ -6,7 +6,7 @@ linear), whose weight stays W0 under its own name. All it adds is the submodule 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import types
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from .config import InPlaceTTTConfig
-from .context import ForwardContext, ForwardTracker
+from .context import ForwardContext, ForwardTracker, LayerCall
 from .errors import InPlaceTTTError
 from .families import DecoderLayer, features
 from .layout import ChunkLayout
@@ -24,60 +24,48 @@ from .state import skip, stream_of
 from .target import TargetGenerator
 
 
-@dataclass
-class _Call:
-    """What the hooks brought for one call of the layer."""
-
-    context: ForwardContext
-    cache: Any
-
-
 class FastWeightSlot:
     """A TTT layer's settings, and the hooks that arm it for its one call in each forward."""
 
     def __init__(self, layer: int, position: int, config: InPlaceTTTConfig, tracker: ForwardTracker) -> None:
         self.layer, self.config, self.tracker = layer, config, tracker
         self.eta = config.eta_of(position)
-        self._call: _Call | None = None
-        self._mlp_input: Tensor | None = None
         self.handles: list[RemovableHandle] = []
+        self._context: ForwardContext | None = None
 
     def on_attention(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Attention, before its forward: the context and the cache of this forward."""
-        context = self.tracker.context_for(attention, kwargs)
+        self._context = context = self.tracker.context_for(attention, kwargs)
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-        self._call = None if context is None else _Call(context, cache)
-        if context is None:
+        if context is not None and context.enabled:
+            context.calls[self.layer] = LayerCall(cache)
+        else:
             skip(cache, self.layer)
         return args, kwargs
 
     def on_mlp(self, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """MLP, before its forward: the source of the `hidden_states` target."""
-        self._mlp_input = args[0] if args else kwargs["hidden_states"]
+        if self._context is not None and self.layer in self._context.calls:
+            self._context.calls[self.layer].mlp_input = args[0] if args else kwargs["hidden_states"]
 
-    def claim(self, z: Tensor) -> _Call:
-        """The armed call, once; raises when this call is not the one call of a forward over all its rows."""
-        call, self._call = self._call, None
-        if call is None:
+    def claim(self, z: Tensor) -> tuple[ForwardContext, LayerCall] | None:
+        """The armed call, once, or None when TTT is off; raises when this is not the one call of a forward over all its rows."""
+        context, self._context = self._context, None
+        if not (self.tracker.enabled if context is None else context.enabled):
+            return None
+        call = None if context is None else context.calls.pop(self.layer, None)
+        if context is None or call is None:
             raise InPlaceTTTError(
                 f"layer {self.layer}'s down-projection was called outside a forward of the model, or twice in one (a tiled or "
                 "replaced MLP?); undo that, or call it under ttt_disabled(model)."
             )
-        if tuple(z.shape[:-1]) != call.context.shape:
+        if tuple(z.shape[:-1]) != context.shape:
             raise InPlaceTTTError(
-                f"layer {self.layer}'s down-projection got rows {list(z.shape[:-1])} of a sequence of {list(call.context.shape)}: "
+                f"layer {self.layer}'s down-projection got rows {list(z.shape[:-1])} of a sequence of {list(context.shape)}: "
                 "the MLP is tiled or flattened, or the sequence is split across devices; TTT needs whole sequences."
             )
-        call.context.called.add(self.layer)
-        return call
-
-    def source(self, call: _Call) -> Tensor:
-        """X of the target [B, T, d]."""
-        x, self._mlp_input = self._mlp_input, None
-        if self.config.target == "embeddings":
-            x = call.context.embeddings
-        assert x is not None
-        return x.detach() if self.config.detach_target else x
+        context.called.add(self.layer)
+        return context, call
 
 
 class FastWeight(nn.Module):
@@ -88,18 +76,31 @@ class FastWeight(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """[B, T, h] -> [B, T, d]."""
-        if not self.fast.tracker.enabled:
+        claimed = self.fast.claim(z)
+        if claimed is None:
             return super().forward(z)
-        call = self.fast.claim(z)
-        x = self.fast.source(call)
-        stream = None
-        if call.cache is not None:
-            stream = stream_of(call.cache, self.fast.layer, z.shape[0], self.chunk_size)
-        if stream is None or self._needs_gradient(z, x):
-            if stream is not None:
-                stream.abandon()
-            return self._read_whole(z, x, call.context.layout())
-        return stream.advance(super().forward(z), z, x, call.context.spans(), self)
+        context, call = claimed
+        x = self._source(context, call)
+        if call.cache is None:
+            return self._read_whole(z, x, context.layout())
+        stream = stream_of(call.cache, self.fast.layer, z.shape[0], self.chunk_size)
+        if not self._needs_gradient(z, x):
+            return stream.advance(super().forward(z), z, x, context.spans(), self)
+        context.spans()  # with a cache, attention sees one document a row: refuse packed ones
+        stream.abandon()
+        return self._read_whole(z, x, context.layout())
+
+    def _source(self, context: ForwardContext, call: LayerCall) -> Tensor:
+        """X of the target [B, T, d]."""
+        assert context.embeddings is not None
+        if self.training and context.with_gradient and not torch.is_grad_enabled():
+            raise InPlaceTTTError(
+                "gradient checkpointing with use_reentrant=True loses the gradient of the targets; enable it with "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+            )
+        x = context.embeddings if self.fast.config.target == "embeddings" else call.mlp_input
+        assert x is not None
+        return x.detach() if self.fast.config.detach_target else x
 
     def _read_whole(self, z: Tensor, x: Tensor, layout: ChunkLayout) -> Tensor:
         if not (self.training or layout.writes()):
@@ -170,24 +171,27 @@ class FastWeightConv1D(FastWeight, Conv1D):
 _PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: FastWeightConv1D}
 
 
+def check(parts: DecoderLayer) -> None:
+    """Refuse a down-projection that cannot become a fast weight; done for all layers before the first is touched."""
+    down = parts.down_proj
+    features(down)
+    if "forward" in down.__dict__ and "_old_forward" not in down.__dict__:
+        raise InPlaceTTTError(f"something replaced the forward of {parts.down_proj_path}, which the fast weight would bypass; undo that.")
+
+
 def install(parts: DecoderLayer, slot: FastWeightSlot, *, dtype: torch.dtype, std: float, seed: int) -> None:
     """Make a decoder layer's down-projection a fast weight, in place, and hook its attention and MLP to it."""
-    down = parts.down_proj
-    if isinstance(down, FastWeight):
-        raise InPlaceTTTError(f"{parts.down_proj_path} is a fast weight already; revert(model) first.")
-    d = features(down)[1]
+    down, config = parts.down_proj, slot.config
     weight = next(down.parameters())
-    config = slot.config
-    target = TargetGenerator(d, config.kernel_size, config.conv, device=weight.device, dtype=dtype)
+    target = TargetGenerator(features(down)[1], config.kernel_size, config.conv, device=weight.device, dtype=dtype)
     if weight.device.type != "meta":
         target.reset_parameters(std, seed)
     plain = type(down)
-    down.__class__ = _PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {})
+    _become(down, _PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {}))
     down.ttt, down.fast = target, slot  # type: ignore[assignment]
-    handles = [parts.attention.register_forward_pre_hook(slot.on_attention, with_kwargs=True)]
+    slot.handles = [parts.attention.register_forward_pre_hook(slot.on_attention, with_kwargs=True)]
     if config.target == "hidden_states":
-        handles.append(parts.mlp.register_forward_pre_hook(slot.on_mlp, with_kwargs=True))
-    slot.handles = handles
+        slot.handles.append(parts.mlp.register_forward_pre_hook(slot.on_mlp, with_kwargs=True))
 
 
 def remove(down: FastWeight) -> None:
@@ -195,4 +199,11 @@ def remove(down: FastWeight) -> None:
     for handle in down.fast.handles:
         handle.remove()
     del down.ttt, down.fast
-    down.__class__ = type(down).__mro__[2]
+    _become(down, type(down).__mro__[2])
+
+
+def _become(module: nn.Module, new: type[nn.Module]) -> None:
+    """Change a module's class in place, also under the hook that accelerate puts around its forward."""
+    module.__class__ = new
+    if "_old_forward" in module.__dict__:
+        module._old_forward = types.MethodType(new.forward, module)  # type: ignore[assignment]

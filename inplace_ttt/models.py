@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -132,6 +133,14 @@ def unmark(config: PreTrainedConfig) -> None:
     if isinstance(config, _CarriesTTT):
         del config.inplace_ttt
         config.__class__ = config.base_class
+
+
+def __getattr__(name: str) -> type[PreTrainedConfig]:
+    """The carrying class of a base's config by name, so that a pickled config of a converted model can be read."""
+    base = getattr(transformers, name.removeprefix("InPlaceTTT"), None) if name.startswith("InPlaceTTT") else None
+    if not isinstance(base, type) or not issubclass(base, PreTrainedConfig):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return carrying_class(base)
 
 
 AutoConfig.register(MODEL_TYPE, InPlaceTTTModelConfig)

@@ -74,6 +74,8 @@ def stream_of(cache: Any, layer: int, batch: int, chunk_size: int) -> FastWeight
     layers = getattr(cache, "layers", None)
     if layers is None or layer >= len(layers):
         raise InPlaceTTTError(f"a {type(cache).__name__} has no layer {layer} to keep the fast weight on; use a transformers Cache.")
+    if not layers[layer].is_compileable and layers[layer].get_seq_length() != layers[0].get_seq_length():
+        raise InPlaceTTTError("a refused crop has left this cache with layers of different lengths; start a new one, or crop a fork.")
     if not isinstance(layers[layer], _CarriesFastWeight):
         _attach(cache, layer, FastWeightStream(batch, chunk_size))
     elif layers[layer].fast_weight.batch != batch and layers[layer].fast_weight.is_empty:
@@ -126,6 +128,10 @@ class FastWeightState:
 
         up_to_last: leave the last token for `model.generate`, which reads it. progress: show a bar on stderr.
         """
+        if self.tokens is not None and len(self.tokens) != len(ids):
+            raise InPlaceTTTError(
+                f"the session holds {len(self.tokens)} sequences, the new tokens have {len(ids)} rows; give one row for each."
+            )
         self.tokens = ids if self.tokens is None else torch.cat([self.tokens, ids], dim=1)
         start, stop = self.cache.get_seq_length(), self.tokens.shape[1] - 2 * up_to_last  # two: one alone counts as generated
         with tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
@@ -137,6 +143,8 @@ class FastWeightState:
 
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
         """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`."""
+        if kwargs.get("num_beams", 1) > 1 or kwargs.get("num_return_sequences", 1) > 1 or kwargs.get("return_dict_in_generate"):
+            raise InPlaceTTTError("a session goes on as one sequence of tokens a row; for beams or several answers, use model.generate.")
         self.read(ids, up_to_last=True, progress=progress)
         assert self.tokens is not None
         known = self.tokens.shape[1]

@@ -12,7 +12,6 @@ from .errors import InPlaceTTTError
 from .layout import Span
 from .ops import state_dtype
 
-
 _UNDO_REACH = 128
 """Tokens after which a written chunk can no longer be taken back, unless one forward read them all."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,9 +14,11 @@ from .config import InPlaceTTTConfig
 from .context import ForwardTracker
 from .errors import InPlaceTTTError
 from .families import locate
-from .fast_linear import FastWeight, FastWeightSlot, install, remove
+from .fast_linear import FastWeight, FastWeightSlot, check, install, remove
 from .fingerprint import fingerprint
 from .models import mark, unmark
+
+logger = logging.getLogger(__name__)
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
@@ -39,6 +43,9 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         raise InPlaceTTTError(
             f"eta has {len(config.eta)} values for the {len(indices)} TTT layers {list(indices)}; give one number or one a layer."
         )
+    for index in indices:
+        check(decoder.layers[index])
+    _warn_if_nothing_reads(config, lm.config.get_text_config())
     std = getattr(lm.config.get_text_config(), "initializer_range", None) or 0.02
     tracker = ForwardTracker(decoder.base, config.chunk_size, list(indices))
     for position, index in enumerate(indices):
@@ -98,6 +105,20 @@ def ttt_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for tracker, enabled in before:
             tracker.enabled = enabled
+
+
+def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and config.chunk_size >= context:
+        _warn_once(
+            f"a chunk of {config.chunk_size} tokens is no shorter than the model's context of {context}: nothing would ever "
+            "read a write; lower the chunk size"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _causal_lm(model: nn.Module) -> Any:

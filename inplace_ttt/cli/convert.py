@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     checkpoint = Checkpoint.open(args.src)
     plan = plan_conversion(checkpoint, _config(args))
-    _warn_if_never_written(plan.config, plan.model.config.get_text_config())
     tensors = initial_tensors(checkpoint, plan)
     with new_folder(args.out, overwrite=args.overwrite) as folder:
         base = describe_base(checkpoint, plan)
@@ -86,13 +84,3 @@ def _prove(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
             f"the converted model differs from its base by {difference:g} in a logit, so nothing was written; please report this."
         )
     return {"max_abs_logit_diff": difference, "tokens": TOKENS}
-
-
-def _warn_if_never_written(config: InPlaceTTTConfig, text: Any) -> None:
-    context = getattr(text, "max_position_embeddings", None)
-    if context is not None and config.chunk_size >= context:
-        print(
-            f"warning: a chunk of {config.chunk_size} tokens is no shorter than the model's context of {context}: "
-            "nothing would ever read a write; lower --chunk-size.",
-            file=sys.stderr,
-        )

@@ -238,4 +238,4 @@ def test_generation_leaves_no_state_in_the_model(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generate(model, random_ids(1, 23))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(layer.fast._call is None for layer in fast_weights(model).values())
+    assert all(layer.fast._context is None for layer in fast_weights(model).values())

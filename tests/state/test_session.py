@@ -275,3 +275,15 @@ def test_generating_when_all_is_read_is_exact_or_refused(llama):
         return
     assert torch.equal(answer, llama.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)[:, 20:])
     assert all(stream.tokens == [28] for stream in streams(state.cache).values())
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}, {"return_dict_in_generate": True}])
+def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options):
+    """A session is one text for each of its sequences."""
+    state = FastWeightState(llama)
+    state.read(random_ids(1, 20))
+    with pytest.raises(InPlaceTTTError):
+        state.generate(random_ids(1, 3), max_new_tokens=3, **options)
+    with pytest.raises(InPlaceTTTError):
+        state.read(random_ids(2, 3))
+    assert_true(llama, state, carry_on(state))
