@@ -1,6 +1,6 @@
 """In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models."""
 
-from .checkpoint import load
+from .checkpoint import load, save_adapter
 from .config import DeltaClip, InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .state import FastWeightState
@@ -16,5 +16,6 @@ __all__ = [
     "convert",
     "load",
     "revert",
+    "save_adapter",
     "ttt_disabled",
 ]

@@ -29,7 +29,7 @@ from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .families import locate
 from .fingerprint import fingerprint
-from .folder import link_or_copy, save_tensors
+from .folder import link_or_copy, new_folder, save_tensors
 from .surgery import config_of, convert, fast_weights
 
 TTT_SHARD = "inplace_ttt.safetensors"
@@ -248,6 +248,28 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return dict(base)
 
 
+def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: str | None = None, overwrite: bool = False) -> None:
+    """Save a converted model's TTT tensors alone, to load onto its base, whose weights must not have been trained.
+
+    base: folder or hub id of the base; where the model was loaded from, without one.
+    """
+    layers = fast_weights(model)
+    if any(module.matrix() is None for module in layers.values()):
+        raise InPlaceTTTError(
+            "the base is quantised or wrapped, so that the adapter could not be tied to its weights; save the state dict."
+        )
+    known = getattr(model.config, models.MODEL_TYPE, {}).get("base", {})
+    name = base or known.get("name_or_path") or model.config.name_or_path
+    if not name:
+        raise InPlaceTTTError("the model does not know where its base came from; say it with save_adapter(…, base=…).")
+    found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
+    if known.get("fingerprint") not in (None, found):
+        raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
+    tensors = {index: {"conv": layer.ttt.conv.detach().cpu(), "proj": layer.ttt.proj.detach().cpu()} for index, layer in layers.items()}
+    with new_folder(path, overwrite=overwrite) as folder:
+        write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
+
+
 def is_adapter(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / ADAPTER_CONFIG).exists()
 
@@ -294,6 +316,7 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
         )
     for index, layer in layers.items():
         layer.ttt.load_state_dict(tensors[index])
+    model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": base or described["name_or_path"]}}
     return model
 
 

@@ -142,7 +142,10 @@ class FastWeightState:
                 start = end
 
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
-        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`."""
+        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`.
+
+        In a batch, a row that ends before the others is padded by `model.generate`, and what it pads is read as text.
+        """
         if kwargs.get("num_beams", 1) > 1 or kwargs.get("num_return_sequences", 1) > 1 or kwargs.get("return_dict_in_generate"):
             raise InPlaceTTTError("a session goes on as one sequence of tokens a row; for beams or several answers, use model.generate.")
         self.read(ids, up_to_last=True, progress=progress)

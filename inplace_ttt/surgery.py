@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
+_PIECE = 1024
 _SEED = 0
 """Seed of the first TTT layer's initialisation; each further layer adds one."""
 
@@ -88,9 +90,13 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """sha256 of all that gives a memory its meaning: W0, conv and P of every TTT layer (a quantised W0 left out: its
-    packing is the library's, and may change while it runs)."""
-    return fingerprint(p for module in fast_weights(model).values() for p in module.parameters() if p.is_floating_point())
+    """sha256 of what gives a session its meaning: W0, conv and P of every TTT layer, and a piece of every other parameter.
+
+    Quantised weights are left out: their packing is their library's, and may change while the model runs.
+    """
+    whole = (p for module in fast_weights(model).values() for p in module.parameters() if p.is_floating_point())
+    pieces = (p.detach().reshape(-1)[:_PIECE] for p in model.parameters() if p.is_floating_point())
+    return fingerprint(itertools.chain(whole, pieces))
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def test_public_names() -> None:
         "convert",
         "load",
         "revert",
+        "save_adapter",
         "ttt_disabled",
     ]
 

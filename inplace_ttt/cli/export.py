@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
     parser.add_argument("out", metavar="OUT", help="folder to write")
     parser.add_argument("--format", required=True, choices=("official", "adapter", "full"), help="form to write")
+    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
@@ -55,9 +56,9 @@ def _full(args: argparse.Namespace) -> None:
     if not is_adapter(args.path):
         raise InPlaceTTTError(f"{args.path} is a full checkpoint already.")
     config, base, tensors = read_adapter(args.path)
-    checkpoint = Checkpoint.open(base["name_or_path"])
+    checkpoint = Checkpoint.open(args.base or base["name_or_path"])
     plan = plan_conversion(checkpoint, config)
     if checkpoint.fingerprint(plan.down_proj.values()) != base["fingerprint"]:
-        raise InPlaceTTTError(f"{base['name_or_path']} has changed since {args.path} was made for it; take the base it was made for.")
+        raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")
     with new_folder(args.out, overwrite=args.overwrite) as folder:
         write_full(folder, checkpoint, plan, tensors, base)

@@ -33,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-state", metavar="F", help="go on from a saved session")
     parser.add_argument("--save-state", metavar="F", help="save the session at the end")
     parser.add_argument("--fast-weights-only", action="store_true", help="save no attention cache: keep only what was written")
+    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
     parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
 
 
 def run(args: argparse.Namespace) -> Result:
     _refuse_contradictions(args)
     prompt = _read(args.prompt_file)
-    model, tokenizer = _load(args.path, args.dtype)
+    model, tokenizer = _load(args.path, args.base, args.dtype)
     state = FastWeightState.load(args.load_state, model) if args.load_state else FastWeightState(model)
     before, written_before = (0 if state.tokens is None else state.tokens.shape[1]), state.chunks_written
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not before).input_ids.to(model.device)
@@ -98,12 +99,12 @@ def _read(prompt_file: str) -> str:
         raise InPlaceTTTError(f"cannot read the prompt {prompt_file}: {one_line(error)}; give a UTF-8 text file.") from None
 
 
-def _load(path: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(path: str, base: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise InPlaceTTTError(f"--dtype {dtype} is not a torch dtype; try float32 or bfloat16.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype)).to(device)
-    source = read_adapter(path)[1]["name_or_path"] if is_adapter(path) else path
+    model = load(path, base=base, dtype=dtype if dtype == "auto" else getattr(torch, dtype)).to(device)
+    source = base or (read_adapter(path)[1]["name_or_path"] if is_adapter(path) else path)
     try:
         return model, AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError):

@@ -15,13 +15,14 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
 
 
 def run(args: argparse.Namespace) -> Result:
     base: dict[str, Any] | None
     if adapter := is_adapter(args.path):
         config, base, tensors = read_adapter(args.path)
-        checkpoint = Checkpoint.open(base["name_or_path"])
+        checkpoint = Checkpoint.open(args.base or base["name_or_path"])
         matrices = plan_conversion(checkpoint, config).down_proj
     else:
         checkpoint = Checkpoint.open(args.path)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from models import logits, random_ids, turn_writer_on
+from transformers import AutoModelForCausalLM
 
 from checkpoint.folders import bytes_of, save_base
-from inplace_ttt import InPlaceTTTError, cli, load
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, cli, convert, load, save_adapter
 from inplace_ttt.surgery import fast_weights
 
 
@@ -65,10 +66,34 @@ def test_a_trained_base_is_not_cut_to_an_adapter(trained: Path, tmp_path: Path, 
     assert "which an adapter would lose" in capsys.readouterr().err
 
 
+def test_saved_from_python(trained: Path, tmp_path: Path) -> None:
+    """Load an adapter, train it, save it again; the base is remembered, and checked when it was trained too."""
+    cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])
+    model = load(tmp_path / "adapter")
+    with torch.no_grad():
+        fast_weights(model)[0].ttt.conv.mul_(2)
+    save_adapter(model, tmp_path / "again")
+    ids = random_ids(1, 30)
+    assert torch.equal(logits(load(tmp_path / "again"), ids), logits(model, ids))
+    model.save_pretrained(tmp_path / "full")
+    assert cli.main(["export", str(tmp_path / "full"), str(tmp_path / "third"), "--format", "adapter"]) == 0
+    fresh = convert(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), InPlaceTTTConfig(layers=(1,), chunk_size=4))
+    save_adapter(fresh, tmp_path / "fresh")
+    assert list(fast_weights(load(tmp_path / "fresh"))) == [1]
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.1)
+    with pytest.raises(InPlaceTTTError, match="training has changed the down-projections"):
+        save_adapter(model, tmp_path / "no")
+
+
 def test_base_in_another_place(trained: Path, tmp_path: Path) -> None:
     cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])
     (tmp_path / "base").rename(tmp_path / "moved")
     model = load(tmp_path / "adapter", base=str(tmp_path / "moved"))
     assert torch.equal(logits(model, random_ids(1, 30)), logits(load(trained), random_ids(1, 30)))
+    for verb in (["info", "ADAPTER"], ["export", "ADAPTER", str(tmp_path / "full2"), "--format", "full"]):
+        command = [str(tmp_path / "adapter") if a == "ADAPTER" else a for a in verb]
+        assert cli.main(command) == 2
+        assert cli.main([*command, "--base", str(tmp_path / "moved")]) == 0
     with pytest.raises(InPlaceTTTError, match="has no effect"):
         load(trained, base="x")

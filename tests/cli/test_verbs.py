@@ -11,11 +11,12 @@ from inplace_ttt import cli
 
 OPTIONS = {
     "convert": "--adapter-only --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --target",
-    "info": "--help --json",
+    "info": "--base --help --json",
     "generate": (
-        "--dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file --save-state --seed --temperature --ttt"
+        "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file "
+        "--save-state --seed --temperature --ttt"
     ),
-    "export": "--format --help --json --overwrite",
+    "export": "--base --format --help --json --overwrite",
     "import-official": "--help --json --overwrite",
     "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",
 }
