@@ -148,6 +148,7 @@ class InPlaceTTTConfig:
 
 
 def _from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    _require(isinstance(values, Mapping), f"{where} must be a table of settings, got {values!r}.")
     known = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(values) - set(known))
     _require(not unknown, f"{where} has no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.")

@@ -124,6 +124,10 @@ class ForwardContext:
         batch, length = self.shape
         if batch != 1:
             raise InPlaceTTTError(f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row.")
+        if self._has_2d_mask():
+            raise InPlaceTTTError(
+                "cu_seq_lens are given with attention_mask, under which attention sees one document; drop attention_mask."
+            )
         if positions is None:
             raise InPlaceTTTError("cu_seq_lens are given without position_ids, which attention needs to see the documents; pass both.")
         layout = ChunkLayout.from_cu_seqlens(cu_seqlens, self.chunk_size, length)

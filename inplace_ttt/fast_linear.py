@@ -175,6 +175,8 @@ def check(parts: DecoderLayer) -> None:
     """Refuse a down-projection that cannot become a fast weight; done for all layers before the first is touched."""
     down = parts.down_proj
     features(down)
+    if hasattr(down, "_hf_hook") and any(p.device.type == "meta" for p in down.parameters()):
+        raise InPlaceTTTError(f"{parts.down_proj_path} is offloaded, so that the new parameters have no place; convert before offloading.")
     if "forward" in down.__dict__ and "_old_forward" not in down.__dict__:
         raise InPlaceTTTError(f"something replaced the forward of {parts.down_proj_path}, which the fast weight would bypass; undo that.")
 

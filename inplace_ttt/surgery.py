@@ -41,10 +41,6 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     config = (config or InPlaceTTTConfig()).resolve(len(decoder.layers))
     indices = config.layers
     assert isinstance(indices, tuple)
-    if isinstance(config.eta, tuple) and len(config.eta) != len(indices):
-        raise InPlaceTTTError(
-            f"eta has {len(config.eta)} values for the {len(indices)} TTT layers {list(indices)}; give one number or one a layer."
-        )
     for index in indices:
         check(decoder.layers[index])
     _warn_if_nothing_reads(config, lm.config.get_text_config())

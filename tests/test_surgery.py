@@ -1,5 +1,6 @@
 """Conversion: what it finds, what it refuses, what it leaves as it was, and the guards of a converted model."""
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -7,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from accelerate import dispatch_model
+from accelerate import cpu_offload, dispatch_model
 from families import MOE, UNLISTED, build
 from models import CHUNK, LAYERS, converted, distance, hooks_of, logits, random_ids, turn_writer_on
 from torch import Tensor, nn
@@ -240,6 +241,14 @@ def test_accelerates_hooks_and_ours_go_together() -> None:
     before = convert(dispatch_model(build("llama"), places, main_device="cpu", force_hooks=True), CONFIG)
     turn_writer_on(before)
     assert torch.equal(logits(before, IDS), expected)
+
+
+def test_offloaded_weights_are_refused_or_get_real_parameters() -> None:
+    """Where accelerate keeps weights away, modules hold meta tensors between forwards; new parameters must not be such."""
+    model = cpu_offload(build("llama"), execution_device=torch.device("cpu"))
+    with contextlib.suppress(InPlaceTTTError):
+        convert(model, CONFIG)
+    assert not [name for name, p in model.named_parameters() if ".ttt." in name and p.is_meta]
 
 
 def test_a_converted_config_can_be_pickled() -> None:

@@ -109,6 +109,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "cu_seq_lens beyond the row": ("leaves 0:37", AT | cu_seq_lens([17, 30])),
     "a mask of ones": ("drop attention_mask for packed rows", AT | {"attention_mask": MASK}),
     "a mask with padding": ("attention_mask", AT | {"attention_mask": PADDED}),
+    "cu_seq_lens and a mask of ones": ("attention_mask", AT | CU | {"attention_mask": MASK}),
+    "cu_seq_lens and a mask with padding": ("attention_mask", AT | CU | {"attention_mask": PADDED}),
     "a mask of ones and a cache": ("use_cache=False", AT | {"attention_mask": MASK, "use_cache": True}),
     "a cache": ("pass use_cache=False for packed rows", AT | {"use_cache": True}),
     "a cache and cu_seq_lens": ("use_cache=False", CU | {"use_cache": True}),
