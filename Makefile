@@ -12,6 +12,10 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 	test -d .venv || $(PYTHON) -m venv .venv
 	# The CPU build of torch first, so that nothing pulls the CUDA one; install your own torch before for a GPU.
 	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet torch==2.13.0
+	$(VENV)/pip install --quiet --editable ".[tools]"
+	touch $@
+
+.venv/installed-dev: .venv/installed
 	$(VENV)/pip install --quiet --editable ".[dev]"
 	touch $@
 
@@ -24,10 +28,10 @@ text: .venv/installed
 demo: model text
 	$(VENV)/python tools/demo.py --model $(MODEL) --text $(TEXT)
 
-test: model text
+test: .venv/installed-dev model text
 	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist loadfile
 
-lint: .venv/installed
+lint: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
