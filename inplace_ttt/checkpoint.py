@@ -30,7 +30,7 @@ from .errors import InPlaceTTTError
 from .families import locate
 from .fingerprint import fingerprint
 from .folder import link_or_copy, new_folder, save_tensors
-from .surgery import config_of, convert, fast_weights
+from .surgery import SEED, config_of, convert, fast_weights, initial_std
 
 TTT_SHARD = "inplace_ttt.safetensors"
 ADAPTER_CONFIG = "inplace_ttt.json"
@@ -157,17 +157,17 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Plan:
     return Plan(base_type, resolved, {i: checkpoint.find(f"{paths[i]}.weight") for i in resolved.layers}, model)
 
 
-def initial_tensors(checkpoint: Checkpoint, plan: Plan, seed: int = 0) -> LayerTensors:
+def initial_tensors(checkpoint: Checkpoint, plan: Plan) -> LayerTensors:
     """The new tensors of a fresh conversion, in the dtype of W0."""
     tensors: LayerTensors = {}
-    std = getattr(plan.model.config.get_text_config(), "initializer_range", None) or 0.02
+    std = initial_std(plan.model.config)
     for index, module in fast_weights(plan.model).items():
         name = plan.down_proj[index]
         shape, dtype = checkpoint.shape_and_dtype(name)
         if list(shape) != list(module.weight.shape):  # type: ignore[arg-type]
             raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {list(module.weight.shape)}.")  # type: ignore[arg-type]
         target = module.ttt.to_empty(device="cpu").to(dtype if dtype.is_floating_point else torch.bfloat16)
-        target.reset_parameters(std, seed + index)
+        target.reset_parameters(std, SEED + index)
         tensors[index] = dict(target.state_dict())
     return tensors
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from .config import InPlaceTTTConfig
 from .context import ForwardTracker
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 _PIECE = 1024
-_SEED = 0
-"""Seed of the first TTT layer's initialisation; each further layer adds one."""
+SEED = 0
+"""Layer i draws its P from seed SEED + i."""
 
 
 def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel:
@@ -44,14 +45,19 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     for index in indices:
         check(decoder.layers[index])
     _warn_if_nothing_reads(config, lm.config.get_text_config())
-    std = getattr(lm.config.get_text_config(), "initializer_range", None) or 0.02
+    std = initial_std(lm.config)
     tracker = ForwardTracker(decoder.base, config.chunk_size, list(indices))
     for position, index in enumerate(indices):
         slot = FastWeightSlot(index, position, config, tracker)
-        install(decoder.layers[index], slot, dtype=lm.dtype, std=std, seed=_SEED + index)
+        install(decoder.layers[index], slot, dtype=lm.dtype, std=std, seed=SEED + index)
     tracker.attach(decoder.base, decoder.layers[0].block, [parts.attention for i, parts in enumerate(decoder.layers) if i not in indices])
     mark(lm.config, config)
     return model
+
+
+def initial_std(config: PreTrainedConfig) -> float:
+    """Standard deviation of P's diagonal at the start: the model's initializer range (paper appendix C.3)."""
+    return getattr(config.get_text_config(), "initializer_range", None) or 0.02
 
 
 def revert(model: AnyModel) -> AnyModel:

@@ -13,18 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
 from inplace_ttt.state import streams
 
-NAMES = ("llama", "gemma3", "gpt2", "gpt_neox")  # gemma3 has a sliding window of 16
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return converted(request.param)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return converted("llama")
 
 
 @torch.no_grad()

@@ -17,19 +17,8 @@ from inplace_ttt import state as state_module
 from inplace_ttt.state import streams
 from inplace_ttt.surgery import fast_weights, fingerprint_of
 
-NAMES = ("llama", "gemma3", "gpt2", "qwen3")  # gemma3 and qwen3 have a sliding window of 16
 LONG = 25  # tokens: past the window; three chunks and four tokens
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return converted(request.param)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return converted("llama")
 
 
 @torch.no_grad()

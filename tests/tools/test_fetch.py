@@ -26,7 +26,6 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Run Python in an empty folder where pip knows no index, only the folder ``links``; no npm."""
-    pytest.importorskip("pip")
     (tmp_path / "links").mkdir()
     offline = {
         "PATH": "",
@@ -315,7 +314,6 @@ def write_gguf(path: Path, model: Any, tokens: list[str], merges: list[str]) -> 
 
 
 def test_converted_gguf_is_the_model_it_came_from(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
