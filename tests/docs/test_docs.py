@@ -64,7 +64,7 @@ def name(page: Path) -> str:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, entered, with what the pages take for given: ./smollm2-135m and book.txt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
@@ -131,7 +131,7 @@ def small_model(folder: Path, book: Path) -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)
-def test_every_block_runs_in_order(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_block_runs_in_order(page: Path, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "docs"}
     for block in blocks(page):
         if block.reason_not_to_run is None:
