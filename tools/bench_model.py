@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 
 import torch
+from demo import next_token_tap
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, convert
-from inplace_ttt.surgery import fast_weights
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     model = convert(copy.deepcopy(base), InPlaceTTTConfig(chunk_size=args.chunk_size, eta=1e-3))
-    _switch_on(model)
+    next_token_tap(model)
     ids = torch.randint(3, base.config.vocab_size, (1, max(args.read, args.prefill)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         rows = {
@@ -38,13 +38,6 @@ def main() -> None:
             "prefill": _paired(*(_prefiller(m, ids[:, : args.prefill]) for m in (model, base)), args.repeats),
         }
     print(json.dumps({**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads(), "ratio_to_base": rows}, indent=2))
-
-
-def _switch_on(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        for layer in fast_weights(model).values():
-            layer.ttt.conv[:, 0, layer.ttt.conv.shape[-1] // 2 + 1] = 1.0
-            layer.ttt.proj.copy_(torch.eye(layer.ttt.proj.shape[0]))
 
 
 def _paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: int) -> dict[str, float]:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from demo import next_token_tap
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTConfig, cli, convert, load
 from inplace_ttt.state import streams
-from inplace_ttt.surgery import fast_weights
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".cache" / "smollm2-135m"
@@ -34,10 +34,7 @@ def model(text: str) -> PreTrainedModel:
     """SmolLM2 in float32, five TTT layers, a next-token writer strong enough to show and weak enough to stay sane."""
     lm = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     convert(lm, InPlaceTTTConfig(chunk_size=CHUNK, eta=1e-3))
-    with torch.no_grad():
-        for layer in fast_weights(lm).values():
-            layer.ttt.conv[:, 0, 3] = 1.0
-            layer.ttt.proj.copy_(torch.eye(576))
+    next_token_tap(lm)
     return lm
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layout import Span
 from inplace_ttt.ops import state_dtype
-from inplace_ttt.stream import FastWeightStream
+from inplace_ttt.stream import _UNDO_REACH, FastWeightStream
 
 CHUNK, H, D, ETA = 4, 5, 3, 0.5
 
@@ -282,3 +282,21 @@ def random_span(rng: random.Random, length: int) -> Span:
     kind = rng.choices(("all", "left", "right", "nothing"), (5, 2, 1, 1))[0]
     cut = rng.randint(0, length - 1)
     return {"all": (0, length), "left": (cut, length), "right": (0, length - cut), "nothing": (0, 0)}[kind]
+
+
+@pytest.mark.parametrize("after", [_UNDO_REACH, _UNDO_REACH + 1, _UNDO_REACH + 2])
+def test_a_written_chunk_can_be_taken_back_for_a_while(after: int) -> None:
+    """An undo costs as much memory as the state, so that it goes once enough tokens were read behind its chunk."""
+    chunk = 2 * _UNDO_REACH
+    stream, writer = FastWeightStream(1, chunk), SmallWriter(chunk)
+    generator = torch.Generator().manual_seed(0)
+    for length in (chunk, *[1] * after):
+        z, x = torch.randn(1, length, H, generator=generator), torch.randn(1, length, D, generator=generator)
+        stream.advance(torch.zeros(1, length, D), z, x, [(0, length)], writer)
+    if after <= _UNDO_REACH + 1:
+        stream.crop(after + 1)
+        assert stream.tokens == [chunk - 1] and not stream.state.any()
+    else:
+        with pytest.raises(InPlaceTTTError, match="written for good"):
+            stream.crop(after + 1)
+        assert stream.tokens == [chunk + after]
