@@ -7,6 +7,7 @@ linear), whose weight stays W0 under its own name. All it adds is the submodule 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class FastWeightSlot:
     def __init__(self, layer: int, position: int, config: InPlaceTTTConfig, tracker: ForwardTracker) -> None:
         self.layer, self.config, self.tracker = layer, config, tracker
         self.eta = config.eta_of(position)
+        self.observer: Callable[[FastWeight, Tensor, Tensor, ForwardContext], None] | None = None  # sees keys and targets of each read
         self.handles: list[RemovableHandle] = []
         self._context: ForwardContext | None = None
 
@@ -115,6 +117,8 @@ class FastWeight(nn.Module):
         return base + self._fast(z, v.to(z.dtype), None, context).to(base.dtype)
 
     def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
+        if self.fast.observer is not None:
+            self.fast.observer(self, z, v, context)
         if context.group is None:
             return fast_weight(z, v, w0, eta=self.eta, layout=context.layout(), clip=self.tau())
         return fast_weight_across_ranks(z, v, w0, eta=self.eta, layout=context.layout(), group=context.group, clip=self.tau())
