@@ -181,11 +181,12 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
                 f"{names[layer]} is the fast weight of layer {index}, which LoRA cannot adapt as well; leave "
                 f"{names[layer].rpartition('.')[2]} out, or name the targets by a pattern that spares layers {sorted(fast_weights(model))}",
             )
-    try:
-        # One dtype throughout: DeepSpeed keeps float32 masters, and ZeRO-3 refuses a mixture.
-        return get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:
-        _refuse(recipe, "optimisation.lora.targets", one_line(error).rstrip("."))
+    for target in [lora.targets] if isinstance(lora.targets, str) else [[one] for one in lora.targets]:
+        pattern = LoraConfig(target_modules=target)
+        if not any(check_target_module_exists(pattern, name) for name in names.values()):
+            _refuse(recipe, "optimisation.lora.targets", f"no module of the {model.config.model_type} is called {target}")
+    # One dtype throughout: DeepSpeed keeps float32 masters, and ZeRO-3 refuses a mixture.
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def _refuse(recipe: Recipe, key: str, message: str) -> NoReturn:
