@@ -24,6 +24,7 @@ from .ops import fast_weight, state_dtype
 from .ops.scan import fast_weight_across_ranks
 from .state import skip, stream_of
 from .target import TargetGenerator
+from .zero3 import gathered
 
 
 class FastWeightSlot:
@@ -197,7 +198,8 @@ def install(parts: DecoderLayer, slot: FastWeightSlot, *, dtype: torch.dtype, st
     weight = next(down.parameters())
     target = TargetGenerator(features(down)[1], config.kernel_size, config.conv, device=weight.device, dtype=dtype)
     if weight.device.type != "meta":
-        target.reset_parameters(std, seed)
+        with gathered(target.parameters()):
+            target.reset_parameters(std, seed)
     plain = type(down)
     _become(down, _PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {}))
     down.ttt, down.fast = target, slot  # type: ignore[assignment]

@@ -90,7 +90,7 @@ class Lora:
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: list[str] | str = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"])
+    targets: str | list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"])
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "rank", "must be at least 1")
