@@ -93,7 +93,7 @@ class FastWeightTrainer(Trainer):
 
     def _stop_if_not_finite(self, loss: Tensor) -> None:
         """Before the gradient of such a loss reaches any weight."""
-        if not bool(torch.isfinite(_summed(loss.float(), loss.device))):
+        if not bool(torch.isfinite(_summed(loss.float().clone(), loss.device))):
             last = last_checkpoint(self.args.output_dir)
             raise NotSoError(
                 f"the loss is not finite at step {self.state.global_step + 1}; the weights are as before it, and the last checkpoint is "
