@@ -49,10 +49,9 @@ def trace(recipe: Recipe, *, ttt: bool = True) -> Trace:
     meter = _Meter(model, causal_lm.config.get_text_config().vocab_size, rows * length)
     with torch.device("meta"), meter, contextlib.nullcontext() if ttt else ttt_disabled(model):
         ids = torch.zeros(rows, length, dtype=torch.long)
-        # Of the whole row, which attention sees also where ranks share it.
-        mask = torch.zeros(rows, 1, recipe.data.sequence_length, recipe.data.sequence_length, dtype=torch.bool)
-        if recipe.model.attention == "flash_attention_2":
-            mask = mask[:, :, :1, :1].clone()
+        # Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash attention takes none.
+        seen = 1 if recipe.model.attention == "flash_attention_2" else recipe.data.sequence_length
+        mask = torch.zeros(rows, 1, seen, seen, dtype=torch.bool)
         _loss(causal_lm, ids, mask, recipe.optimisation.liger).backward()
     return Trace(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
 
@@ -60,7 +59,8 @@ def trace(recipe: Recipe, *, ttt: bool = True) -> Trace:
 def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:
     """The loss as the Trainer asks for it; Liger's never holds all logits."""
     if not fused:
-        return model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, num_items_in_batch=torch.ones((), dtype=torch.long)).loss
+        targets = torch.ones((), dtype=torch.long)
+        return model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, num_items_in_batch=targets).loss
     hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     return _FusedLoss.apply(hidden.flatten(0, 1), model.get_output_embeddings().weight)
 
