@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from .recipe import Data, Recipe
 
 SHUFFLE_BUFFER = 64
-"""Documents that a stream holds to shuffle them; the files of a stream are shuffled too."""
+"""Documents of a source that a stream holds to shuffle them; the files of a source are shuffled too."""
 SAMPLED_ROWS = 16
 """Rows of a stream that its report counts."""
 _FORMAT = 1
 """Part of every cache key; raise it when the same input gives other tokens or rows."""
 _BATCH = 32
 """Documents, or rows, handled at a time: one may have a million tokens."""
+_STREAM_BATCH = 4
 _CHARACTERS = 1 << 21
 """Characters handed to the tokenizer at a time, unless one document has more: it needs hundreds of bytes for each."""
 
@@ -270,14 +271,9 @@ def _streamed(job: _Job) -> TrainingData:
 
     data, length = job.recipe.data, job.recipe.data.sequence_length
     sources, held_sources = find(data.train, data.format, "train"), find(data.validation, data.format, "validation")
-    documents = _stream(job, sources)
-    if data.shuffle:
-        documents = documents.shuffle(seed=data.seed, buffer_size=SHUFFLE_BUFFER)
-    if held_sources:
-        held = list(_readable(_stream(job, held_sources), held_sources, data))
-    else:
-        held = list(_readable(documents.take(data.validation_documents), sources, data))
-        documents = documents.skip(data.validation_documents)
+    documents = _stream(job, sources, data.shuffle)
+    kept = _stream(job, held_sources, False) if held_sources else documents.take(data.validation_documents)
+    held = list(_readable(kept, held_sources or sources, data))
     make_rows = functools.partial(pack, row_length=length, pad_token=job.pad_token, align=job.align)
     reader = _Reader(documents, sources, data, frozenset(document["digest"] for document in held), make_rows)
     rows = list(make_rows(document[TOKENS] for document in held))
@@ -314,16 +310,20 @@ class _Reader:
             yield {name: values.tolist() for name, values in row.items()}
 
 
-def _stream(job: _Job, sources: Iterable[Source]) -> IterableDataset:
-    """Documents that are not empty as input_ids, length and digest, tokenised as they are read."""
-    from datasets import concatenate_datasets
+def _stream(job: _Job, sources: Iterable[Source], shuffle: bool) -> IterableDataset:
+    """Documents that are not empty as input_ids, length and digest, tokenised as they are read; shuffled sources take turns."""
+    from datasets import concatenate_datasets, interleave_datasets
 
     streams = []
     for source in sources:
         records, column = open_source(source, job.recipe.data, streaming=True)
+        if shuffle:
+            records = records.shuffle(seed=job.recipe.data.seed, buffer_size=SHUFFLE_BUFFER)
         tokenise = functools.partial(_tokenise, column=column, tokenizer=job.tokenizer, source=source.name)
-        streams.append(records.map(tokenise, batched=True, batch_size=_BATCH, remove_columns=[column], features=_token_features()))
-    return concatenate_datasets(streams).filter(_has_tokens)
+        streams.append(records.map(tokenise, batched=True, batch_size=_STREAM_BATCH, remove_columns=[column], features=_token_features()))
+    stopping: Any = "all_exhausted_without_replacement"
+    documents = interleave_datasets(streams, stopping_strategy=stopping) if shuffle else concatenate_datasets(streams)
+    return documents.filter(_has_tokens)
 
 
 def _has_tokens(document: Mapping[str, Any]) -> bool:
