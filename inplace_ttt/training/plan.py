@@ -165,12 +165,6 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
             f"Rows of {length} tokens are longer than the model's context of {context}; lower data.sequence_length, or extend the context "
             "in model.overrides (max_position_embeddings and rope_parameters)."
         )
-    window = getattr(text, "sliding_window", None)
-    if window and chunk > window and "full_attention" not in (getattr(text, "layer_types", None) or []):
-        found.append(
-            f"A chunk of {chunk} tokens is longer than the attention window of {window}: a token leaves the window before it is written; "
-            f"lower surgery.chunk_size to {window} or less."
-        )
     for name in ("warmup_steps", "ttt_warmup_steps", "eta_warmup_steps"):
         value = getattr(o, name)
         if value and value >= recipe.steps:
