@@ -48,7 +48,7 @@ def trace(recipe: Recipe) -> Trace:
     with torch.device("meta"), meter:
         ids = torch.zeros(rows, length, dtype=torch.long)
         # Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash attention takes none.
-        seen = 1 if recipe.model.attention == "flash_attention_2" else recipe.data.sequence_length
+        seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
         mask = torch.zeros(rows, 1, seen, seen, dtype=torch.bool)
         _loss(causal_lm, ids, mask, recipe.optimisation.liger).backward()
     return Trace(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
