@@ -46,7 +46,7 @@ def render(result: dict[str, Any]) -> str:
         "",
         "memory of a device at its peak",
         *(f"  {name:18}{_size(value):>10}" for name, value in memory.items() if value),
-        f"  of the activations, {_size(result['logits_bytes'])} are logits; TTT adds {_size(result['fast_weight_bytes'])}",
+        f"  of the activations, {_size(result['logits_bytes'])} are logits",
         *([f"  on the host       {_size(result['host_bytes']):>10}"] if result["host_bytes"] else []),
         "",
         "sent by a device in a step",

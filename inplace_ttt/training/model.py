@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..checkpoint import is_adapter, load, load_base, one_line, read_adapter
+from ..checkpoint import is_adapter, load, load_base, one_line, read_adapter, read_json
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..models import MODEL_TYPE
@@ -50,8 +50,11 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:
-    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config, no weights."""
-    config, ttt = _architecture(recipe)
+    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config, no weights.
+
+    The config of a hub model is looked for beside the recipe first, as configs/OWNER--NAME.json, so that no network is needed.
+    """
+    config, ttt = _architecture(recipe, configs=recipe.path.parent / "configs" if recipe.path else None)
     try:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
@@ -62,7 +65,7 @@ def meta_model(recipe: Recipe) -> PreTrainedModel:
     return _choose_trained(built, recipe)
 
 
-def _architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
+def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
     """The model's config with the recipe's overrides, and the surgery still to make (None for a full converted checkpoint)."""
     model, path, surgery = recipe.model, recipe.model.path, recipe.ttt_config()
     adapter = None
@@ -70,9 +73,9 @@ def _architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | 
         values = dict(model.config or {})
     elif is_adapter(path):
         adapter, base, _ = read_adapter(path)
-        values = _read_config(recipe, base["name_or_path"])
+        values = _read_config(recipe, base["name_or_path"], configs)
     else:
-        values = _read_config(recipe, path)
+        values = _read_config(recipe, path, configs)
     converted = adapter is not None or values.get("model_type") == MODEL_TYPE
     if converted and surgery is not None:
         _refuse(recipe, "surgery", f"{path} is converted already, so that surgery has no effect; remove the section or give the base")
@@ -84,8 +87,10 @@ def _architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | 
     return _override(recipe, config), adapter or surgery
 
 
-def _read_config(recipe: Recipe, source: str) -> dict[str, Any]:
-    """config.json of a folder or hub id."""
+def _read_config(recipe: Recipe, source: str, configs: Path | None) -> dict[str, Any]:
+    """config.json of a folder or hub id; of the latter, first in the folder `configs`."""
+    if configs is not None and not Path(source).exists() and (known := configs / f"{source.replace('/', '--')}.json").exists():
+        return read_json(known, "the model's config")
     if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
         _refuse(recipe, "model.path", f"{source} does not exist; give a model folder or a hub id")
     try:

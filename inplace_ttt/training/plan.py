@@ -24,8 +24,7 @@ class Plan:
     """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser step unless named otherwise.
 
     tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last are read.
-    fast_weight_bytes: what TTT adds to the peak of a micro-step. flops_per_step: over all devices, recomputation included.
-    fast_weight_flops: TTT's part of it, as a share.
+    flops_per_step: over all devices, recomputation included. fast_weight_flops: the share of it that TTT adds.
     """
 
     model_type: str
@@ -40,7 +39,6 @@ class Plan:
     per_device_bytes: dict[str, int]
     host_bytes: int
     logits_bytes: int
-    fast_weight_bytes: int
     state_bytes_per_sequence: int
     communication_bytes: dict[str, int]
     steps: int
@@ -77,16 +75,16 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> Plan:
         keys=head * max(keys, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
         fast_weights=tuple(features(layer)[::-1] for layer in layers.values()),
     )
-    with_ttt, without = trace(recipe), trace(recipe, ttt=False)
-    memory = deepspeed_memory(recipe, shape, with_ttt)
-    products, plain = (step.product_flops + _attention_flops(recipe, text, shape) for step in (with_ttt, without))
+    step = trace(recipe)
+    memory = deepspeed_memory(recipe, shape, step)
+    flops = step.product_flops + _attention_flops(recipe, text, shape)
     micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
     tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
     return Plan(
         model_type=text.model_type,
         parameters=shape.parameters,
         trained_parameters=shape.trained,
-        ttt_parameters=sum(p.numel() for layer in layers.values() for p in layer.ttt.parameters()),
+        ttt_parameters=sum(p.numel() for layer in layers.values() for p in layer.ttt.parameters() if p.requires_grad),
         ttt_layers=list(layers),
         chunk_size=ttt.chunk_size,
         devices=recipe.parallel.world,
@@ -94,8 +92,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> Plan:
         sequence_parallel=recipe.parallel.sequence_parallel,
         per_device_bytes={**{k: v for k, v in dataclasses.asdict(memory).items() if k != "host"}, "total": memory.total},
         host_bytes=memory.host,
-        logits_bytes=with_ttt.logits,
-        fast_weight_bytes=with_ttt.activations - without.activations,
+        logits_bytes=step.logits,
         state_bytes_per_sequence=shape.state_bytes,
         communication_bytes=communication(recipe, shape),
         steps=recipe.steps,
@@ -104,10 +101,10 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> Plan:
         rows_per_step=recipe.rows_per_step,
         sequence_length=recipe.data.sequence_length,
         chunks_per_row=-(-recipe.data.sequence_length // ttt.chunk_size),
-        flops_per_step=products * micro_steps,
-        flops=products * micro_steps * recipe.steps,
-        fast_weight_flops=1 - plain / products,
-        warnings=[*_will_not_train(recipe, ttt, text), *_will_not_fit(recipe, memory, with_ttt, device_memory)],
+        flops_per_step=flops * micro_steps,
+        flops=flops * micro_steps * recipe.steps,
+        fast_weight_flops=fast_weight_flops(recipe, shape) / flops,
+        warnings=[*_will_not_train(recipe, ttt, text), *_will_not_fit(recipe, memory, step, device_memory)],
     )
 
 
@@ -128,6 +125,19 @@ def _attention_flops(recipe: Recipe, text: PreTrainedConfig, shape: Shape) -> in
         pairs += length * reach - reach * (reach - 1) // 2
     passes = 3 + recipe.optimisation.gradient_checkpointing  # the backward is two
     return 4 * shape.queries * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
+
+
+def fast_weight_flops(recipe: Recipe, shape: Shape) -> int:
+    """What TTT adds to the products of a device's micro-step: writing and, beside W0, reading S; P; and their backward.
+
+    In float32 W0 + ηS is applied in one product, so reading is no more than the plain linear; else S is applied beside W0.
+    """
+    fused = recipe.model.dtype == "float32"
+    again = int(recipe.optimisation.gradient_checkpointing)  # which recomputes no plain linear at a layer's end, but all of TTT
+    forwards = 1 + again
+    tokens = recipe.optimisation.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel
+    of_state = forwards * (1 if fused else 2) + again + (3 if fused else 5)
+    return sum(2 * tokens * (of_state * d * h + (forwards + 2) * d * d) for d, h in shape.fast_weights)
 
 
 def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
@@ -154,12 +164,6 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
         found.append(
             f"Rows of {length} tokens are longer than the model's context of {context}; lower data.sequence_length, or extend the context "
             "in model.overrides (max_position_embeddings and rope_parameters)."
-        )
-    window = getattr(text, "sliding_window", None)
-    if window and chunk > window and "full_attention" not in (getattr(text, "layer_types", None) or []):
-        found.append(
-            f"A chunk of {chunk} tokens is longer than the attention window of {window}: a token leaves the window before it is written; "
-            f"lower surgery.chunk_size to {window} or less."
         )
     for name in ("warmup_steps", "ttt_warmup_steps", "eta_warmup_steps"):
         value = getattr(o, name)

@@ -81,8 +81,8 @@ def _plain(node: Any, keys: tuple[str, ...], lines: dict[tuple[str, ...], int], 
         return table
     if isinstance(node, yaml.SequenceNode):
         return [_plain(value, (*keys, str(i)), lines, name) for i, value in enumerate(node.value)]
-    loader = yaml.SafeLoader("")
-    return _number(loader.construct_object(node))
+    value = yaml.SafeLoader("").construct_object(node)
+    return _number(value) if node.style is None else value  # what is in quotes is text
 
 
 def _number(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
 
-from ..surgery import ttt_disabled
 from .model import meta_model
 from .recipe import Recipe
 
@@ -37,8 +35,8 @@ class Trace:
     product_flops: int
 
 
-def trace(recipe: Recipe, *, ttt: bool = True) -> Trace:
-    """Forward and backward of one micro-step; `ttt` off shows what the step would be without fast weights."""
+def trace(recipe: Recipe) -> Trace:
+    """Forward and backward of one micro-step on the meta device."""
     rows, length = recipe.optimisation.batch_size, recipe.data.sequence_length // recipe.parallel.sequence_parallel
     model = meta_model(recipe).train()
     if recipe.optimisation.gradient_checkpointing:
@@ -47,10 +45,10 @@ def trace(recipe: Recipe, *, ttt: bool = True) -> Trace:
     if recipe.model.attention != "eager":
         causal_lm.config._attn_implementation = _NAMES[recipe.model.attention]
     meter = _Meter(model, causal_lm.config.get_text_config().vocab_size, rows * length)
-    with torch.device("meta"), meter, contextlib.nullcontext() if ttt else ttt_disabled(model):
+    with torch.device("meta"), meter:
         ids = torch.zeros(rows, length, dtype=torch.long)
         # Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash attention takes none.
-        seen = 1 if recipe.model.attention == "flash_attention_2" else recipe.data.sequence_length
+        seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
         mask = torch.zeros(rows, 1, seen, seen, dtype=torch.bool)
         _loss(causal_lm, ids, mask, recipe.optimisation.liger).backward()
     return Trace(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
@@ -90,24 +88,25 @@ class _Attention(torch.autograd.Function):
     """What fused attention keeps: q, k, v, its output and one number for each query and head."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         out = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        bias = None if mask is None else mask.to(q.dtype)  # torch makes numbers of the booleans, and keeps them
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32), bias)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _Attention.apply(query, key, value).transpose(1, 2), None
+    return _Attention.apply(query, key, value, None).transpose(1, 2), None
 
 
-def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     repeats = getattr(module, "num_key_value_groups", 1)  # transformers repeats them where there is a mask
-    return _flash(module, query, repeat_kv(key, repeats), repeat_kv(value, repeats))
+    return _Attention.apply(query, repeat_kv(key, repeats), repeat_kv(value, repeats), mask).transpose(1, 2), None
 
 
 _NAMES = {"flash_attention_2": "inplace_ttt_traced_flash", "sdpa": "inplace_ttt_traced_sdpa"}

@@ -1,0 +1,177 @@
+"""Every shipped recipe parses, builds its model at toy size, computes a loss, and is planned without a warning."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import random_ids
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from inplace_ttt.surgery import config_of, fast_weights, is_converted
+from inplace_ttt.training import plan
+from inplace_ttt.training.model import build_model, meta_model
+from inplace_ttt.training.recipe import Recipe, load_recipe
+from inplace_ttt.training.trace import Trace
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+SMOLLM2 = FOLDER / "configs" / "HuggingFaceTB--SmolLM2-135M.json"
+TOY: dict[str, Any] = {"intermediate_size": 48, "head_dim": 8, "vocab_size": 97, "initializer_range": 0.3}
+PAPER = ("stage", "llama3.1-8b-32k-8gpu", "qwen3-14b", "scratch")
+
+every_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+
+
+def architecture_of(recipe: Recipe) -> dict[str, Any] | None:
+    """The config of the model that a recipe names; None for one that is made from scratch."""
+    path = recipe.model.path
+    if path is None:
+        return None
+    known = FOLDER / "configs" / f"{path.replace('/', '--')}.json"
+    if path.startswith("runs/"):  # what an earlier recipe leaves
+        return architecture_of(earlier(recipe))
+    return json.loads((SMOLLM2 if path.startswith(".cache/") else known).read_text())
+
+
+def earlier(recipe: Recipe) -> Recipe:
+    """The recipe that makes the checkpoint from which this one goes on."""
+    assert recipe.model.path is not None
+    return load_recipe(FOLDER / f"{Path(recipe.model.path).parent.name}.yaml")
+
+
+def shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    """The same kind of model with all its layers, and few channels; as many query heads to a key head."""
+    heads = values["num_attention_heads"]
+    groups = heads // (values.get("num_key_value_heads") or heads)
+    return {**values, **TOY, "hidden_size": 16 * groups, "num_attention_heads": 2 * groups, "num_key_value_heads": 2}
+
+
+def at_toy_size(file: Path, folder: Path) -> Recipe:
+    """The recipe with a toy model of the same structure, in the forms that run on a CPU without more packages."""
+    recipe = load_recipe(file)
+    changes = ["model.attention=sdpa", "optimisation.liger=false", "model.dtype=float32"]
+    values = architecture_of(recipe)
+    if values is None:
+        small = shrunk(recipe.model.config or {}) if recipe.data.recall is None else recipe.model.config
+        return load_recipe(file, [*changes, f"model.config={json.dumps(small)}"])
+    (folder / "config.json").write_text(json.dumps(shrunk(values)))
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    base.save_pretrained(folder)
+    changes.append(f"model.path={folder}")
+    if (recipe.model.path or "").startswith("runs/"):
+        first = load_recipe(FOLDER / f"{earlier(recipe).path.stem}.yaml", changes)  # type: ignore[union-attr]
+        build_model(first).save_pretrained(folder / "converted")
+        changes[-1] = f"model.path={folder / 'converted'}"
+    return load_recipe(file, changes)
+
+
+@every_recipe
+def test_it_builds_at_toy_size(file: Path, tmp_path: Path) -> None:
+    recipe = at_toy_size(file, tmp_path)
+    model = build_model(recipe)
+    written = load_recipe(file)
+    base = model.get_base_model() if written.optimisation.train == "lora" else model
+    text = base.config
+    assert is_converted(model)
+    layers = fast_weights(model)
+    assert max(layers) < text.num_hidden_layers and len(layers) < text.num_hidden_layers
+    settings = written.ttt_config() or earlier(written).ttt_config()
+    assert settings is not None and config_of(model) == settings.resolve(text.num_hidden_layers)
+    for key, value in written.model.overrides.items():
+        found = getattr(text, key)
+        assert found == ({**found, **value} if isinstance(value, dict) else value)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert (len(trained) == 2 * len(layers)) == (written.optimisation.train == "ttt")
+    assert any("lora_A" in name for name in trained) == (written.optimisation.train == "lora")
+    ids = random_ids(1, 40)
+    loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
+@every_recipe
+def test_its_plan_warns_of_nothing(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At full size, but without the trace of a step, which takes seconds."""
+    monkeypatch.setattr(plan, "trace", lambda recipe: Trace(10**9, 10**9, 0, 10**12))
+    recipe = full_size(file, tmp_path)
+    made = plan.make_plan(recipe)
+    assert made.warnings == []
+    assert made.chunks_per_row >= 4 and made.steps >= 1
+    if recipe.optimisation.tokens:
+        assert 0 <= made.tokens - recipe.optimisation.tokens < made.tokens_per_step
+    size = {"500m": 0.4, "1.5b": 1.5, "135m": 0.135, "demo": 0.135, "360m": 0.37, "1.7b": 1.75, "4b": 4.06, "8b": 8.2, "14b": 14.95}
+    name = next((name for name in size if name in file.stem.split("-")), None)
+    if name is not None:
+        assert made.parameters / 1e9 == pytest.approx(size[name], rel=0.03)
+
+
+def full_size(file: Path, folder: Path) -> Recipe:
+    """The recipe with a model that can be found here."""
+    recipe = load_recipe(file)
+    path = recipe.model.path or ""
+    if path.startswith("runs/"):
+        return load_recipe(file, [f"model.path={earlier(recipe).model.path}", f"surgery={json.dumps(earlier(recipe).surgery)}"])
+    if path.startswith(".cache/"):
+        (folder / "config.json").write_text(SMOLLM2.read_text())
+        return load_recipe(file, [f"model.path={folder}"])
+    return recipe
+
+
+@pytest.mark.parametrize("file", [f for f in RECIPES if f.stem.startswith(PAPER)], ids=lambda file: file.stem)
+def test_the_papers_runs_follow_the_paper(file: Path) -> None:
+    """Table 6, 7 and 8: rule, length, learning rate, weight decay, tokens; and the scratch models' own sizes."""
+    recipe = load_recipe(file)
+    settings = recipe.ttt_config() or earlier(recipe).ttt_config()
+    assert settings is not None
+    assert (settings.layers, settings.target, settings.kernel_size, settings.conv) == ("every:6", "embeddings", 5, "lookahead")
+    o = recipe.optimisation
+    expected = {
+        "qwen3-4b-stage1-32k-8gpu": (32768, 20, 5e-6),
+        "qwen3-4b-stage2-128k-8gpu": (131072, 15, 5e-6),
+        "llama3.1-8b-32k-8gpu": (32768, 20, 5e-6),
+        "qwen3-14b-32k-8gpu": (32768, 20, 5e-6),
+        "scratch-500m-32k-8gpu": (32768, 20, 5e-4),
+        "scratch-1.5b-32k-8gpu": (32768, 60, 3e-4),
+    }[file.stem]
+    assert (recipe.data.sequence_length, (o.tokens or 0) / 1e9, o.learning_rate) == expected
+    assert (o.train, o.weight_decay, o.max_grad_norm) == ("all", 0.1, 1.0)
+    if file.stem.startswith("scratch"):
+        big = "1.5b" in file.stem
+        config = recipe.model.config or {}
+        sizes = [config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "sliding_window")]
+        assert sizes == ([2048, 6144, 16, 4096] if big else [1024, 3072, 8, 2048])
+        assert (config["num_hidden_layers"], config["vocab_size"], config["rope_theta"]) == (24, 32000, 1e6)
+        assert (o.warmup_steps, recipe.rows_per_step * 32768) == (1024, 2**22 if big else 2**21)
+
+
+def test_the_public_codes_runs_follow_it() -> None:
+    for file in FOLDER.glob("*official*.yaml"):
+        recipe = load_recipe(file)
+        settings, o = recipe.ttt_config(), recipe.optimisation
+        assert settings is not None and (settings.target, settings.eta, settings.chunk_size) == ("hidden_states", 3.0, 4096)
+        assert (recipe.data.sequence_length, o.steps, recipe.rows_per_step) == (65536, 5000, 64)
+        assert (o.learning_rate, o.weight_decay, o.conv_weight_decay, o.proj_weight_decay, o.warmup_steps) == (5e-6, 0.1, 0.1, 0.1, 100)
+
+
+def test_the_index_names_every_recipe_and_every_shared_file_is_used() -> None:
+    index = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[([\w.-]+)\]\(([\w.-]+)\)", index, flags=re.MULTILINE)
+    assert sorted(target for _, target in rows) == [file.name for file in RECIPES]
+    assert all(f"{name}.yaml" == target for name, target in rows)
+    settings = {load_recipe(file).deepspeed for file in RECIPES if isinstance(load_recipe(file).deepspeed, str)}
+    assert settings == {f"deepspeed/{file.name}" for file in (FOLDER / "deepspeed").iterdir()}
+    models = {str(load_recipe(file).model.path).replace("/", "--") for file in RECIPES}
+    assert {file.stem for file in (FOLDER / "configs").iterdir()} <= models
+
+
+def test_no_two_recipes_write_into_one_folder() -> None:
+    outputs = [load_recipe(file).output for file in RECIPES]
+    assert len(set(outputs)) == len(outputs) and all(output.startswith("runs/") for output in outputs)
+
+
+def test_hub_models_are_described_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = meta_model(load_recipe(FOLDER / "qwen3-4b-128k-sp8-8gpu.yaml"))
+    assert model.config.rope_parameters["factor"] == 4.0 and model.config.num_hidden_layers == 36

@@ -1,0 +1,197 @@
+"""The recipe reader: values by type, and every mistake answered with its line and key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.training.recipe import Recipe, load_recipe
+
+from .tiny import VALUES, tiny_recipe, write_recipe
+
+RECIPE = """\
+model:
+  path: somewhere
+surgery:
+  chunk_size: 16
+data:
+  train: book.txt
+  sequence_length: 64
+optimisation:
+  steps: 3
+output: out
+"""
+
+
+def load(folder: Path, text: str, *overrides: str) -> Recipe:
+    file = folder / "recipe.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_recipe(file, overrides)
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(InPlaceTTTError) as refusal:
+        load(folder, text, *overrides)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def changed(old: str, new: str) -> str:
+    assert RECIPE.count(old) == 1
+    return RECIPE.replace(old, new)
+
+
+def test_the_plain_recipe(tmp_path: Path) -> None:
+    recipe = load(tmp_path, RECIPE)
+    assert (recipe.model.path, recipe.data.train, recipe.optimisation.steps) == ("somewhere", ["book.txt"], 3)
+    assert recipe.path == tmp_path / "recipe.yaml"
+    again = yaml.safe_dump(recipe.to_dict())
+    assert load(tmp_path, again) == recipe, "every default written out gives the same recipe"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        (changed("  steps: 3", "  steps: [3"), "recipe.yaml line", "is not YAML"),
+        ("just words", "recipe.yaml", "is not a table of settings"),
+        ("", "recipe.yaml", "is not a table of settings"),
+        (
+            changed("  steps: 3", "  steps: 3\n  stepz: 4"),
+            "line 10, optimisation.stepz",
+            "there is no such setting; known here: train, steps",
+        ),
+        (changed("output: out", "outputs: out"), "line 10, outputs", "there is no such setting; known here: model, data"),
+        (changed("output: out\n", ""), "recipe.yaml, output", "this setting is missing"),
+        (changed("optimisation:\n  steps: 3\n", ""), "recipe.yaml, optimisation", "this setting is missing"),
+        (changed("model:\n  path: somewhere\n", "model: somewhere\n"), "line 1, model", "must be a table of settings, got 'somewhere'"),
+        (changed("  steps: 3", "  steps: many"), "line 9, optimisation.steps", "must be a whole number or nothing, got 'many'"),
+        (changed("  steps: 3", "  steps: 3.5"), "line 9, optimisation.steps", "must be a whole number or nothing, got 3.5"),
+        (changed("  steps: 3", "  steps: true"), "line 9, optimisation.steps", "must be a whole number or nothing, got True"),
+        (changed("  steps: 3", "  steps: 0"), "line 9, optimisation.steps", "must be at least 1"),
+        (changed("  steps: 3", "  steps: 3\n  tokens: 5"), "line 9, optimisation.steps", "give either steps or tokens"),
+        (changed("  steps: 3", "  steps: 3\n  steps: 4"), "line 10, optimisation.steps", "the key stands there twice"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: high"), "line 10, optimisation.learning_rate", "must be a number, got 'high'"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: .nan"), "line 10, optimisation.learning_rate", "must be a number"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: 0"), "line 10, optimisation.learning_rate", "must be above 0"),
+        (changed("  steps: 3", "  steps: 3\n  train: some"), "line 10, optimisation.train", "must be one of all, ttt, lora, got 'some'"),
+        (changed("  steps: 3", "  steps: 3\n  liger: 1"), "line 10, optimisation.liger", "must be true or false, got 1"),
+        (changed("  steps: 3", "  steps: 3\n  betas: [0.9]"), "line 10, optimisation.betas", "must be two numbers"),
+        (changed("  steps: 3", "  steps: 3\n  betas: [0.9, x]"), "line 10, optimisation.betas.1", "must be a number, got 'x'"),
+        (changed("  steps: 3", "  steps: 3\n  lora: {rank: 2}"), "line 10, optimisation.lora", "has no effect without train: lora"),
+        (changed("  steps: 3", "  steps: 3\n  train: lora\n  lora: {rnk: 2}"), "line 11, optimisation.lora.rnk", "known here: rank, alpha"),
+        (changed("chunk_size: 16", "chunk_size: 0"), "line 3, surgery", "chunk_size must be an integer of at least 1, got 0"),
+        (changed("chunk_size: 16", "chunksize: 16"), "line 3, surgery", "no setting 'chunksize'"),
+        (changed("chunk_size: 16", "preset: best"), "line 3, surgery", "preset 'best' does not exist"),
+        (
+            changed("  path: somewhere", "  path: somewhere\n  config: {model_type: llama}"),
+            "line 2, model.path",
+            "give either path or config",
+        ),
+        (changed("  path: somewhere", "  config: {hidden_size: 8}"), "line 2, model.config", "config needs model_type"),
+        (changed("  path: somewhere", "  config: {model_type: llama}"), "line 1, model", "from scratch needs a tokenizer"),
+        (changed("  train: book.txt", "  train: []"), "line 6, data.train", "name at least one file"),
+        (changed("output: out", "output: out\ndeepspeed: 4"), "line 11, deepspeed", "there is no ZeRO stage 4"),
+        (changed("output: out", "output: out\ndeepspeed: zero9.json"), "line 11, deepspeed", "zero9.json: No such file"),
+        (changed("output: out", "output: out\nparallel: {nodes: 2}"), "line 11, parallel.hostfile", "2 nodes need a hostfile"),
+        (
+            changed("output: out", "output: out\nparallel: {processes: 4, sequence_parallel: 3}"),
+            "line 11, parallel.sequence_parallel",
+            "3 does not divide 4 processes",
+        ),
+        (
+            changed("sequence_length: 64", "sequence_length: 65") + "parallel: {processes: 2, sequence_parallel: 2}\n",
+            "line 5, data",
+            "sequence_length 65 does not divide by 2 ranks",
+        ),
+        (
+            changed("output: out", "output: out\ndeepspeed: 0\nparallel: {processes: 2, sequence_parallel: 2}"),
+            "line 11, deepspeed",
+            "sequence_parallel needs ZeRO stage 1, 2 or 3",
+        ),
+    ],
+)
+def test_mistakes_are_named_with_line_and_key(text: str, where: str, what: str, tmp_path: Path) -> None:
+    message = refused(tmp_path, text)
+    assert where in message and what in message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InPlaceTTTError, match=r"cannot read .*nowhere.yaml: No such file"):
+        load_recipe(tmp_path / "nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InPlaceTTTError, match="is not UTF-8 text"):
+        load_recipe(tmp_path / "binary.yaml")
+    (tmp_path / "broken.json").write_text("{")
+    assert "is no JSON" in refused(tmp_path, RECIPE + "deepspeed: broken.json\n")
+
+
+@pytest.mark.parametrize("spelled", ["1e-5", "1.0e-5", "1E-05", "0.00001", "+1e-5"])
+def test_numbers_as_people_spell_them(spelled: str, tmp_path: Path) -> None:
+    recipe = load(tmp_path, changed("  steps: 3", f"  steps: 1e3\n  learning_rate: {spelled}"))
+    assert (recipe.optimisation.learning_rate, recipe.optimisation.steps) == (1e-5, 1000)
+    assert load(tmp_path, RECIPE, f"optimisation.learning_rate={spelled}").optimisation.learning_rate == 1e-5
+    assert load(tmp_path, changed("  steps: 3", "  tokens: 20_000_000_000")).optimisation.tokens == 20_000_000_000
+
+
+def test_names_stay_names(tmp_path: Path) -> None:
+    for spelled, name in (("7b-model", "7b-model"), ("'1e5'", "1e5"), ('"7"', "7"), (".cache/m", ".cache/m")):
+        assert load(tmp_path, changed("path: somewhere", f"path: {spelled}")).model.path == name
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("optimisation.steps=7", "optimisation", "steps", 7),
+        ("optimisation.betas=[0.8, 0.9]", "optimisation", "betas", [0.8, 0.9]),
+        ("optimisation.liger=true", "optimisation", "liger", True),
+        ("data.train=[a.txt, b.txt]", "data", "train", ["a.txt", "b.txt"]),
+        ("data.cache=null", "data", "cache", None),
+        ("parallel.processes=4", "parallel", "processes", 4),
+        ("model.overrides.rope_parameters.factor=2.0", "model", "overrides", {"rope_parameters": {"factor": 2.0}}),
+    ],
+)
+def test_overrides(override: str, section: str, name: str, value: Any, tmp_path: Path) -> None:
+    assert getattr(getattr(load(tmp_path, RECIPE, override), section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimisation.steps", "--set optimisation.steps: write it as section.key=value"),
+        ("=3", "write it as section.key=value"),
+        ("optimisation..steps=3", "write it as section.key=value"),
+        ("optimisation.steps=[", "--set optimisation.steps=[: '[' is not a YAML value"),
+        ("optimisation.steps=x", "--set, optimisation.steps: must be a whole number"),
+        ("optimisation.stepz=1", "--set, optimisation.stepz: there is no such setting"),
+        ("output.folder=x", "--set output.folder=x: output is not a section"),
+    ],
+)
+def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(tmp_path, RECIPE, override)
+
+
+def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> None:
+    assert load(tmp_path, RECIPE, "optimisation.steps=4", "optimisation.steps=5").optimisation.steps == 5
+    assert load(tmp_path, RECIPE, "surgery=null").surgery is None
+
+
+def test_steps_follow_from_tokens(tmp_path: Path) -> None:
+    parallel = {"processes": 4, "sequence_parallel": 2}
+    recipe = tiny_recipe(
+        tmp_path, parallel=parallel, optimisation={"tokens": 1000, "batch_size": 2, "accumulation": 3}, monitor={"save_every": 2}
+    )
+    assert recipe.rows_per_step == 2 * 3 * 4 // 2
+    assert recipe.steps == 2  # 768 tokens a step
+    assert recipe.parallel.world == 4
+
+
+def test_deepspeed_settings_come_as_a_stage_a_file_or_a_table(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    for given, stage in ((2, 2), ("ds.json", 3), ({"zero_optimization": {"stage": 1}}, 1), ({}, 0)):
+        assert tiny_recipe(tmp_path, deepspeed=given).zero_stage == stage
+
+
+def test_the_test_recipe_is_one(tmp_path: Path) -> None:
+    assert load_recipe(write_recipe(tmp_path)).surgery == VALUES["surgery"]
