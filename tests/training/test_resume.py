@@ -62,7 +62,9 @@ def test_a_full_disk_at_a_save(stage: int, tmp_path: Path) -> None:
     """Files may not grow beyond what the first shards need: one line, exit code 2, no checkpoint called complete."""
     recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), deepspeed=stage)
     finish(start(recipe, "optimisation.steps=1", f"output={tmp_path}/warm"))  # so that the data's cache is there
-    process = start(recipe, flags=(), preexec_fn=lambda: __import__("resource").setrlimit(__import__("resource").RLIMIT_FSIZE, (20_000, 20_000)))
+    process = start(
+        recipe, flags=(), preexec_fn=lambda: __import__("resource").setrlimit(__import__("resource").RLIMIT_FSIZE, (20_000, 20_000))
+    )
     _, log = finish(process, code=2)
     assert "inplace-ttt: error: cannot save" in log and "free some space" in log
     assert last_checkpoint(tmp_path / "out") is None and not (tmp_path / "out" / "final").exists()
