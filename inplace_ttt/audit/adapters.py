@@ -73,6 +73,11 @@ class AuditedModule(ABC):
         """W_target [d, d], as stored."""
 
     @property
+    def tau(self) -> float | None:
+        """The norm that a chunk's delta is meant to be held to at inference; None where unknown or not clipped."""
+        return None
+
+    @property
     def own_chunk(self) -> int:
         """Tokens a chunk when nobody audits; differs from `chunk_size` where the adapter shortens chunks for the probes."""
         return self.chunk_size
@@ -265,6 +270,10 @@ class MoshiGating(_ForeignModule):
     @contextmanager
     def single_precision(self) -> Iterator[AuditedModule]:
         yield MoshiGating(self._given, name=self.name, reset=self._reset, dtype=torch.float32)
+
+    @property
+    def tau(self) -> float | None:
+        return self._part("delta_clip_fro_norm")
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:

@@ -92,6 +92,10 @@ class Bench:
         """Inputs [tokens, input] that repeat with each chunk, so that all chunks have the same keys."""
         return self.bank[(torch.arange(tokens) + start) % self.chunk]
 
+    def same(self, tokens: int) -> Tensor:
+        """Inputs [tokens, input] of one key, so that every token reads all that was written before it."""
+        return self.bank[:1].expand(tokens, -1).clone()
+
     def middle(self, tokens: int, *chunks_at: int) -> Tensor:
         """A target source [tokens, d] in the middle of the chunks that start at the given tokens, and zero elsewhere."""
         target = self.zeros(tokens)
@@ -237,8 +241,8 @@ class Bench:
         return self.written(row.expand(chunk, -1))[self.margin : chunk - self.margin]
 
     def kappa(self) -> float:
-        """η as measured: ⟨η V, V⟩ / ⟨V, V⟩ with V = X constant."""
-        row = self.scale * self.units(1)[0]
+        """η as measured: ⟨η V, V⟩ / ⟨V, V⟩ with V = X constant and of norm 1, so that normalised targets show elsewhere."""
+        row = min(self.scale, 1.0) * self.units(1)[0]
         return float((self.constant(row, self.chunk) @ row).mean() / (row @ row))
 
 

@@ -20,6 +20,7 @@ from ..families import Decoder, features, locate
 from ..fast_linear import FastWeight
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
+from ..ops import state_dtype
 from ..state import streams
 from ..surgery import fast_weights
 from .adapters import AuditedModule, Stream
@@ -101,7 +102,7 @@ class ConvertedLayer(AuditedModule):
         self.input_size = self.h
         self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
         self._own_chunk = own_chunk
-        self.writes_generated = self.layer.decode_updates
+        self.writes_generated = self.layer.fast.config.decode_updates
         self.device = self.layer.ttt.conv.device
 
     def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
@@ -183,6 +184,13 @@ class ConvertedLayer(AuditedModule):
             for parameter, tensor in data:
                 parameter.data = tensor
 
+    @property
+    def tau(self) -> float | None:
+        clip = self.layer.fast.config.clip
+        if clip is None:
+            return None
+        return clip.tau * (float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0)
+
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """Algorithm 1 with the op's own state: each rank sums its deltas, adds the sums of those before it, and reads."""
         weight = self.fast_weight
@@ -194,7 +202,8 @@ class ConvertedLayer(AuditedModule):
             v = self.layer.ttt(source, layout)
             settings: dict[str, Any] = {"eta": self.layer.eta, "layout": layout, "clip": self.layer.tau()}
             _, own = op(keys, v, weight, return_state=True, **settings)
-            outputs.append(op(keys, v, weight, initial_state=before, **settings))
+            start = None if before is None else before.to(state_dtype(keys.dtype))
+            outputs.append(op(keys, v, weight, initial_state=start, **settings))
             before = own if before is None else before + own
         return torch.cat(outputs, 1)
 

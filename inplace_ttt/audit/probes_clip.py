@@ -34,6 +34,10 @@ def clip_inference(bench: Bench, expected: Any) -> Finding:
     if tau is None:
         return Finding("unspecified", "no clip: the paper clips in some of its evaluations only", {"tau": None})
     w0 = float(torch.linalg.vector_norm(bench.module.fast_weight.detach().double()))
+    meant = bench.module.tau
+    if meant is not None and abs(tau / meant - 1) > 0.05:
+        found = f"a delta is held to a Frobenius norm of {tau:.3g} where {meant:.3g} is meant: another norm, or η is counted in"
+        return judged(False, found, {"tau": tau, "meant": meant}, 0.05)
     numbers = {"tau": tau, "tau / ‖W0‖": tau / w0, "the paper's tau": PAPER_TAU}
     if abs(tau / PAPER_TAU - 1) < 0.05:
         return judged(True, f"a chunk's delta is held to a norm of {tau:.2g}", numbers, 0.05)

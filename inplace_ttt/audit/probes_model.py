@@ -165,7 +165,7 @@ def _note(where: dict[int, Tensor], index: int) -> Any:
 
 
 def _alike(a: Tensor, b: Tensor) -> float:
-    return float(cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0)) if a.shape == b.shape else 0.0
+    return float(cosine_similarity(a.detach().double().flatten(), b.detach().double().flatten(), dim=0)) if a.shape == b.shape else 0.0
 
 
 def start_conv(subject: Subject, expected: Any) -> Finding:
