@@ -171,7 +171,7 @@ def _alike(a: Tensor, b: Tensor) -> float:
 def start_conv(subject: Subject, expected: Any) -> Finding:
     """The convolutions of a fresh conversion with these settings, and of this model if it was never trained."""
     with twin(subject.config) as model:
-        fresh = max(float(layer.ttt.conv.abs().max()) for layer in surgery.fast_weights(model).values())
+        fresh = max(float(layer.ttt.conv.detach().abs().max()) for layer in surgery.fast_weights(model).values())
     here = max(float(layer.ttt.conv.detach().abs().max()) for layer in subject.layers.values())
     found = "a conversion starts with conv = 0" if fresh == 0 else f"a conversion starts with conv up to {fresh:.2g}"
     found += "; this model's is 0 still" if here == 0 else "; this model's has been trained since"
