@@ -21,6 +21,7 @@ from ..fast_linear import FastWeight
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import state_dtype
+from ..ops.chunked import sum_of_writes
 from ..state import streams
 from ..surgery import fast_weights
 from .adapters import AuditedModule, Stream
@@ -48,7 +49,10 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
     layer = fast_weights(lm)[index]
     own = layer.fast.config.chunk_size
     size = chunk_size or probe_chunk(layer.fast.config.kernel_size)
+    base = locate(lm).base
     with ExitStack() as stack:
+        stack.callback(setattr, base, "training", base.training)
+        base.training = False  # in training, ranks that share a sequence are looked for
         plain = all(p.is_floating_point() for p in layer.parameters())
         stack.enter_context(_restored(layer))
         stack.enter_context(_chunks_of(layer, size))
@@ -67,9 +71,9 @@ def _restored(layer: FastWeight) -> Iterator[None]:
     data = [(p, p.data) for p in layer.parameters()]
     modes = [(m, m.training) for m in layer.modules()]
     slot, tracker = layer.fast, layer.fast.tracker
-    before = (slot.config, tracker.chunk_size, tracker.enabled, tracker.current)
+    before = (slot.config, tracker.chunk_size, tracker.enabled, tracker.current, tracker.group, slot.observer)
     layer.eval()
-    tracker.enabled = True
+    tracker.enabled, tracker.group, slot.observer = True, None, None
     try:
         yield
     finally:
@@ -77,7 +81,7 @@ def _restored(layer: FastWeight) -> Iterator[None]:
             parameter.data = tensor
         for module, training in modes:
             module.training = training
-        slot.config, tracker.chunk_size, tracker.enabled, tracker.current = before
+        slot.config, tracker.chunk_size, tracker.enabled, tracker.current, tracker.group, slot.observer = before
 
 
 @contextmanager
@@ -192,19 +196,23 @@ class ConvertedLayer(AuditedModule):
         return clip.tau * (float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0)
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
-        """Algorithm 1 with the op's own state: each rank sums its deltas, adds the sums of those before it, and reads."""
+        """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from, its own reads."""
         weight = self.fast_weight
         z, target = (t.to(self.device, self.dtype) for t in (x, target))
-        share = z.shape[1] // parts
-        layout = ChunkLayout.from_lengths([[share]], self.chunk_size)
-        before, outputs = None, []
-        for keys, source in zip(z.split(share, 1), target.split(share, 1), strict=True):
-            v = self.layer.ttt(source, layout)
-            settings: dict[str, Any] = {"eta": self.layer.eta, "layout": layout, "clip": self.layer.tau()}
-            _, own = op(keys, v, weight, return_state=True, **settings)
-            start = None if before is None else before.to(state_dtype(keys.dtype))
-            outputs.append(op(keys, v, weight, initial_state=start, **settings))
-            before = own if before is None else before + own
+        whole = ChunkLayout.from_lengths([[z.shape[1]]], self.chunk_size)
+        links = whole.links(parts)
+        layouts = [whole.part(rank, parts) for rank in range(parts)]
+        pieces = list(zip(z.chunk(parts, 1), target.chunk(parts, 1), layouts, strict=True))
+        values = [self.layer.ttt(source, layout) for _, source, layout in pieces]
+        sums = [
+            sum_of_writes(keys, v, [layout.documents[0][-1]], layout=layout, clip=self.layer.tau())
+            for (keys, _, layout), v in zip(pieces, values, strict=True)
+        ]
+        known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))  # no state comes before the first rank
+        outputs = []
+        for rank, ((keys, _, layout), v) in enumerate(zip(pieces, values, strict=True)):
+            start = torch.einsum("bq,qbdh->bdh", links[:, rank].to(known), known)
+            outputs.append(op(keys, v, weight, eta=self.layer.eta, layout=layout, initial_state=start, clip=self.layer.tau()))
         return torch.cat(outputs, 1)
 
     @contextmanager

@@ -167,6 +167,11 @@ def _on_module(item: Item, bench: Bench, profile: Profile) -> Finding:
         return _call(item.probe, bench, item, profile)
 
 
+def decide(item: Item, subject: Any, profile: Profile) -> Finding:
+    """Decide an item by its `probe`."""
+    return _call(item.probe, subject, item, profile)
+
+
 def _call(probe: str | None, subject: Any, item: Item, profile: Profile) -> Finding:
     assert probe is not None
     module, _, name = probe.partition(".")
