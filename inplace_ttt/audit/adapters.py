@@ -20,7 +20,10 @@ from .findings import NotChecked
 
 
 class Stream(Protocol):
-    """A sequence that is read in pieces."""
+    """A sequence that is read in pieces.
+
+    It may have `state`, the tensor that it carries, and `tensors()`, where it works on other tensors than the module's own.
+    """
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
         """Outputs [1, n, d] of the next n tokens: inputs [1, n, input], target source [1, n, d]."""
@@ -293,6 +296,10 @@ class _MoshiStream:
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
         return self._module(x.to(self._dtype), target.to(self._dtype))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the copy, in which the conversation is kept."""
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
 
     def reset(self) -> None:
         if self._reset is None:

@@ -6,6 +6,13 @@ _SAME = "The same."
 
 METHOD: tuple[Item, ...] = (
     Item(
+        "writes", "What a chunk writes reaches the chunks after it", "§3.1",
+        "W⁽ⁱ⁺¹⁾ holds chunk i's delta, and chunk i+1 is read with it.", "high", _SAME,
+        "A writer that is switched off by mistake looks like a careful one: every other test passes.",
+        "Find what keeps the delta from being read: a flag, a chunk longer than the text, a clip.",
+        "probes_rule.writes",
+    ),
+    Item(
         "fast-tensor", "The fast weight is the MLP's own down-projection", "§3.1",
         "W_down of a gated MLP is the fast weight, starting from its pretrained values; there is no new fast tensor.", "high",
         "The same; training computes with it functionally, inference with a copy for each layer.",

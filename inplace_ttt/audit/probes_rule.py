@@ -13,6 +13,15 @@ _LARGE_CHUNK = 20_000
 """Tokens beyond which a chunk of the real size is not built."""
 
 
+def writes(bench: Bench, expected: Any) -> Finding:
+    """What a chunk's targets change in the outputs of the next chunk."""
+    x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
+    outputs = torch.linalg.vector_norm(bench.run(x, bench.zeros(len(x)))[bench.chunk :])
+    size = float(torch.linalg.vector_norm(bench.response(x, target)[bench.chunk :]) / outputs)
+    found = "what a chunk writes is read by the next" if size > 0 else "nothing that is written is ever read: TTT does nothing"
+    return judged(size > 0, found, {"change of the next chunk's outputs, by strong targets": size})
+
+
 def fast_tensor(bench: Bench, expected: Any) -> Finding:
     """Change W0 and see whether the first chunk follows; read one write with other keys and see whether it is linear in them."""
     module, chunk = bench.module, bench.chunk

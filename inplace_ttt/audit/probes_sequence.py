@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def rows(bench: Bench, expected: Any) -> Finding:
 def chunked_prefill(bench: Bench, expected: Any) -> Finding:
     """Pieces that cross chunk edges: what the open chunk reads, against one call."""
     chunk = bench.chunk
-    splits: dict[str, Sequence[int]] = {"one call": [3 * chunk - 1], "across one edge": [chunk - 3, chunk + 1, chunk + 1], "across two edges": [chunk - 2, 2 * chunk + 1]}
+    splits: dict[str, Sequence[int]] = {"a single piece": [3 * chunk - 1], "across one edge": [chunk - 3, chunk + 1, chunk + 1], "across two edges": [chunk - 2, 2 * chunk + 1]}
     return _split(bench, splits, "in pieces of several tokens")
 
 
@@ -96,10 +97,7 @@ def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Finding:
     tokens = 3 * chunk - 1
     x, target = bench.tiled(tokens), bench.scale * bench.units(tokens)
     x[2 * chunk :] = bench.bank[1:chunk].flip(0)  # the chunk's last key, which completes it, is read too
-    tap = zero_tap(bench)  # no edge of a chunk plays a part
-    taps = torch.zeros(bench.module.d, bench.kernel)
-    taps[:, tap] = 1
-    with bench.generator_of(taps, bench.identity()):
+    with _own_token(bench):
         whole = bench.response(x, target)[2 * chunk :]
         off = {}
         for name, pieces in splits.items():
@@ -232,5 +230,12 @@ def _writes_alone(bench: Bench) -> float:
     chunk = bench.chunk
     x, target = bench.tiled(2 * chunk), bench.middle(2 * chunk, 0)
     start = bench.margin
-    effect: Tensor = bench.stream_response(x, target, [start, *[1] * (chunk - start), chunk])[chunk:]
-    return bench.size(effect)
+    with _own_token(bench):
+        return bench.size(bench.stream_response(x, target, [start, *[1] * (chunk - start), chunk])[chunk:])
+
+
+def _own_token(bench: Bench) -> AbstractContextManager[None]:
+    """Within it a target is made from its own token alone, so that neither edges nor look-ahead play a part."""
+    taps = torch.zeros(bench.module.d, bench.kernel)
+    taps[:, zero_tap(bench)] = 1
+    return bench.generator_of(taps, bench.identity())

@@ -23,7 +23,7 @@ def state_precision(bench: Bench, expected: Any) -> Finding:
 
     A state in half precision fails the first, a running weight in half precision the second.
     """
-    with bench.module.single_precision() as module:
+    with bench.module.single_precision() as module, module.unclipped():
         single = Bench(module, 0)
         single.bank, single.scale = bench.bank, bench.scale
         single.chunk = bench.chunk
@@ -98,11 +98,15 @@ def _changed(bench: Bench) -> list[str]:
     before = {name: tensor.detach().clone() for name, tensor in module.tensors().items()}
     with torch.no_grad(), module.guarded():
         module.forward(x[None], target[None])
+        after = {name: tensor.detach().clone() for name, tensor in module.tensors().items()}
+        changed = [name for name, tensor in after.items() if not torch.equal(tensor, before[name])]
         try:
-            module.stream()(x[None], target[None])
+            stream = module.stream()
         except NotChecked:
-            pass
-        return [name for name, tensor in module.tensors().items() if not torch.equal(tensor.detach(), before[name])]
+            return changed
+        stream(x[None], target[None])
+        tensors = getattr(stream, "tensors", module.tensors)()
+        return changed + [name for name, t in tensors.items() if name not in changed and not torch.equal(t.detach(), before[name])]
 
 
 def gradient(bench: Bench, expected: Any) -> Finding:

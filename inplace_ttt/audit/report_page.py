@@ -33,7 +33,7 @@ table.items th { text-align: left; font-weight: 600; padding: 8px 10px; border-b
 table.items th::after { content: " \\2195"; color: var(--line); } table.items th[aria-sort=ascending]::after { content: " \\2191"; color: var(--soft); } table.items th[aria-sort=descending]::after { content: " \\2193"; color: var(--soft); }
 table.items td { padding: 8px 10px; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 tr.main { cursor: pointer; } tr.main:hover td, tr.main:focus td { background: var(--panel); }
-tr.main td:first-child::before { content: "\\25B8"; color: var(--soft); display: inline-block; width: 16px; } tbody.open tr.main td:first-child::before { content: "\\25BE"; }
+table.items td:first-child { padding-left: 24px; } tr.main td:first-child::before { content: "\\25B8"; color: var(--soft); display: inline-block; width: 16px; margin-left: -16px; } tbody.open tr.main td:first-child::before { content: "\\25BE"; }
 tr.detail { display: none; } tbody.open tr.detail { display: table-row; } tr.detail > td { background: var(--panel); padding: 14px 26px 18px; }
 .detail .cols { display: flex; flex-wrap: wrap; gap: 26px; align-items: flex-start; } .detail .text { flex: 1 1 420px; } .detail figure { margin: 0; flex: 0 0 auto; background: #fff; border: 1px solid var(--line); border-radius: 4px; padding: 6px; } .detail figure svg { display: block; max-width: 100%; height: auto; }
 table.numbers { border-collapse: collapse; margin-top: 12px; font-size: 13.5px; } table.numbers td { border: 0; border-top: 1px solid var(--line); padding: 3px 14px 3px 0; } table.numbers td:last-child { font-variant-numeric: tabular-nums; }
@@ -100,7 +100,7 @@ def page(report: Report) -> str:
         _controls(report),
         '<table class="items"><colgroup><col style="width:31%"><col style="width:12%"><col style="width:36%"><col style="width:21%"></colgroup>',
         '<thead><tr><th tabindex="0">Item</th><th tabindex="0">Verdict</th><th tabindex="0">Found</th>'
-        '<th tabindex="0">Where the paper says it</th></tr></thead>',
+        '<th tabindex="0">In the paper</th></tr></thead>',
         *(_item(result, draws) for result in report.items),
         "</table>",
     ]
@@ -123,7 +123,10 @@ def _cards(title: str, results: list[Result]) -> str:
     cards = []
     for result in results:
         last = ("Declared", result.declared) if result.declared else ("What to do", result.item.remedy)
-        rows = [("Found", result.finding.found), ("Expected", _expected(result)), ("Why it matters", result.item.why), last]
+        rows = [("Found", result.finding.found), ("Expected", _expected(result))]
+        if result.expected != result.item.public_code:
+            rows.append(("The public code", result.item.public_code))
+        rows += [("Why it matters", result.item.why), last]
         kind = "card declared" if result.declared else "card"
         cards.append(
             f'<section class="{kind}"><h3>{escape(result.item.title)} <code>{result.item.id}</code></h3>{_definitions(rows)}</section>'
@@ -169,7 +172,7 @@ def _item(result: Result, draws: bool) -> str:
     key = _ORDER.index(result.verdict)
     return (
         f'<tbody class="item" data-verdict="{result.verdict}" id="{item.id}"><tr class="main" tabindex="0" aria-expanded="false">'
-        f'<td>{escape(item.title)}<br><code style="margin-left:16px">{item.id}</code></td>'
+        f'<td>{escape(item.title)}<br><code>{item.id}</code></td>'
         f'<td data-key="{key}"><span class="v {result.verdict.replace(" ", "-")}">{verdict}</span></td>'
         f'<td>{escape(finding.found)}</td><td class="ref">{escape(item.paper_ref)}</td></tr>'
         f'<tr class="detail"><td colspan="4"><div class="cols"><div class="text">{_definitions(details)}{table}</div>{figure}</div></td></tr></tbody>'

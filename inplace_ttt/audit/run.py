@@ -25,6 +25,7 @@ from .report import Declaration, Report, Result
 Progress = Callable[[int, int, str], None]
 """Called before each item: how many are done, of how many, and the item's title."""
 
+_WITHOUT_WRITES = ("writes", "slow-weights", "state-place")
 _NEEDS_MODEL = "it takes a whole converted model to see"
 
 
@@ -164,6 +165,8 @@ def _on_module(item: Item, bench: Bench, profile: Profile) -> Finding:
     if item.probe.startswith("probes_clip"):
         return _call(item.probe, bench, item, profile)
     with bench.module.unclipped():
+        if item.id not in _WITHOUT_WRITES:
+            bench.unit  # noqa: B018 - without a write there is nothing to measure
         return _call(item.probe, bench, item, profile)
 
 

@@ -58,6 +58,7 @@ class Mutation:
 # Faults in a module of somebody else's: its `fault`, and the item that owns it.
 
 FOREIGN: dict[str, str] = {
+    "nothing is written": "writes",
     "a copy of W0 is the fast weight": "fast-tensor",
     "reading moves P": "slow-weights",
     "reading moves W0": "state-place",

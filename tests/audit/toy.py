@@ -73,6 +73,8 @@ class ToyLayer(nn.Module):
                 state = 0.9 * state
             speed = 0.5 * speed + own if self.fault == "momentum" else own
             state = state + (speed.detach() if self.fault == "stop-gradient" else speed)
+            if self.fault == "nothing is written":
+                state = torch.zeros_like(state)
         self.state = state
         return torch.cat(outputs)
 
