@@ -9,6 +9,7 @@ factor, from chunks with equal keys; and `written`, η V, from a chunk that read
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -148,7 +149,9 @@ class Bench:
     @cached_property
     def scale(self) -> float:
         """A size of target at which writes are large beside the outputs, and a clip does not act."""
-        outputs = torch.linalg.vector_norm(self.run(self.bank[: self.module.chunk_size].repeat(2, 1), self.zeros(2 * self.module.chunk_size)))
+        outputs = torch.linalg.vector_norm(
+            self.run(self.bank[: self.module.chunk_size].repeat(2, 1), self.zeros(2 * self.module.chunk_size))
+        )
         sizes = self.sizes(training=None)
         one = sizes[SCALES.index(1.0)]
         wanted = 1.0 if one == 0 else float(_STRONG * outputs / one)
@@ -167,7 +170,7 @@ class Bench:
     @staticmethod
     def knee(sizes: Sequence[float]) -> float | None:
         """Size of target from which its effect no longer grows with it; None where it grows all along, or never does."""
-        slopes = [b / a if a > 0 else float("nan") for a, b in zip(sizes, sizes[1:], strict=False)]
+        slopes = [b / a if a > 0 else float("nan") for a, b in itertools.pairwise(sizes)]
         grows = [8 < slope < 12.5 for slope in slopes]
         if True not in grows:
             return None

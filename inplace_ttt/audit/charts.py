@@ -33,6 +33,8 @@ def svg(chart: dict[str, Any]) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    prefix = "chart-" + re.sub(r"\W+", "-", chart["title"]).strip("-").lower() + "-"  # one page holds many charts
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", text)
     return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{chart["title"].replace(chr(34), "")}" ', 1)
 
 

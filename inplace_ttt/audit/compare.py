@@ -49,9 +49,7 @@ def as_html(a: Report, b: Report) -> str:
         return head + "<p>Nothing differs.</p>"
     cells = "".join(
         f"<tr><td>{escape(x.item.title)}<br><code>{x.item.id}</code></td>"
-        + "".join(
-            f'<td><span class="v {r.verdict.replace(" ", "-")}">{r.verdict}</span><br>{escape(r.finding.found)}</td>' for r in (x, y)
-        )
+        + "".join(f'<td><span class="v {r.verdict.replace(" ", "-")}">{r.verdict}</span><br>{escape(r.finding.found)}</td>' for r in (x, y))
         + "</tr>"
         for x, y in rows
     )

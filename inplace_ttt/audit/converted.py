@@ -262,7 +262,8 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
     with ExitStack() as stack:
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
-        stack.callback(lambda: [setattr(m, "training", training) for m, training in modes])
+        for module, training in modes:
+            stack.callback(setattr, module, "training", training)
         for layer in layers.values():
             stack.enter_context(_restored(layer))
             stack.enter_context(_chunks_of(layer, chunk_size))

@@ -37,6 +37,8 @@ class Finding:
     chart: dict[str, Any] | None = None
 
 
-def judged(holds: bool, found: str, numbers: dict[str, Any], tolerance: float | None = None, chart: dict[str, Any] | None = None) -> Finding:
+def judged(
+    holds: bool, found: str, numbers: dict[str, Any], tolerance: float | None = None, chart: dict[str, Any] | None = None
+) -> Finding:
     """A finding of what the paper does say."""
     return Finding("conforms" if holds else "deviates", found, numbers, tolerance, chart)

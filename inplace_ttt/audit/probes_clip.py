@@ -24,7 +24,9 @@ def clip_training(bench: Bench, expected: Any) -> Finding:
     sizes = bench.sizes(training=True)
     _alive(sizes)
     knee = bench.knee(sizes)
-    found = "deltas are not clipped in training" if knee is None else f"deltas are clipped in training too (from targets of size {knee:.0e})"
+    found = (
+        "deltas are not clipped in training" if knee is None else f"deltas are clipped in training too (from targets of size {knee:.0e})"
+    )
     return judged(knee is None, found, {"clipped from targets of size": knee}, None, _curve(bench, sizes))
 
 
@@ -55,7 +57,9 @@ def clip_scope(bench: Bench, expected: Any) -> Finding:
     with bench.mode(False):
         effect = bench.response(x, target).split(chunk)
     ratio = float(torch.linalg.vector_norm(effect[4]) / torch.linalg.vector_norm(effect[1]))
-    found = "each chunk's delta is clipped on its own" if ratio > 3.9 else f"four clipped chunks weigh {ratio:.3g} of one: the sum is clipped"
+    found = (
+        "each chunk's delta is clipped on its own" if ratio > 3.9 else f"four clipped chunks weigh {ratio:.3g} of one: the sum is clipped"
+    )
     return judged(ratio > 3.9, found, {"four clipped chunks, over one": ratio, "expected": 4.0}, 0.1)
 
 
@@ -77,9 +81,13 @@ def clip_effect(bench: Bench, expected: Any) -> Finding:
         f"‖change‖ / ‖W0‖ after {_CHUNKS} equal chunks": drift,
     }
     holds = drift >= _SEEN
-    found = f"{_CHUNKS} chunks can move the weight by {drift:.2g} of its norm" if holds else (
-        f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by {drift:.1e} of its norm, an entry by "
-        f"{step:.1e} a chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 ({typical * 2**-9:.1e})"
+    found = (
+        f"{_CHUNKS} chunks can move the weight by {drift:.2g} of its norm"
+        if holds
+        else (
+            f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by {drift:.1e} of its norm, an entry by "
+            f"{step:.1e} a chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 ({typical * 2**-9:.1e})"
+        )
     )
     return judged(holds, found, numbers, _SEEN)
 

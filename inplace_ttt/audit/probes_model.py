@@ -271,8 +271,10 @@ def layers_in_range(subject: Subject, expected: Any) -> Finding:
             refused = False
     except InPlaceTTTError:
         refused = True
-    found = "every layer named writes, and one beyond the model is refused" if refused and not silent else (
-        f"layers {_list(silent)} are named and do not write" if silent else "a layer beyond the model is accepted and ignored"
+    found = (
+        "every layer named writes, and one beyond the model is refused"
+        if refused and not silent
+        else (f"layers {_list(silent)} are named and do not write" if silent else "a layer beyond the model is accepted and ignored")
     )
     return judged(refused and not silent, found, {"named": list(subject.config.layers), "silent": silent, "refused": refused}, 0)
 

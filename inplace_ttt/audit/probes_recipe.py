@@ -82,7 +82,9 @@ def token_budget(run: Run, expected: Any) -> Finding:
     tokens = recipe.steps * recipe.rows_per_step * length
     wanted = expected.get(length, next(iter(expected.values())))
     numbers = {"tokens": tokens, "expected": wanted, "steps": recipe.steps, "rows a step": recipe.rows_per_step}
-    return judged(abs(tokens / wanted - 1) <= _NEAR, f"{_tokens(tokens)} tokens, {tokens / wanted:.2g} of {_tokens(wanted)}", numbers, _NEAR)
+    return judged(
+        abs(tokens / wanted - 1) <= _NEAR, f"{_tokens(tokens)} tokens, {tokens / wanted:.2g} of {_tokens(wanted)}", numbers, _NEAR
+    )
 
 
 def stages(run: Run, expected: Any) -> Finding:

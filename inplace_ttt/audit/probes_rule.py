@@ -30,8 +30,14 @@ def fast_tensor(bench: Bench, expected: Any) -> Finding:
     effect = bench.response(torch.cat([bench.tiled(chunk), other]), bench.middle(2 * chunk, 0))[chunk:]
     same, new = (module.keys(t).detach().double().cpu() for t in (bench.tiled(chunk), other))
     linear = _error(effect, new @ torch.linalg.lstsq(same, bench.unit).solution)
-    found = "the down-projection's own weight is what is read and written" if max(off, linear) < TOLERANCE else (
-        "the outputs do not follow the down-projection's weight" if off >= TOLERANCE else "what was written is not read as a matrix on Z"
+    found = (
+        "the down-projection's own weight is what is read and written"
+        if max(off, linear) < TOLERANCE
+        else (
+            "the outputs do not follow the down-projection's weight"
+            if off >= TOLERANCE
+            else "what was written is not read as a matrix on Z"
+        )
     )
     return judged(max(off, linear) < TOLERANCE, found, {"error of following W0": off, "error of reading as a matrix": linear}, TOLERANCE)
 
@@ -56,8 +62,12 @@ def causality(bench: Bench, expected: Any) -> Finding:
     other = x.clone()
     other[-1] = bench.bank[0] + bench.bank[-1]
     moved = bench.size((bench.run(other, target) - bench.run(x, target))[:-1])
-    found = "no output depends on a later token" if max(later, moved) < TOLERANCE else (
-        f"a chunk reads {later:.3g} of a later chunk's write" if later >= TOLERANCE else "a later token's key changes earlier outputs"
+    found = (
+        "no output depends on a later token"
+        if max(later, moved) < TOLERANCE
+        else (
+            f"a chunk reads {later:.3g} of a later chunk's write" if later >= TOLERANCE else "a later token's key changes earlier outputs"
+        )
     )
     return judged(max(later, moved) < TOLERANCE, found, {"read of a later write": later, "moved by a later key": moved}, TOLERANCE)
 
@@ -115,8 +125,10 @@ def loss_sum(bench: Bench, expected: Any) -> Finding:
     if not ratios:
         raise NotChecked("neither η nor another chunk size is known, so a mean cannot be told from a sum")
     holds = all(abs(ratio - 1) < TOLERANCE for ratio in ratios)
-    found = "each token writes η VᵀZ, whatever the chunk's length" if holds else (
-        f"each token writes {numbers.get('over η', float('nan')):.4g} of η" if eta else "a token writes less in a longer chunk"
+    found = (
+        "each token writes η VᵀZ, whatever the chunk's length"
+        if holds
+        else (f"each token writes {numbers.get('over η', float('nan')):.4g} of η" if eta else "a token writes less in a longer chunk")
     )
     if not holds and eta and abs(size / eta * bench.chunk - 1) < 0.05:
         found += f": a mean over the chunk of {bench.chunk}"
@@ -138,9 +150,14 @@ def no_normalisation(bench: Bench, expected: Any) -> Finding:
         bench.bank = bank
     keys = float((first * second).sum() / (first * first).sum())
     holds = abs(targets - 1) < TOLERANCE and abs(keys - 1) < TOLERANCE
-    found = "writes are bilinear in keys and targets" if holds else (
-        f"a write grows with power {targets:.3g} of its targets" if abs(targets - 1) >= TOLERANCE
-        else f"with keys 1.5 times as large, what a key writes is {keys:.3g} of what VᵀZ would be"
+    found = (
+        "writes are bilinear in keys and targets"
+        if holds
+        else (
+            f"a write grows with power {targets:.3g} of its targets"
+            if abs(targets - 1) >= TOLERANCE
+            else f"with keys 1.5 times as large, what a key writes is {keys:.3g} of what VᵀZ would be"
+        )
     )
     return judged(holds, found, {"power of the targets": targets, "write at 1.5 Z, over VᵀZ": keys}, TOLERANCE)
 
@@ -155,9 +172,14 @@ def plain_sum(bench: Bench, expected: Any) -> Finding:
         still = bench.run(bench.tiled(tokens), bench.zeros(tokens))
     drift = bench.size(still[-bench.chunk :] - still[: bench.chunk])
     series = [reads[i, 0].item() for i in range(1, CHUNKS)]
-    found = "writes add up and stay" if max(spread, drift) < TOLERANCE else (
-        f"the first chunk's write is read with weights {', '.join(f'{r:.3g}' for r in series)} by the chunks after it"
-        if spread >= TOLERANCE else "the weight changes although nothing is written"
+    found = (
+        "writes add up and stay"
+        if max(spread, drift) < TOLERANCE
+        else (
+            f"the first chunk's write is read with weights {', '.join(f'{r:.3g}' for r in series)} by the chunks after it"
+            if spread >= TOLERANCE
+            else "the weight changes although nothing is written"
+        )
     )
     return judged(
         max(spread, drift) < TOLERANCE, found, {"weights of the first write": series, "spread": spread, "drift of W0": drift}, TOLERANCE

@@ -36,8 +36,10 @@ def document_grid(bench: Bench, expected: Any) -> Finding:
     packed_x = torch.cat([bench.same(first), x])
     packed = bench.response(packed_x, torch.cat([bench.zeros(first), target]), documents=[first, second])[first:]
     off = bench.size(packed - alone)
-    found = "a packed document computes what it computes alone" if off < TOLERANCE else (
-        f"packed, a document differs from itself alone by {off:.3g} of a write: its chunks do not start with it"
+    found = (
+        "a packed document computes what it computes alone"
+        if off < TOLERANCE
+        else (f"packed, a document differs from itself alone by {off:.3g} of a write: its chunks do not start with it")
     )
     return judged(off < TOLERANCE, found, {"packed against alone": off}, TOLERANCE)
 
@@ -56,7 +58,9 @@ def padding(bench: Bench, expected: Any) -> Finding:
     padded = bench.run(torch.cat([x, junk_x]), torch.cat([target, junk]), padding=mask >= tokens)[:tokens]
     off["padded at the right"] = bench.size(padded - alone)
     worst = max(off, key=lambda name: off[name])
-    found = "padding is in no chunk and writes nothing" if off[worst] < TOLERANCE else f"a row {worst} differs by {off[worst]:.3g} of a write"
+    found = (
+        "padding is in no chunk and writes nothing" if off[worst] < TOLERANCE else f"a row {worst} differs by {off[worst]:.3g} of a write"
+    )
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
 
@@ -80,7 +84,11 @@ def rows(bench: Bench, expected: Any) -> Finding:
 def chunked_prefill(bench: Bench, expected: Any) -> Finding:
     """Pieces that cross chunk edges: what the open chunk reads, against one call."""
     chunk = bench.chunk
-    splits: dict[str, Sequence[int]] = {"a single piece": [3 * chunk - 1], "across one edge": [chunk - 3, chunk + 1, chunk + 1], "across two edges": [chunk - 2, 2 * chunk + 1]}
+    splits: dict[str, Sequence[int]] = {
+        "a single piece": [3 * chunk - 1],
+        "across one edge": [chunk - 3, chunk + 1, chunk + 1],
+        "across two edges": [chunk - 2, 2 * chunk + 1],
+    }
     return _split(bench, splits, "in pieces of several tokens")
 
 
@@ -125,8 +133,10 @@ def streaming_target(bench: Bench, expected: Any) -> Finding:
     off = float((whole_shape - stream_shape).abs().max())
     seen = [chunk // 2 - t for t, size in enumerate(stream_shape.tolist()) if size > 1e-3]
     ahead = max(seen, default=0)
-    found = "targets take in the same tokens as in one call" if off < TOLERANCE else (
-        f"streaming, targets take in tokens up to t{ahead:+d} only" if ahead <= 0 else "streaming changes the target"
+    found = (
+        "targets take in the same tokens as in one call"
+        if off < TOLERANCE
+        else (f"streaming, targets take in tokens up to t{ahead:+d} only" if ahead <= 0 else "streaming changes the target")
     )
     return judged(off < TOLERANCE, found, {"difference of the targets": off, "taps while streaming": sorted(seen)}, TOLERANCE)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .bench import Bench
-from .findings import TOLERANCE, Finding, NotChecked, judged
+from .findings import Finding, NotChecked, judged
 
 _WRITES = 64
 _SMALL = 3e-4
@@ -117,8 +117,10 @@ def gradient(bench: Bench, expected: Any) -> Finding:
     errors = _gradient_errors(bench)
     del errors["targets"]
     worst = max(errors, key=lambda name: errors[name])
-    found = "the gradient is that of the whole scan" if errors[worst] < _GRADIENT else (
-        f"the gradient by {worst} misses {errors[worst]:.0%} of what the outputs do"
+    found = (
+        "the gradient is that of the whole scan"
+        if errors[worst] < _GRADIENT
+        else (f"the gradient by {worst} misses {errors[worst]:.0%} of what the outputs do")
     )
     return judged(errors[worst] < _GRADIENT, found, {f"error of the derivative by {name}": e for name, e in errors.items()}, _GRADIENT)
 

@@ -100,8 +100,10 @@ def conv_isolation(bench: Bench, expected: Any) -> Finding:
     inside = torch.tensor([float(sum(0 <= t + o < chunk for o in taps)) for t in range(chunk)])
     sides["padding that is not zero"] = float((counts - inside).abs().max()) / bench.kernel
     worst = max(sides, key=lambda name: sides[name])
-    found = "the convolution ends at the chunk's edges, with zeros beyond" if sides[worst] < TOLERANCE else (
-        f"the convolution reaches {worst}" if "chunk" in worst else "tokens at the edge take in something from beyond it"
+    found = (
+        "the convolution ends at the chunk's edges, with zeros beyond"
+        if sides[worst] < TOLERANCE
+        else (f"the convolution reaches {worst}" if "chunk" in worst else "tokens at the edge take in something from beyond it")
     )
     return judged(sides[worst] < TOLERANCE, found, sides, TOLERANCE)
 

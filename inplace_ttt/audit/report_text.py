@@ -28,7 +28,9 @@ def markdown(report: Report) -> str:
         if results:
             parts.append("\n\n".join([f"## {title}", *map(_in_full, results)]))
     if report.stale_declarations:
-        lines = [f"- `{d.id}` ({d.why}): it is declared, and does not deviate. Take the declaration out." for d in report.stale_declarations]
+        lines = [
+            f"- `{d.id}` ({d.why}): it is declared, and does not deviate. Take the declaration out." for d in report.stale_declarations
+        ]
         parts.append("\n".join(["## Declarations that no longer apply", "", *lines]))
     parts.append(_table(report))
     parts.append(_numbers(report))

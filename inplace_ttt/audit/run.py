@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def audit_module(
     """
     auditor = _Auditor(known(profile), declared, progress, len(METHOD))
     bench = _bench(module, seed)
-    results = [auditor.result(item, lambda item=item: _on_module(item, bench, auditor.profile), module.name) for item in METHOD]
+    results = [auditor.result(item, partial(_on_module, item, bench, auditor.profile), module.name) for item in METHOD]
     facts = {"module": module.name, "fast weight": f"{module.d} x {module.h}", "chunk": f"{module.chunk_size} tokens"}
     return auditor.report(module.name, results, facts)
 
@@ -75,11 +76,11 @@ def audit_model(
         bench = _bench(module, seed)
         for item in METHOD:
             if item.on_model is None:
-                results.append(auditor.result(item, lambda item=item: _on_module(item, bench, auditor.profile), name))
+                results.append(auditor.result(item, partial(_on_module, item, bench, auditor.profile), name))
     for item in METHOD:
         if item.on_model is not None:
-            results.append(auditor.result(item, lambda item=item: _call(item.on_model, subject, item, auditor.profile), name))
-    results.extend(auditor.result(item, lambda decide=decide: decide(auditor.profile), name) for item, decide in extra)
+            results.append(auditor.result(item, partial(_call, item.on_model, subject, item, auditor.profile), name))
+    results.extend(auditor.result(item, partial(decide, auditor.profile), name) for item, decide in extra)
     d_h = features(fast_weights(subject.lm)[first])
     facts = {
         "model": f"{type(subject.lm).__name__}, {subject.depth} layers, {str(subject.lm.dtype).removeprefix('torch.')}",
@@ -101,7 +102,9 @@ class _Auditor:
         self.done = 0
         self.whys = {declaration.id: declaration.why for declaration in declared}
         if unknown := sorted(set(self.whys) - set(catalogue())):
-            raise InPlaceTTTError(f"a deviation {unknown[0]!r} is declared, which is no item of the audit; see docs/audit.md for their ids.")
+            raise InPlaceTTTError(
+                f"a deviation {unknown[0]!r} is declared, which is no item of the audit; see docs/audit.md for their ids."
+            )
         if empty := [id for id, why in self.whys.items() if not str(why).strip()]:
             raise InPlaceTTTError(f"the declared deviation {empty[0]!r} says no reason; give `why` one.")
 
@@ -193,4 +196,3 @@ def as_declarations(values: Iterable[Any], where: str) -> tuple[Declaration, ...
         else:
             raise InPlaceTTTError(f"{where} declares {value!r}; a declared deviation is {{id, why}}.")
     return tuple(found)
-

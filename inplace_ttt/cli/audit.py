@@ -34,10 +34,14 @@ _FORMATS = ("md", "html", "json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH_OR_RECIPE", help="converted checkpoint, adapter folder, or a training recipe (YAML)")
-    parser.add_argument("--profile", metavar="P", help=f"what it is held against: {' or '.join(PROFILES)} (default: paper, or the recipe's)")
+    parser.add_argument(
+        "--profile", metavar="P", help=f"what it is held against: {' or '.join(PROFILES)} (default: paper, or the recipe's)"
+    )
     parser.add_argument("--format", default="md", metavar="F", help=f"of the report: {', '.join(_FORMATS)} (default: md)")
     parser.add_argument("--out", metavar="F", help="file to write the report to, instead of printing it")
-    parser.add_argument("--compare", metavar="B", help="another checkpoint or recipe; say where the two differ (the exit code is the first's)")
+    parser.add_argument(
+        "--compare", metavar="B", help="another checkpoint or recipe; say where the two differ (the exit code is the first's)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from audit.toy import ToyAdapter, ToyLayer
 from families import build
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from audit.toy import ToyAdapter, ToyLayer
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
 from inplace_ttt.audit import Report, audit_model, audit_module
 from inplace_ttt.config import InPlaceTTTConfig as Config

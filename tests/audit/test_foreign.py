@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from audit.foreign import CHUNK, PortGating, PublicMLP, restart
 from audit.toy import ToyAdapter, ToyLayer
-
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.audit import Declaration, MoshiGating, ReferenceMLP, audit_module
 

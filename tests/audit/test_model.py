@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from audit.mutations import seven_layers
 from families import build
 from models import converted, random_ids
 from torch import nn
 
+from audit.mutations import seven_layers
 from inplace_ttt import DeltaClip, InPlaceTTTError
 from inplace_ttt.audit import Declaration, audit_model, catalogue
 from inplace_ttt.audit.catalogue_method import METHOD

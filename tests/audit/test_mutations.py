@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from audit.mutations import FOREIGN, PRODUCT, Mutation, foreign, seven_layers
 
+from audit.mutations import FOREIGN, PRODUCT, Mutation, foreign, seven_layers
 from inplace_ttt.audit import audit_model, catalogue
 
 
