@@ -68,7 +68,7 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
 @contextmanager
 def _restored(layer: FastWeight) -> Iterator[None]:
     """The layer's parameters, config and modes afterwards as before."""
-    data = [(p, p.data) for p in layer.parameters()]
+    data = [(p, p.data) for p in layer.parameters() if p.is_floating_point()]  # quantised ones are their library's to pack
     modes = [(m, m.training) for m in layer.modules()]
     slot, tracker = layer.fast, layer.fast.tracker
     before = (slot.config, tracker.chunk_size, tracker.enabled, tracker.current, tracker.group, slot.observer)
@@ -160,7 +160,8 @@ class ConvertedLayer(AuditedModule):
         return self._own_chunk
 
     def tensors(self) -> dict[str, Tensor]:
-        return {**dict(self.layer.named_parameters()), **dict(self.layer.named_buffers())}
+        parameters = {name: p for name, p in self.layer.named_parameters() if p.is_floating_point()}
+        return {**parameters, **dict(self.layer.named_buffers())}
 
     def is_fast(self, name: str) -> bool:
         return not name.startswith("ttt.")
@@ -178,10 +179,10 @@ class ConvertedLayer(AuditedModule):
 
     @contextmanager
     def single_precision(self) -> Iterator[AuditedModule]:
-        data = [(p, p.data) for p in self.layer.parameters()]
+        data = [(p, p.data) for p in self.layer.parameters() if p.is_floating_point()]
         dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
         for parameter, tensor in data:
-            parameter.data = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            parameter.data = tensor.to(dtype)
         try:
             yield ConvertedLayer(self.lm, self.decoder, self.index, dtype, self._own_chunk)
         finally:

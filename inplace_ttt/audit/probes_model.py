@@ -110,9 +110,10 @@ class Reading:
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Two sums over the bits of every parameter and buffer."""
+    """Two sums over the bits of every parameter and buffer, but not of quantised ones, whose packing may change as they run."""
     found = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    parameters = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    for name, tensor in [*parameters, *model.named_buffers()]:
         flat = tensor.detach().contiguous().reshape(-1)
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
         bits = flat.view(width) if width is not None else flat.to(torch.int64)

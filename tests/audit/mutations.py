@@ -254,6 +254,8 @@ def clip_by_largest_entry(patch: Patch) -> None:
 
 def clip_on_the_sum(patch: Patch) -> None:
     def add_delta(self: Any, carry: Tensor | None, row: int, chunk: Any) -> Tensor:
+        if self.clip is None:
+            return real(self, carry, row, chunk)
         clip, self.clip = self.clip, None
         try:
             whole = real(self, None if carry is None else carry.clone(), row, chunk)

@@ -1,13 +1,17 @@
 """Audits of converted models: verdicts by profile, declarations, and that nothing of the model is changed."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from families import build
 from models import converted, random_ids
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from audit.mutations import seven_layers
-from inplace_ttt import DeltaClip, InPlaceTTTError
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, convert
 from inplace_ttt.audit import Declaration, audit_model, catalogue
 from inplace_ttt.audit.catalogue_method import METHOD
 
@@ -122,3 +126,19 @@ def test_it_says_the_same_twice() -> None:
     assert [(r.verdict, r.finding.found) for r in one.items if r.item.id != "state-precision"] == [
         (r.verdict, r.finding.found) for r in two.items if r.item.id != "state-precision"
     ]
+
+
+def test_a_low_rank_adapter_and_a_four_bit_base(tmp_path: Path) -> None:
+    """Where W0 cannot be read as one matrix, what needs it is not checked, and the rest is."""
+    adapted = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128).save_pretrained(tmp_path)
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, dtype=torch.float32, device_map="cpu")
+    for model in (adapted, quantised):
+        report = audit_model(convert(model, InPlaceTTTConfig(layers=(0, 2))))
+        assert report.undeclared == ["layer-spacing"]
+        assert [r.item.id for r in report.items if "quantised or wrapped" in r.finding.found] == [
+            "fast-tensor",
+            "reset-keeps-training",
+            "context-parallel",
+        ]

@@ -52,6 +52,10 @@ def test_a_change_has_one_owner(change: str, tmp_path: Path) -> None:
     assert report(tmp_path, change).undeclared == [CHANGES[change]]
 
 
+def test_low_rank_adapters_are_audited_too(tmp_path: Path) -> None:
+    assert report(tmp_path, "optimisation.train=lora").undeclared == ["trained-parameters"]
+
+
 def test_the_second_stage_wants_yarn(tmp_path: Path) -> None:
     changes = ("data.sequence_length=131072", "optimisation.tokens=15000000000")
     assert report(tmp_path, *changes).undeclared == ["yarn"]
