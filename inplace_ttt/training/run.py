@@ -167,7 +167,10 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Rows to a batch [B, T]; no attention mask, since position_ids show the documents."""
-    return {name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows]) for name in ("input_ids", "position_ids", "labels")}
+    return {
+        name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows])
+        for name in ("input_ids", "position_ids", "labels")
+    }
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
