@@ -31,6 +31,7 @@ from .families import locate
 from .fingerprint import fingerprint
 from .folder import link_or_copy, new_folder, save_tensors
 from .surgery import SEED, config_of, convert, fast_weights, initial_std
+from .zero3 import whole
 
 TTT_SHARD = "inplace_ttt.safetensors"
 ADAPTER_CONFIG = "inplace_ttt.json"
@@ -304,7 +305,7 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
         kwargs = {"revision": described["revision"], **kwargs}
     model = convert(load_base(base or described["name_or_path"], **kwargs), config)
     layers = fast_weights(model)
-    found = fingerprint(module.weight for module in layers.values() if module.matrix() is not None)  # type: ignore[misc]
+    found = fingerprint(whole(module.weight) for module in layers.values() if module.matrix() is not None)  # type: ignore[arg-type]
     if all(module.matrix() is not None for module in layers.values()) and found != described["fingerprint"]:
         raise InPlaceTTTError(
             f"{path} was made for a base with other weights than {base or described['name_or_path']} "

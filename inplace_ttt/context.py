@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from .errors import InPlaceTTTError
 from .layout import ChunkLayout, Span
+from .parallel import gathered, ulysses_group
 
 _KEY = "inplace_ttt_context"
 
@@ -41,11 +44,13 @@ class ForwardContext:
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     past: int = 0  # tokens in the cache before this forward
+    group: ProcessGroup | None = None  # the ranks that share these rows, each with a part of them
     with_gradient: bool = field(default_factory=torch.is_grad_enabled)
     embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
     calls: dict[int, LayerCall] = field(default_factory=dict)  # TTT layers whose call is still to come
     called: set[int] = field(default_factory=set)  # TTT layers that ran
     _layout: ChunkLayout | None = None
+    _part: ChunkLayout | None = None
     _spans: list[Span] | None = None
 
     @property
@@ -84,6 +89,8 @@ class ForwardContext:
 
         As in transformers, positions mark packed documents only where no attention mask is given.
         """
+        if self._layout is None and self.group is not None:
+            self._layout = self._layout_across(self.group)
         if self._layout is None:
             batch, length = self.shape
             mask, positions = self._mask(), self._positions()
@@ -101,6 +108,21 @@ class ForwardContext:
                     "TTT several; drop attention_mask for packed rows."
                 )
         return self._layout
+
+    def part(self) -> ChunkLayout:
+        """The layout of this rank's tokens: all of it, unless ranks share the rows."""
+        if self._part is None:
+            layout, group = self.layout(), self.group
+            self._part = layout if group is None else layout.part(dist.get_rank(group), dist.get_world_size(group))
+        return self._part
+
+    def _layout_across(self, group: ProcessGroup) -> ChunkLayout:
+        positions = self._positions()
+        if positions is None or self.cu_seqlens is not None or self._mask() is not None:
+            raise InPlaceTTTError(
+                "rows that ranks share show their documents by position_ids alone; pass these, without cu_seq_lens and padding masks."
+            )
+        return ChunkLayout.from_position_ids(gathered(positions, group), self.chunk_size)
 
     def spans(self) -> list[Span]:
         """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""
@@ -161,6 +183,7 @@ class ForwardTracker:
     def __init__(self, base: nn.Module, chunk_size: int, layers: list[int]) -> None:
         self.chunk_size, self.layers = chunk_size, frozenset(layers)
         self.enabled = True
+        self.group: ProcessGroup | None = None
         self.current: ForwardContext | None = None
         self.handles: list[RemovableHandle] = []
         parameters = inspect.signature(type(base).forward).parameters
@@ -196,7 +219,10 @@ class ForwardTracker:
             given.get("position_ids"),
             given.get("cu_seq_lens_q"),
             past=0 if cache is None else int(cache.get_seq_length()),
+            group=self.group or (ulysses_group() if base.training else None),
         )
+        if self.enabled and self.current.group is not None and cache is not None:
+            raise InPlaceTTTError("a cache cannot be shared by the ranks of a sequence; pass use_cache=False.")
         return (args, {**kwargs, _KEY: self.current}) if self.travels else None
 
     def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

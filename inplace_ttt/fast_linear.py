@@ -7,6 +7,7 @@ linear), whose weight stays W0 under its own name. All it adds is the submodule 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from .errors import InPlaceTTTError
 from .families import DecoderLayer, features
 from .layout import ChunkLayout
 from .ops import fast_weight, state_dtype
+from .ops.scan import fast_weight_across_ranks
 from .state import skip, stream_of
 from .target import TargetGenerator
+from .zero3 import gathered
 
 
 class FastWeightSlot:
@@ -30,6 +33,7 @@ class FastWeightSlot:
     def __init__(self, layer: int, position: int, config: InPlaceTTTConfig, tracker: ForwardTracker) -> None:
         self.layer, self.config, self.tracker = layer, config, tracker
         self.eta = config.eta_of(position)
+        self.observer: Callable[[FastWeight, Tensor, Tensor, ForwardContext], None] | None = None  # sees keys and targets of each read
         self.handles: list[RemovableHandle] = []
         self._context: ForwardContext | None = None
 
@@ -82,13 +86,13 @@ class FastWeight(nn.Module):
         context, call = claimed
         x = self._source(context, call)
         if call.cache is None:
-            return self._read_whole(z, x, context.layout())
+            return self._read_whole(z, x, context)
         stream = stream_of(call.cache, self.fast.layer, z.shape[0], self.chunk_size)
         if not self._needs_gradient(z, x):
             return stream.advance(super().forward(z), z, x, context.spans(), self)
         context.spans()  # with a cache, attention sees one document a row: refuse packed ones
         stream.abandon()
-        return self._read_whole(z, x, context.layout())
+        return self._read_whole(z, x, context)
 
     def _source(self, context: ForwardContext, call: LayerCall) -> Tensor:
         """X of the target [B, T, d]."""
@@ -102,16 +106,23 @@ class FastWeight(nn.Module):
         assert x is not None
         return x.detach() if self.fast.config.detach_target else x
 
-    def _read_whole(self, z: Tensor, x: Tensor, layout: ChunkLayout) -> Tensor:
-        if not (self.training or layout.writes()):
+    def _read_whole(self, z: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
+        if not (self.training or context.layout().writes()):
             return super().forward(z)
-        v, w0 = self.ttt(x, layout), self.matrix()
+        v, w0 = self.ttt(x, context.part()), self.matrix()
         if w0 is not None and w0.dtype == z.dtype == v.dtype == state_dtype(z.dtype):
-            out = fast_weight(z, v, w0, eta=self.eta, layout=layout, clip=self.tau())
+            out = self._fast(z, v, w0, context)
             bias = getattr(self, "bias", None)
             return out if bias is None else out + bias
         base = super().forward(z)
-        return base + fast_weight(z, v.to(z.dtype), None, eta=self.eta, layout=layout, clip=self.tau()).to(base.dtype)
+        return base + self._fast(z, v.to(z.dtype), None, context).to(base.dtype)
+
+    def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
+        if self.fast.observer is not None:
+            self.fast.observer(self, z, v, context)
+        if context.group is None:
+            return fast_weight(z, v, w0, eta=self.eta, layout=context.layout(), clip=self.tau())
+        return fast_weight_across_ranks(z, v, w0, eta=self.eta, layout=context.layout(), group=context.group, clip=self.tau())
 
     def _needs_gradient(self, z: Tensor, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (z.requires_grad or x.requires_grad or any(p.requires_grad for p in self.parameters()))
@@ -187,7 +198,8 @@ def install(parts: DecoderLayer, slot: FastWeightSlot, *, dtype: torch.dtype, st
     weight = next(down.parameters())
     target = TargetGenerator(features(down)[1], config.kernel_size, config.conv, device=weight.device, dtype=dtype)
     if weight.device.type != "meta":
-        target.reset_parameters(std, seed)
+        with gathered(target.parameters()):
+            target.reset_parameters(std, seed)
     plain = type(down)
     _become(down, _PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {}))
     down.ttt, down.fast = target, slot  # type: ignore[assignment]

@@ -71,6 +71,51 @@ class ChunkLayout:
             self._chunk_ids[device] = ids.to(device)
         return self._chunk_ids[device]
 
+    def part(self, rank: int, ranks: int) -> ChunkLayout:
+        """Rank `rank`'s slice of T / `ranks` tokens, whose first and last document may go on beyond it.
+
+        Raises InPlaceTTTError where a border between ranks would cut a chunk in two.
+        """
+        if self.length % ranks:
+            raise InPlaceTTTError(f"rows of {self.length} tokens do not divide by {ranks} ranks; pad them to a multiple of it.")
+        width = self.length // ranks
+        first, last = rank * width, (rank + 1) * width
+        rows = []
+        for row, spans in enumerate(self.documents):
+            inside = []
+            for start, stop in spans:
+                if start < first < stop and (first - start) % self.chunk_size:
+                    raise InPlaceTTTError(
+                        f"rank {rank} begins at token {first} of row {row}, {(first - start) % self.chunk_size} tokens into a chunk of "
+                        f"{self.chunk_size}; let documents start on multiples of the chunk, and T / ranks = {width} be one."
+                    )
+                if start < last and stop > first:
+                    inside.append((max(start, first) - first, min(stop, last) - first))
+            rows.append(tuple(inside))
+        return ChunkLayout(tuple(rows), width, self.chunk_size)
+
+    def links(self, ranks: int) -> Tensor:
+        """Whose writes each rank starts from, as 0 and 1, float64 [B, ranks + 1, ranks + 1].
+
+        Row r is rank r's state at its first document's first token, the last row the state after each row's last
+        document; column 0 is the initial state, column r + 1 the sum of rank r's writes in its last document.
+        """
+        width = self.length // ranks
+        links = torch.zeros(self.batch, ranks + 1, ranks + 1, dtype=torch.float64)
+        for row, spans in enumerate(self.documents):
+            if not spans:
+                links[row, :, 0] = 1  # a row of padding hands its state on
+            for number, (start, stop) in enumerate(spans):
+                writers = range(start // width, -(-stop // width))
+                readers = [r for r in writers if start < r * width or number == 0]  # the document goes on there, or starts from a state
+                if number == len(spans) - 1:
+                    readers.append(ranks)
+                for reader in readers:
+                    links[row, reader, 0] = number == 0
+                    for writer in writers:
+                        links[row, reader, writer + 1] = writer < reader
+        return links
+
     @classmethod
     def from_lengths(cls, lengths: Sequence[Sequence[int]], chunk_size: int, length: int | None = None) -> ChunkLayout:
         """Documents of the given lengths back to back in each row; what is left of `length` is padding."""

@@ -39,7 +39,7 @@ def test_only_declared_packages_are_imported() -> None:
     """Every import outside functions names the standard library, ourselves, or what torch and transformers bring."""
     allowed = {*sys.stdlib_module_names, "huggingface_hub", "inplace_ttt", "safetensors", "torch", "tqdm", "transformers"}
     for file in (ROOT / "inplace_ttt").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.parse(file.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]

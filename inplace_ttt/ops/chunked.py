@@ -8,7 +8,7 @@ is kept a chunk: the extra memory is a few [d, h] matrices whatever the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,43 @@ class _FastWeight(torch.autograd.Function):
             walk = _Walk(z, v, weight, initial_state, ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state)
             d_out = torch.zeros_like(v) if d_out is None else d_out
             return *walk.backward(d_out, d_state), None, None, None, None
+
+
+def sum_of_writes(z: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None = None) -> Tensor:
+    """Σ c_j V_jᵀZ_j over the complete chunks of one span in each row, [B, d, h] in the state's dtype; zero without a span.
+
+    Each span starts where a chunk does. Differentiable once in z [B, T, h] and v [B, T, d].
+    """
+    return _SumOfWrites.apply(z, v, spans, layout, clip)
+
+
+class _SumOfWrites(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None) -> Tensor:
+        ctx.save_for_backward(z, v)
+        ctx.spans, ctx.layout, ctx.clip = spans, layout, clip
+        walk = _Walk(z, v, None, None, 1.0, clip, layout, False)
+        state = z.new_zeros(z.shape[0], v.shape[-1], z.shape[-1], dtype=walk.dtype)
+        with torch.autocast(z.device.type, enabled=False):
+            for row, chunk in _complete(spans, layout):
+                walk.add_delta(state[row], row, chunk)
+        return state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
+        z, v = ctx.saved_tensors
+        dz, dv = torch.zeros_like(z), torch.zeros_like(v)
+        walk = _Walk(z, v, None, None, 1.0, ctx.clip, ctx.layout, False)
+        with torch.autocast(z.device.type, enabled=False):
+            for row, chunk in _complete(ctx.spans, ctx.layout):
+                walk.through_write(row, chunk, d_state[row], dz, dv)
+        return dz, dv, None, None, None
+
+
+def _complete(spans: Sequence[Span | None], layout: ChunkLayout) -> Iterator[tuple[int, Span]]:
+    for row, span in enumerate(spans):
+        yield from ((row, chunk) for chunk in layout.chunks(span or (0, 0)) if layout.is_complete(chunk))
 
 
 class _Walk:
@@ -195,13 +232,18 @@ class _Walk:
     def _through_writes(self, row: int, number: int, chunks: list[Span], d_out: Tensor, d_carry: Tensor, dz: Tensor, dv: Tensor) -> None:
         """From the last chunk to the first: what each delta did to later reads, gathered in `d_carry`."""
         for chunk in reversed(chunks):
-            here = slice(*chunk)
-            keys, values, grad = self.z[row, here], self.v[row, here], d_out[row, here]
             if self.is_written(chunk, row, number):
-                d_delta = self._through_clip(d_carry, keys, values).to(keys.dtype)
-                dv[row, here].addmm_(keys, d_delta.T, beta=0, alpha=self.write)
-                dz[row, here].addmm_(values, d_delta, alpha=self.write)
-            d_carry.addmm_(grad.T.to(self.dtype), keys.to(self.dtype), alpha=self.read)
+                self.through_write(row, chunk, d_carry, dz, dv)
+            keys, grad = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.z, d_out))
+            d_carry.addmm_(grad.T, keys, alpha=self.read)
+
+    def through_write(self, row: int, chunk: Span, d_carry: Tensor, dz: Tensor, dv: Tensor) -> None:
+        """Add to dZ, and set dV, of a chunk that was written into a carry with gradient `d_carry` [d, h]."""
+        here = slice(*chunk)
+        keys, values = self.z[row, here], self.v[row, here]
+        d_delta = self._through_clip(d_carry, keys, values).to(keys.dtype)
+        dv[row, here].addmm_(keys, d_delta.T, beta=0, alpha=self.write)
+        dz[row, here].addmm_(values, d_delta, alpha=self.write)
 
     def _through_clip(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The gradient of a delta D from that of cD, c = min(1, τ/‖D‖): c (G - [c<1] D ⟨D, G⟩ / ‖D‖²)."""

@@ -1,0 +1,55 @@
+"""`inplace-ttt train`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..training.launch import launch
+from ..training.recipe import load_recipe
+from . import Result
+
+EXAMPLES = """examples:
+  inplace-ttt train recipes/smollm2-demo-cpu.yaml
+  inplace-ttt train recipes/smollm2-demo-cpu.yaml --num-processes 1 --set optimisation.steps=20 --set output=runs/longer
+
+a run whose output has a complete checkpoint goes on from it. The same without this command, for a launcher of your own:
+  deepspeed --num_accelerators 2 --module inplace_ttt.training recipes/smollm2-demo-cpu.yaml"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="YAML file, see recipes/README.md")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
+    parser.add_argument("--num-processes", type=int, metavar="N", help="processes on each node (default: parallel.processes)")
+    parser.add_argument("--from-scratch", action="store_true", help="start anew although the output has checkpoints")
+    parser.add_argument("--no-audit", action="store_true", help="start although the run deviates from the paper undeclared")
+
+
+def run(args: argparse.Namespace) -> Result:
+    settings = list(args.set)
+    if args.num_processes is not None:
+        settings.append(f"parallel.processes={args.num_processes}")
+    recipe = load_recipe(args.recipe, settings)
+    arguments = [args.recipe, *(part for setting in settings for part in ("--set", setting))]
+    arguments += [flag for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit)) if given]
+    report = Path(recipe.output) / "train_report.json"
+    report.unlink(missing_ok=True)
+    code = launch(recipe, arguments)
+    if code or not report.exists():
+        return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or 1
+    return json.loads(report.read_text()), 0
+
+
+def render(result: dict[str, Any]) -> str:
+    if result["output"] is None:
+        return f"the run stopped with exit code {result['exit_code']}; its log above says why"
+    lines = [f"{result['steps']} steps in {result['seconds']} s, final loss {result['final_loss']:.4f}"]
+    evaluation = result["evaluation"]
+    if "eval_difference" in evaluation:
+        lines.append(
+            f"held-out loss {evaluation['eval_loss']:.4f} with writes, {evaluation['eval_off_loss']:.4f} without "
+            f"({evaluation['eval_difference']:+.4f})"
+        )
+    return "\n".join([*lines, *result["warnings"], f"trained checkpoint: {result['output']}"])

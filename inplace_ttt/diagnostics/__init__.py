@@ -1,0 +1,1 @@
+"""What writes and gradients do, measured."""

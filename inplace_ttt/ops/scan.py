@@ -1,0 +1,133 @@
+"""The op over a sequence that lies across ranks (paper §3.4, Algorithm 1): sum locally, scan across, apply locally.
+
+Rank r of P holds tokens [r·T/P, (r+1)·T/P) of every row. Each sums the writes of its last document, which may go on at
+the next rank. What a rank starts from is a sum of such sums, given by the 0/1 matrix `ChunkLayout.links`, and the
+gradient goes the other way through its transpose. Every rank computes that for a slice of d: one all-to-all brings it
+all ranks' slices, another brings the results back, so a rank sends less than 2·d·h numbers whatever P is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ..layout import ChunkLayout
+from . import fast_weight
+from .chunked import sum_of_writes
+from .precision import state_dtype
+
+
+@overload
+def fast_weight_across_ranks(
+    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., return_state: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def fast_weight_across_ranks(
+    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., return_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def fast_weight_across_ranks(
+    z: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    *,
+    eta: float,
+    layout: ChunkLayout,
+    group: ProcessGroup,
+    initial_state: Tensor | None = None,
+    clip: float | Tensor | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fast_weight` for this rank's part of each row; a collective call, also in its backward.
+
+    z [B, T/P, h] and v [B, T/P, d] are this rank's tokens; `layout` is that of whole rows. initial_state and the state
+    returned, [B, d, h], are whole rows' and the same on every rank; the initial state's gradients of all ranks add up
+    to the whole one. Raises InPlaceTTTError when a border between ranks would cut a chunk.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    part = layout.part(rank, ranks)
+    links = layout.links(ranks)
+    if initial_state is None:
+        links[:, :, 0] = 0
+    if not return_state:
+        links[:, -1] = 0
+    if not links.any():  # no document crosses a border
+        return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip)
+    wanted = links[:, :, rank + 1].any(dim=1).tolist()
+    spans = [spans[-1] if spans and wanted[row] else None for row, spans in enumerate(part.documents)]
+    sums = sum_of_writes(z, v, spans, layout=part, clip=clip)
+    links = links.to(z.device, state_dtype(z.dtype))
+    start, final = _Scan.apply(sums, initial_state, links, group, return_state)
+    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, clip=clip)
+    return (out, final) if return_state else out
+
+
+class _Scan(torch.autograd.Function):
+    """(sums, initial state) of all ranks -> (this rank's start, the final state), each [B, d, h]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: Tensor, initial: Tensor | None, links: Tensor, group: ProcessGroup, wants_final: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.links, ctx.group, ctx.has_initial = links, group, initial is not None
+        ctx.set_materialize_grads(False)
+        exchange = _Exchange(sums, group)
+        first = sums.new_zeros(()).expand(exchange.slice_shape) if initial is None else exchange.own_slice(initial)
+        into = torch.einsum("brq,qbdh->rbdh", links, torch.cat([first[None], exchange.scatter(sums)]))
+        return exchange.gather(into[:-1]), exchange.gather(into[-1:].expand_as(into[:-1])) if wants_final else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_start: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        some = d_start if d_start is not None else d_final
+        assert some is not None
+        exchange = _Exchange(some, ctx.group)
+        d_into = [exchange.scatter(torch.zeros_like(some) if d_start is None else d_start)]
+        d_into.append(exchange.scatter(torch.zeros_like(some) if d_final is None else d_final).sum(0, keepdim=True))
+        d_from = torch.einsum("brq,rbdh->qbdh", ctx.links, torch.cat(d_into))
+        return exchange.gather(d_from[1:]), exchange.placed(d_from[0]) if ctx.has_initial else None, None, None, None
+
+
+class _Exchange:
+    """Matrices [B, d, h] of every rank, in slices of d: rank r holds slice r of all of them, [P, B, ⌈d/P⌉, h]."""
+
+    def __init__(self, like: Tensor, group: ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.rows = like.shape[1]
+        self.slice_shape = (like.shape[0], -(-self.rows // self.ranks), like.shape[2])
+
+    def _slices(self, whole: Tensor) -> Tensor:
+        batch, width, columns = self.slice_shape
+        padded = torch.nn.functional.pad(whole, (0, 0, 0, width * self.ranks - self.rows))
+        return padded.view(batch, self.ranks, width, columns).transpose(0, 1)
+
+    def _all_to_all(self, slices: Tensor) -> Tensor:
+        received = torch.empty(slices.shape, dtype=slices.dtype, device=slices.device)
+        dist.all_to_all_single(received, slices.contiguous(), group=self.group)
+        return received
+
+    def own_slice(self, whole: Tensor) -> Tensor:
+        return self._slices(whole)[self.rank]
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """This rank's matrix to all, slice by slice: slice `rank` of every rank's matrix."""
+        return self._all_to_all(self._slices(whole))
+
+    def gather(self, slices: Tensor) -> Tensor:
+        """The reverse: slices for every rank's matrix to their ranks: this rank's matrix [B, d, h]."""
+        batch, width, columns = self.slice_shape
+        received = self._all_to_all(slices).transpose(0, 1)
+        return received.reshape(batch, width * self.ranks, columns)[:, : self.rows].contiguous()
+
+    def placed(self, own: Tensor) -> Tensor:
+        """This rank's slice in a matrix that is zero elsewhere."""
+        batch, width, columns = self.slice_shape
+        whole = own.new_zeros(batch, self.ranks, width, columns)
+        whole[:, self.rank] = own
+        return whole.view(batch, -1, columns)[:, : self.rows].contiguous()

@@ -1,0 +1,54 @@
+"""Which ranks share a sequence: DeepSpeed's Ulysses group, found; or one that the caller names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .errors import InPlaceTTTError
+
+_ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+@contextmanager
+def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
+    """Within it each rank of `group` calls the converted model with its contiguous, equal part of the same rows.
+
+    Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
+    training under DeepSpeed's Ulysses, whose group is found by itself.
+    """
+    from .surgery import fast_weights
+
+    trackers = {module.fast.tracker for module in fast_weights(model).values()}
+    for tracker in trackers:
+        tracker.group = group
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            tracker.group = None
+
+
+def ulysses_group() -> ProcessGroup | None:
+    """DeepSpeed's sequence-parallel group of more than one rank, or None. Refuses torch's context parallelism."""
+    if getattr(sys.modules.get(_TORCH), "_replaced_functions", None):
+        raise InPlaceTTTError(
+            "torch's context parallelism gives a rank pieces from both ends of a sequence, which the fast weight cannot follow; "
+            "use DeepSpeed's sequence parallelism (sp_backend='deepspeed')."
+        )
+    group = getattr(sys.modules.get(_ULYSSES), "_SEQUENCE_PARALLEL_GROUP", None)
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def gathered(positions: Tensor, group: ProcessGroup) -> Tensor:
+    """Whole rows [B, T] from each rank's part [B, T/P]."""
+    parts = [torch.empty_like(positions) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, positions.contiguous(), group=group)
+    return torch.cat(parts, dim=1)

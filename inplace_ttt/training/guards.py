@@ -1,0 +1,116 @@
+"""What must hold at the first step, and the warnings that go into the report."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback
+
+from ..diagnostics.writes import WriteHealth
+from ..errors import InPlaceTTTError, NotSoError
+from ..layout import ChunkLayout
+from ..ops import fast_weight
+from ..surgery import fast_weights
+from .recipe import Monitor
+
+logger = logging.getLogger(__name__)
+
+_WRITE_RATIO, _GRAD_NORM = 1.0, 100.0
+
+
+class GradientTap:
+    """The norm of the last gradient that reached conv, P and W0 of each TTT layer on this rank, before any averaging."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.norms: dict[int, dict[str, Tensor]] = {}
+        self.handles: list[RemovableHandle] = []
+        for index, layer in fast_weights(model).items():
+            norms = self.norms.setdefault(index, {})
+            named = [(name.rpartition(".")[2], p) for name, p in layer.ttt.named_parameters()]
+            for name, parameter in [*named, ("weight", getattr(layer, "weight", None))]:
+                if parameter is not None and parameter.requires_grad:
+                    self.handles.append(parameter.register_hook(_keeper(norms, name)))
+
+    def read(self) -> dict[int, dict[str, float]]:
+        return {index: {name: float(norm) for name, norm in norms.items()} for index, norms in self.norms.items()}
+
+
+def _keeper(norms: dict[str, Tensor], name: str) -> Any:
+    def keep(gradient: Tensor) -> None:
+        norms[name] = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+
+    return keep
+
+
+class FirstStep(TrainerCallback):
+    """After the first optimiser step: every TTT parameter is in the optimiser and got a gradient; states are float32."""
+
+    def __init__(self, gradients: GradientTap, warnings: list[str]) -> None:
+        self.gradients, self.warnings = gradients, warnings
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.gradients is None or state.global_step == 0:
+            return
+        gradients, self.gradients = self.gradients, None  # type: ignore[assignment]
+        model = kwargs["model"]
+        check_state_precision(model)
+        for index, norms in gradients.read().items():
+            eta = fast_weights(model)[index].fast.eta
+            for name in ("conv", "proj"):
+                if name not in norms:
+                    raise InPlaceTTTError(f"layer {index}'s {name} got no gradient at all: it is frozen, or the loss does not reach it.")
+            if not norms["conv"] and not norms["proj"] and eta > 0:
+                self.warnings.append(
+                    f"layer {index}: conv and P got a zero gradient at the first step; was no row longer than a chunk, or are both zero?"
+                )
+                logger.warning(self.warnings[-1])
+
+
+def check_state_precision(model: nn.Module) -> None:
+    """The state that a write goes into must be float32 at least, whatever the model's dtype."""
+    for index, layer in fast_weights(model).items():
+        dtype = next(layer.parameters()).dtype
+        one = torch.ones(1, 1, 1, dtype=dtype if dtype.is_floating_point else torch.bfloat16)
+        _, state = fast_weight(one, one, None, eta=1.0, layout=ChunkLayout.from_lengths([[1]], 1), return_state=True)
+        if torch.finfo(state.dtype).bits < 32:
+            raise InPlaceTTTError(f"layer {index} keeps its state in {state.dtype}, which loses small writes; use the package's own op.")
+
+
+def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[str]) -> None:
+    """Warn where writes rival the weight; stop where they have buried it, or are not numbers."""
+    for index, health in writes.items():
+        if health.state_ratio > limit or math.isinf(health.state_ratio):
+            raise NotSoError(
+                f"layer {index}: the writes of one document move the weight by {health.state_ratio:.3g} of its norm, above the limit of "
+                f"{limit:g} (monitor.stop_write_ratio); lower eta, warm it up, or clip the writes (surgery.clip)."
+            )
+        if health.state_ratio > _WRITE_RATIO:
+            note(
+                warnings,
+                f"layer {index}: writes move the weight by more than {_WRITE_RATIO:g} of its norm; consider a lower eta or a clip.",
+            )
+        if not health.chunks:
+            note(warnings, f"layer {index}: a forward completed no chunk; its rows train nothing in the writer.")
+
+
+def check_gradient(norm: float, warnings: list[str]) -> None:
+    if norm > _GRAD_NORM:
+        note(
+            warnings, f"the gradient's norm went above {_GRAD_NORM:g} before clipping; a lower learning rate or a longer warm-up may help."
+        )
+
+
+def note(warnings: list[str], message: str) -> None:
+    """Once each: into the log and the report."""
+    if message not in warnings:
+        warnings.append(message)
+        logger.warning(message)
+
+
+def stop_limit(settings: Monitor) -> float:
+    return settings.stop_write_ratio

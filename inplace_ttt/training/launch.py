@@ -1,0 +1,56 @@
+"""Start a run's processes with DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from ..errors import InPlaceTTTError
+from .recipe import Recipe
+
+_NEEDED = ("accelerate", "datasets", "deepspeed", "peft", "yaml")
+
+
+def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
+    """Run `deepspeed --module inplace_ttt.training RECIPE …` to its end; gives its exit code. The children log to stderr."""
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise InPlaceTTTError(f"training needs {', '.join(missing)}; pip install 'inplace-ttt[train]'.")
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.processes)))
+    here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
+    return subprocess.run(command(recipe, arguments), env=environment, stdout=sys.stderr, check=False).returncode
+
+
+def command(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+    """The launcher's command line; several nodes are those of the recipe's hostfile."""
+    parallel = recipe.parallel
+    launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+    if launcher is None:
+        raise InPlaceTTTError("DeepSpeed's launcher `deepspeed` is not on the PATH; pip install 'inplace-ttt[train]'.")
+    line = [sys.executable, launcher, "--no_local_rank"]
+    if parallel.hostfile is not None:
+        hostfile = recipe.beside(parallel.hostfile)
+        if not hostfile.exists():
+            raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.processes}` for each node.")
+        line += ["--hostfile", str(hostfile), "--num_nodes", str(parallel.nodes)]
+    else:
+        line += ["--hostfile", os.devnull, "--master_port", str(_free_port())]
+    line += ["--num_accelerators", str(parallel.processes)]
+    return [*line, "--module", "inplace_ttt.training", *arguments]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,193 @@
+"""A recipe's model: base, converted or from scratch; what of it is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ..checkpoint import is_adapter, load, load_base, one_line, read_adapter
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from ..models import MODEL_TYPE
+from ..surgery import convert, fast_weights
+from .recipe import Recipe
+
+_WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
+_EXTENDS_ROPE = ("yarn", "longrope", "llama3")
+
+
+def build_model(recipe: Recipe) -> PreTrainedModel:
+    """The model to train, converted, with `requires_grad` set; a `PeftModel` around it where the recipe says lora.
+
+    Seeds torch with the recipe's seed, so that ranks draw the same weights. Works under transformers' `HfDeepSpeedConfig`
+    (ZeRO-3: parameters are partitioned while they load). Raises InPlaceTTTError for whatever cannot be built.
+    """
+    model, path = recipe.model, recipe.model.path
+    torch.manual_seed(recipe.optimisation.seed)
+    config, ttt = _architecture(recipe)
+    settings: dict[str, Any] = {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
+    try:
+        if path is None:
+            built = AutoModelForCausalLM.from_config(config, **settings)
+        elif is_adapter(path) or ttt is None:
+            built = load(path, config=config, **settings)
+        else:
+            built = load_base(path, config=config, **settings)
+    except InPlaceTTTError:
+        raise
+    except (ValueError, ImportError) as error:
+        _refuse(recipe, "model", one_line(error).rstrip("."))
+    if not fast_weights(built):
+        convert(built, ttt)
+    return _choose_trained(built, recipe)
+
+
+def meta_model(recipe: Recipe) -> PreTrainedModel:
+    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config, no weights."""
+    config, ttt = _architecture(recipe)
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
+    except ValueError as error:
+        _refuse(recipe, "model", one_line(error).rstrip("."))
+    if not fast_weights(built):
+        convert(built, ttt)
+    return _choose_trained(built, recipe)
+
+
+def _architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
+    """The model's config with the recipe's overrides, and the surgery still to make (None for a full converted checkpoint)."""
+    model, path, surgery = recipe.model, recipe.model.path, recipe.ttt_config()
+    adapter = None
+    if path is None:
+        values = dict(model.config or {})
+    elif is_adapter(path):
+        adapter, base, _ = read_adapter(path)
+        values = _read_config(recipe, base["name_or_path"])
+    else:
+        values = _read_config(recipe, path)
+    converted = adapter is not None or values.get("model_type") == MODEL_TYPE
+    if converted and surgery is not None:
+        _refuse(recipe, "surgery", f"{path} is converted already, so that surgery has no effect; remove the section or give the base")
+    if not converted and surgery is None:
+        _refuse(recipe, "surgery", f"{path or 'a model from scratch'} is not converted and there is no surgery; add the section")
+    config = _build_config(recipe, values, "path" if path else "config")
+    if path is None:
+        _refuse_unknown(recipe, config, {key for key in values if key != "model_type"}, "config")
+    return _override(recipe, config), adapter or surgery
+
+
+def _read_config(recipe: Recipe, source: str) -> dict[str, Any]:
+    """config.json of a folder or hub id."""
+    if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
+        _refuse(recipe, "model.path", f"{source} does not exist; give a model folder or a hub id")
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(source)
+    except (OSError, ValueError) as error:
+        _refuse(recipe, "model.path", f"cannot read the config of {source} ({one_line(error).rstrip('.')}); give a local model folder")
+    if not values:
+        _refuse(recipe, "model.path", f"{source} has no config.json; give a model folder or a hub id")
+    return values
+
+
+def _build_config(recipe: Recipe, values: Mapping[str, Any], key: str) -> PreTrainedConfig:
+    name = values.get("model_type")
+    if name not in CONFIG_MAPPING:
+        _refuse(recipe, f"model.{key}", f"model_type {name!r} is not one that transformers knows")
+    try:
+        return CONFIG_MAPPING[name].from_dict(copy.deepcopy(dict(values)))
+    except InPlaceTTTError:
+        raise
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        _refuse(recipe, f"model.{key}", " ".join(str(error).split()).rstrip("."))
+
+
+def _override(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config with the recipe's overrides; a table (RoPE parameters) is completed from the model's own."""
+    overrides = recipe.model.overrides
+    if not overrides:
+        return config
+    own = config.to_dict()
+    _refuse_unknown(recipe, config, set(overrides), "overrides")
+    values = dict(own)
+    if overrides.keys() & _WINDOW and "layer_types" not in overrides:
+        values.pop("layer_types", None)  # derived from the window, unless given
+    for key, value in overrides.items():
+        values[key] = {**own[key], **value} if isinstance(own[key], dict) and isinstance(value, dict) else value
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type") in _EXTENDS_ROPE and "original_max_position_embeddings" not in rope:
+        _refuse(recipe, "model.overrides.rope_parameters", "add original_max_position_embeddings, the context before the extension")
+    changed = _build_config(recipe, values, "overrides")
+    slides = "sliding_attention" in (getattr(changed, "layer_types", None) or ["sliding_attention"])
+    if overrides.get("sliding_window") and not (slides and changed.sliding_window):
+        _refuse(
+            recipe,
+            "model.overrides.sliding_window",
+            "no layer would use it; set use_sliding_window: true and max_window_layers: 0 as well, or layer_types",
+        )
+    return changed
+
+
+def _refuse_unknown(recipe: Recipe, config: PreTrainedConfig, keys: set[str], section: str) -> None:
+    known = type(config)().to_dict() if section == "config" else config.to_dict()
+    aliases = set(config.attribute_map) | {"rope_theta", "rope_scaling"} if section == "config" else set(config.attribute_map)
+    if unknown := sorted(keys - set(known) - aliases):
+        _refuse(recipe, f"model.{section}.{unknown[0]}", f"the config of a {config.model_type} has no such value")
+
+
+def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """Set `requires_grad` as `optimisation.train` says, with LoRA around the model where it says so."""
+    trained = recipe.optimisation.train
+    if trained == "all":
+        return model
+    model.requires_grad_(False)
+    if trained == "lora":
+        return _add_lora(model, recipe)
+    for layer in fast_weights(model).values():
+        layer.ttt.requires_grad_(True)
+    return model
+
+
+def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
+    """LoRA on the frozen model, with the TTT parameters trained and saved beside it."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    from .recipe import Lora
+
+    lora = recipe.optimisation.lora or Lora()
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        modules_to_save=["ttt"],
+        task_type="CAUSAL_LM",
+    )
+    names = {module: name for name, module in model.named_modules()}
+    for index, layer in fast_weights(model).items():
+        # PEFT does not save a module inside one that it adapts, so the TTT parameters would be lost.
+        if lora.targets == "all-linear" or check_target_module_exists(config, names[layer]):
+            _refuse(
+                recipe,
+                "optimisation.lora.targets",
+                f"{names[layer]} is the fast weight of layer {index}, which LoRA cannot adapt as well; leave "
+                f"{names[layer].rpartition('.')[2]} out, or name the targets by a pattern that spares layers {sorted(fast_weights(model))}",
+            )
+    for target in [lora.targets] if isinstance(lora.targets, str) else [[one] for one in lora.targets]:
+        pattern = LoraConfig(target_modules=target)
+        if not any(check_target_module_exists(pattern, name) for name in names.values()):
+            _refuse(recipe, "optimisation.lora.targets", f"no module of the {model.config.model_type} is called {target}")
+    # One dtype throughout: DeepSpeed keeps float32 masters, and ZeRO-3 refuses a mixture.
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def _refuse(recipe: Recipe, key: str, message: str) -> NoReturn:
+    raise InPlaceTTTError(f"{recipe.path or 'the recipe'}, {key}: {message}.")

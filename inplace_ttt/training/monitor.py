@@ -1,0 +1,70 @@
+"""What a run says while it runs: one JSON line for each log, layer by layer, and η's warm-up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..diagnostics.writes import WriteHealth, observed
+from ..surgery import fast_weights
+from .guards import GradientTap, check_gradient, check_writes
+from .recipe import Recipe
+
+
+class EtaWarmup(TrainerCallback):
+    """η rises linearly from 0 to its own value over the first steps; what is saved is η itself."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.etas: dict[int, float] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for index, layer in fast_weights(kwargs["model"]).items():
+            eta = self.etas.setdefault(index, layer.fast.eta)
+            layer.fast.eta = eta * min(1.0, (state.global_step + 1) / (self.steps + 1))
+
+
+class LayerMonitor(TrainerCallback):
+    """At each step that is logged: writes and gradients of every TTT layer, tokens/s; all of it into `log.jsonl`."""
+
+    def __init__(self, recipe: Recipe, gradients: GradientTap, warnings: list[str], file: Path | None) -> None:
+        self.recipe, self.gradients, self.warnings, self.file = recipe, gradients, warnings, file
+        self.writes: dict[int, WriteHealth] = {}
+        self.watching = contextlib.ExitStack()
+        self.since: tuple[float, int] | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.since is None:
+            self.since = time.perf_counter(), state.global_step
+        if (state.global_step + 1) % args.logging_steps == 0 or state.global_step == 0:
+            self.watching.enter_context(observed(kwargs["model"], self.writes))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.watching.close()
+        check_writes(self.writes, self.recipe.monitor.stop_write_ratio, self.warnings)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is None:
+            return
+        if "loss" in logs and self.since is not None:
+            seconds, steps = time.perf_counter() - self.since[0], state.global_step - self.since[1]
+            logs["tokens_per_second"] = round(steps * self.recipe.rows_per_step * self.recipe.data.sequence_length / seconds, 1)
+            self.since = None
+            check_gradient(float(logs.get("grad_norm", 0.0)), self.warnings)
+            for index, health in self.writes.items():
+                logs[f"state_ratio/{index}"] = health.state_ratio
+        if self.file is not None:
+            line = {"step": state.global_step, **logs}
+            if "loss" in logs:
+                gradients = self.gradients.read()
+                line["layers"] = [
+                    {"layer": i, **asdict(health), "gradients": gradients.get(i, {})} for i, health in sorted(self.writes.items())
+                ]
+            with self.file.open("a") as log:
+                log.write(json.dumps(line) + "\n")

@@ -1,0 +1,62 @@
+"""Parameter groups: the target generator's conv and P beside the rest, each with its own rate, decay and warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..errors import InPlaceTTTError
+from ..surgery import fast_weights
+from .recipe import Optimisation
+
+
+def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str, Any]]:
+    """AdamW groups of the parameters that require a gradient: conv, proj, matrices, and vectors (which never decay).
+
+    Raises InPlaceTTTError when a TTT parameter is frozen, or nothing is trained.
+    """
+    ttt = {f"{kind}": [] for kind in ("conv", "proj")}  # type: dict[str, list[nn.Parameter]]
+    for index, layer in fast_weights(model).items():
+        for name, parameter in layer.ttt.named_parameters():
+            if parameter.requires_grad:  # under PEFT the trained copy is one of two
+                ttt[name.rpartition(".")[2]].append(parameter)
+        if not any(p.requires_grad for p in layer.ttt.parameters()):
+            raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
+    special = {id(p) for group in ttt.values() for p in group}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in special]
+    groups = [
+        _group("conv", ttt["conv"], settings.conv_learning_rate or settings.learning_rate, settings.conv_weight_decay),
+        _group("proj", ttt["proj"], settings.proj_learning_rate or settings.learning_rate, settings.proj_weight_decay),
+        _group("matrices", [p for p in rest if dimensions(p) > 1], settings.learning_rate, settings.weight_decay),
+        _group("vectors", [p for p in rest if dimensions(p) <= 1], settings.learning_rate, 0.0),
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter, also where ZeRO-3 keeps only a flat part of it."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _group(name: str, params: list[nn.Parameter], rate: float, decay: float) -> dict[str, Any]:
+    return {"name": name, "params": params, "lr": rate, "weight_decay": decay}
+
+
+def schedule(settings: Optimisation, steps: int, group: str) -> Callable[[int], float]:
+    """Learning-rate factor of a group at each step: linear warm-up, then the recipe's decay to `final_ratio`."""
+    own = settings.ttt_warmup_steps if group in ("conv", "proj") else None
+    warmup = settings.warmup_steps if own is None else own
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if settings.schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        falling = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return settings.final_ratio + (1 - settings.final_ratio) * falling
+
+    return factor

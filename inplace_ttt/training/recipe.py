@@ -1,0 +1,292 @@
+"""A training run as one YAML file: its sections and what they must keep to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from .settings import WrongSetting, read_settings, require
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    path: checkpoint folder or hub id, converted already or not; or
+    config: values of a transformers config, `model_type` among them, for a model from scratch.
+    tokenizer: folder or hub id; `path` without one. overrides: values put over the model's own config (YaRN, a window).
+    """
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+
+    def __post_init__(self) -> None:
+        require((self.path is None) != (self.config is None), "path", "give either path or config (a model from scratch)")
+        require(self.config is None or "model_type" in self.config, "config", "config needs model_type")
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer or self.path or ""
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The synthetic recall task instead of text: key-value pairs, asked for again beyond the attention window."""
+
+    pairs: int = 16
+    vocabulary: int = 128
+    rows: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("pairs", "vocabulary", "rows"):
+            require(getattr(self, name) >= 1, name, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Documents, and how they become rows; or the synthetic `recall` task.
+
+    train, validation: files, folders, glob patterns or hub names. A text file is one document.
+    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`.
+    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
+    sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
+    """
+
+    train: list[str] = field(default_factory=list)
+    validation: list[str] = field(default_factory=list)
+    validation_documents: int = 0
+    format: Literal["auto", "text", "json", "parquet", "arrow", "hub"] = "auto"
+    text_field: str = "text"
+    split: str = "train"
+    sequence_length: int = 32768
+    streaming: bool = False
+    shuffle: bool = True
+    seed: int = 0
+    cache: str | None = None
+    recall: Recall | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
+        require(not (self.train and self.recall), "recall", "has no effect beside train")
+        require(self.sequence_length >= 2, "sequence_length", "must be at least 2")
+        require(self.validation_documents >= 0, "validation_documents", "must be at least 0")
+        require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters beside the TTT parameters (`train: lora`); `targets` are module names or one regular expression."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str | list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"])
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "rank", "must be at least 1")
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """What is trained and how (AdamW).
+
+    train: "all" parameters; the new ones alone ("ttt"); or the new ones and LoRA ("lora").
+    steps or tokens: length of the run. batch_size: rows a device and micro-step; accumulation: micro-steps a step.
+    conv_*, proj_*: the groups of the target generator, whose settings default to those of the rest, except that they
+    carry no weight decay. eta_warmup_steps: η rises linearly from 0 over as many steps.
+    """
+
+    train: Literal["all", "ttt", "lora"] = "all"
+    steps: int | None = None
+    tokens: int | None = None
+    batch_size: int = 1
+    accumulation: int = 1
+    learning_rate: float = 5e-6
+    weight_decay: float = 0.1
+    warmup_steps: int = 0
+    conv_learning_rate: float | None = None
+    proj_learning_rate: float | None = None
+    conv_weight_decay: float = 0.0
+    proj_weight_decay: float = 0.0
+    ttt_warmup_steps: int | None = None
+    eta_warmup_steps: int = 0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    final_ratio: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+    liger: bool = False
+    seed: int = 0
+    lora: Lora | None = None
+
+    def __post_init__(self) -> None:
+        require((self.steps is None) != (self.tokens is None), "steps", "give either steps or tokens")
+        for name in ("steps", "tokens"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, "must be at least 1")
+        for name in ("batch_size", "accumulation"):
+            require(getattr(self, name) >= 1, name, "must be at least 1")
+        for name in ("learning_rate", "conv_learning_rate", "proj_learning_rate", "epsilon", "max_grad_norm"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, "must be above 0")
+        for name in ("weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "eta_warmup_steps"):
+            require(getattr(self, name) >= 0, name, "must be at least 0")
+        require(0 <= self.final_ratio <= 1, "final_ratio", "must be from 0 to 1")
+        require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", "must be two numbers from 0 up to 1")
+        require(self.lora is None or self.train == "lora", "lora", "has no effect without train: lora")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """processes: on each node, one a device. sequence_parallel: ranks that share one row (Ulysses). hostfile: several nodes."""
+
+    processes: int = 1
+    sequence_parallel: int = 1
+    nodes: int = 1
+    hostfile: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "sequence_parallel", "nodes"):
+            require(getattr(self, name) >= 1, name, "must be at least 1")
+        world = self.processes * self.nodes
+        require(world % self.sequence_parallel == 0, "sequence_parallel", f"{self.sequence_parallel} does not divide {world} processes")
+        require(self.nodes == 1 or self.hostfile is not None, "hostfile", f"{self.nodes} nodes need a hostfile")
+
+    @property
+    def world(self) -> int:
+        return self.processes * self.nodes
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, checkpoints."""
+
+    log_every: int = 10
+    evaluate_every: int = 0
+    evaluate_rows: int = 8
+    save_every: int = 500
+    keep: int = 2
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    stop_write_ratio: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("log_every", "save_every", "keep", "evaluate_rows"):
+            require(getattr(self, name) >= 1, name, "must be at least 1")
+        require(self.evaluate_every >= 0, "evaluate_every", "must be at least 0")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A deviation from the paper that the run declares: the audit's item, and the reason."""
+
+    id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The gate before the first step. profile: what the run is held against; None skips it."""
+
+    profile: Literal["paper", "official"] | None = "paper"
+    deviations: list[Deviation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run. Relative paths start at the current folder; `deepspeed` and `hostfile` at the recipe's own.
+
+    surgery: settings of InPlaceTTTConfig, with `preset` for where the rest comes from; none where `model.path` is converted.
+    deepspeed: a ZeRO stage, a DeepSpeed JSON file, or its contents; what the recipe says itself is filled in.
+    """
+
+    model: Model
+    data: Data
+    optimisation: Optimisation
+    output: str
+    surgery: dict[str, Any] | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    deepspeed: int | str | dict[str, Any] = 1
+    monitor: Monitor = field(default_factory=Monitor)
+    audit: Audit = field(default_factory=Audit)
+    path: Path | None = field(default=None, metadata={"internal": True})
+
+    def __post_init__(self) -> None:
+        if self.surgery is not None:
+            try:
+                self.ttt_config()
+            except InPlaceTTTError as error:
+                raise WrongSetting("surgery", str(error).rstrip(".")) from None
+        if isinstance(self.deepspeed, int):
+            require(0 <= self.deepspeed <= 3, "deepspeed", f"there is no ZeRO stage {self.deepspeed}; use 0 to 3, a file, or settings")
+        require(
+            bool(self.model.tokenizer_path) or self.data.recall is not None, "model", "a model from scratch needs a tokenizer to read text"
+        )
+        shared, stage = self.parallel.sequence_parallel, self.zero_stage
+        require(
+            self.data.sequence_length % shared == 0,
+            "data",
+            f"sequence_length {self.data.sequence_length} does not divide by {shared} ranks",
+        )
+        require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
+
+    def ttt_config(self) -> InPlaceTTTConfig | None:
+        """The surgery to make, or None where the checkpoint is converted already."""
+        if self.surgery is None:
+            return None
+        settings = dict(self.surgery)
+        return InPlaceTTTConfig.preset(settings.pop("preset", "paper"), **settings)
+
+    def beside(self, name: str) -> Path:
+        """A file named by the recipe, which lies beside it."""
+        here = Path(name)
+        return here if here.is_absolute() or self.path is None else self.path.parent / here
+
+    def deepspeed_settings(self) -> dict[str, Any]:
+        """The DeepSpeed config as written (HF's "auto" values still open)."""
+        if isinstance(self.deepspeed, Mapping):
+            return dict(self.deepspeed)
+        if isinstance(self.deepspeed, int):
+            return {"zero_optimization": {"stage": self.deepspeed}}
+        try:
+            return json.loads(self.beside(self.deepspeed).read_text())
+        except OSError as error:
+            raise WrongSetting("deepspeed", f"cannot read {self.beside(self.deepspeed)}: {error.strerror}") from None
+        except json.JSONDecodeError as error:
+            raise WrongSetting("deepspeed", f"{self.beside(self.deepspeed)} is no JSON: {error}") from None
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.deepspeed_settings().get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of `sequence_length` tokens that one optimiser step sees, over all devices."""
+        o = self.optimisation
+        return o.batch_size * o.accumulation * self.parallel.world // self.parallel.sequence_parallel
+
+    @property
+    def steps(self) -> int:
+        o = self.optimisation
+        return o.steps if o.steps is not None else -(-(o.tokens or 0) // (self.rows_per_step * self.data.sequence_length))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, every default written out."""
+        values = dataclasses.asdict(self)
+        del values["path"]
+        return values
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `overrides` are `a.b=value` with a YAML value. Raises InPlaceTTTError naming line and key."""
+    return read_settings(Recipe, Path(path), overrides, path=Path(path))

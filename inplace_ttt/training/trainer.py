@@ -1,0 +1,152 @@
+"""The Hugging Face Trainer, taught what a converted model needs: parameter groups, shared rows, whole checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from ..errors import InPlaceTTTError, NotSoError
+from ..surgery import ttt_disabled
+from .parameters import parameter_groups, schedule
+from .recipe import Recipe
+from .verify import verify_saved
+
+_COMPLETE = "complete"
+
+
+class FastWeightTrainer(Trainer):
+    """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
+
+    def __init__(self, recipe: Recipe, **kwargs: Any) -> None:
+        self.recipe = recipe
+        self.last_loss = float("nan")
+        super().__init__(**kwargs)
+        self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
+
+    @property
+    def shares_rows(self) -> bool:
+        return self.recipe.parallel.sequence_parallel > 1
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            settings = self.recipe.optimisation
+            groups = parameter_groups(model or self.model, settings)
+            options = {"betas": tuple(settings.betas), "eps": settings.epsilon}
+            offload = self.recipe.deepspeed_settings().get("zero_optimization", {}).get("offload_optimizer")
+            if offload and offload.get("device") == "cpu" and torch.cuda.is_available():
+                from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+                self.optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+            else:
+                self.optimizer = torch.optim.AdamW(groups, **options)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
+        if self.lr_scheduler is None:
+            optimizer = optimizer or self.optimizer
+            names = [group["name"] for group in optimizer.param_groups]
+            factors = [schedule(self.recipe.optimisation, num_training_steps, name) for name in names]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: Any) -> Tensor:
+        """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted already."""
+        if self.shares_rows:
+            count = sum((batch["shift_labels"] != -100).sum() for batch in batch_samples)
+        else:
+            count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
+        return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
+        """Mean over the step's targets, wherever their rank and micro-step.
+
+        DeepSpeed adds gradients up over the ranks that share rows and averages over the rest, so a rank's own part of
+        the loss is scaled by the number of the rest. (Gathering the losses through autograd, as the Trainer does by
+        itself, hands every rank its gradient once for each rank: a norm `sequence_parallel` times too large.)
+        """
+        if num_items_in_batch is None or not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs)
+        if self.shares_rows:
+            inputs = {**inputs, "labels": inputs["shift_labels"]}
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        world = self.accelerator.num_processes
+        share = outputs.loss * world
+        loss = share / self.recipe.parallel.sequence_parallel
+        loss = loss + (share - loss).detach()  # the mean over ranks of these is the loss that is reported
+        self._stop_if_not_finite(loss.detach())
+        return (loss, outputs) if return_outputs else loss
+
+    def _stop_if_not_finite(self, loss: Tensor) -> None:
+        """Before the gradient of such a loss reaches any weight."""
+        if not bool(torch.isfinite(_summed(loss.float(), loss.device))):
+            last = last_checkpoint(self.args.output_dir)
+            raise NotSoError(
+                f"the loss is not finite at step {self.state.global_step + 1}; the weights are as before it, and the last checkpoint is "
+                f"{last or 'none'}: lower the learning rates or eta, or look for bad rows in the data."
+            )
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Held-out loss with writes (`eval_loss`), without (`eval_off_loss`), and on minus off (`eval_difference`)."""
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with ttt_disabled(self.model):
+            metrics |= super().evaluate(eval_dataset, ignore_keys, f"{metric_key_prefix}_off")
+        difference = metrics[f"{metric_key_prefix}_loss"] - metrics[f"{metric_key_prefix}_off_loss"]
+        metrics[f"{metric_key_prefix}_difference"] = difference
+        self.log({f"{metric_key_prefix}_difference": difference})
+        return metrics
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer does, then checked and marked as complete; only then older ones go."""
+        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            raise InPlaceTTTError(f"cannot save {folder}: {error}; free some space, and resume from the last complete one.") from None
+        _barrier()
+        if self.args.should_save:
+            if isinstance(self.model, PreTrainedModel):
+                verify_saved(folder, self.model)
+            (folder / _COMPLETE).write_text("")
+            rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.recipe.monitor.keep)
+        _barrier()
+
+
+def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    found = [folder for folder in Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (folder / _COMPLETE).exists()]
+    return max(found, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+
+
+def remove_incomplete(output: str | os.PathLike[str]) -> list[Path]:
+    """Remove checkpoints that an interruption left unfinished; gives back which."""
+    broken = [folder for folder in Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if not (folder / _COMPLETE).exists()]
+    for folder in broken:
+        shutil.rmtree(folder)
+    return broken
+
+
+def _summed(value: Tensor, device: Any) -> Tensor:
+    value = value.to(device)
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,92 @@
+"""L8: a sequence across P ranks gives what one rank gives, in outputs and every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor
+
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.layout import ChunkLayout
+from inplace_ttt.ops import fast_weight
+from inplace_ttt.ops.scan import fast_weight_across_ranks
+
+CHUNK, WIDTH, D, H = 4, 24, 7, 5  # d does not divide by the ranks
+LAYOUTS = {
+    "one document": lambda n: [[n], [n]],
+    "ends on borders": lambda n: [[WIDTH] * (n // WIDTH), [n]],
+    "straddling": lambda n: [[20, n - 20], [n - 12, 5]],
+    "short ones": lambda n: [[4, 8, 12] * (n // 24), [4] * (n // 4 - 1)],
+    "padded at the end": lambda n: [[n - 9], [n // 2 - 3]],
+    "a row of padding": lambda n: [[n], []],
+}
+
+
+def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+
+    given = {"z": draw(layout.batch, layout.length, H), "v": draw(layout.batch, layout.length, D, scale=0.3), "weight": draw(D, H)}
+    if with_state:
+        given["initial_state"] = draw(layout.batch, D, H)
+    return given
+
+
+def whole(layout: ChunkLayout, given: dict[str, Tensor], weights: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
+    out, state = fast_weight(**given, layout=layout, backend="reference", return_state=True, **options)
+    ((out * weights[0]).sum() + (state * weights[1]).sum()).backward()
+    return [out.detach(), state.detach(), *(x.grad for x in given.values())]
+
+
+def compare(group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool) -> None:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    length = WIDTH * ranks
+    layout = ChunkLayout.from_lengths(LAYOUTS[name](length), CHUNK, length)
+    options = {"eta": 0.2, "clip": clip}
+    weights = torch.randn(layout.batch, length, D, dtype=dtype), torch.randn(layout.batch, D, H, dtype=dtype)
+    for tensor in weights:
+        dist.broadcast(tensor, 0, group)
+    if not fused:
+        weights = weights[0], torch.zeros_like(weights[1])
+    expected = whole(layout, inputs(layout, dtype, with_state), weights, **options)
+    mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
+    given = inputs(layout, dtype, with_state)
+    local = {**given, "z": given["z"].detach()[:, mine].requires_grad_(), "v": given["v"].detach()[:, mine].requires_grad_()}
+    found = fast_weight_across_ranks(**local, layout=layout, group=group, return_state=fused, **options)
+    out, state = found if fused else (found, None)
+    loss = (out * weights[0][:, mine]).sum()
+    if state is not None:
+        loss = loss + (state * weights[1]).sum() / ranks  # each rank holds the same final state
+        torch.testing.assert_close(state, expected[1], msg=f"final state: {name}")
+    loss.backward()
+    for tensor in (given["weight"], given.get("initial_state")):
+        if tensor is not None:
+            dist.all_reduce(tensor.grad, group=group)
+    gradients = [local["z"].grad, local["v"].grad, given["weight"].grad, *([given["initial_state"].grad] if with_state else [])]
+    cut = [expected[0][:, mine], expected[2][:, mine], expected[3][:, mine], *expected[4:]]
+    for got, want, what in zip([out.detach(), *gradients], cut, ["out", "z", "v", "weight", "initial_state"], strict=False):
+        torch.testing.assert_close(got, want, msg=lambda m, what=what: f"{what}, {name}, clip {clip}: {m}")
+
+
+def every_case(group: dist.ProcessGroup) -> None:
+    for name in LAYOUTS:
+        for dtype in (torch.float64, torch.float32):
+            for clip, with_state, with_final in ((None, False, False), (2.0, False, True), (None, True, True), (2.0, True, False)):
+                compare(group, name, dtype, clip, with_state, with_final)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_agree_with_one(ranks: int) -> None:
+    on_ranks(ranks, every_case)
+
+
+def test_a_border_inside_a_chunk_is_refused() -> None:
+    layout = ChunkLayout.from_lengths([[48]], 5)
+    with pytest.raises(InPlaceTTTError, match="rank 1 begins at token 24 of row 0, 4 tokens into a chunk of 5"):
+        layout.part(1, 2)
+    with pytest.raises(InPlaceTTTError, match="rows of 48 tokens do not divide by 5 ranks"):
+        layout.part(0, 5)

@@ -1,0 +1,238 @@
+"""A recipe's model: where it comes from, what of it is trained, what is refused; LoRA on disk; ZeRO-3."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import distance, logits, random_ids, turn_writer_on
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, load, revert, save_adapter
+from inplace_ttt.surgery import config_of, fast_weights
+from inplace_ttt.training.model import build_model, meta_model
+from inplace_ttt.training.recipe import Recipe
+
+from .tiny import CONFIG, tiny_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
+ROOT = Path(__file__).resolve().parents[2]
+IDS = random_ids(1, 64)
+LORA = {"train": "lora", "steps": 1, "lora": {"rank": 2}}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, Path]:
+    """The tiny model with a trained writer, in every form that `model.path` takes."""
+    model = build_model(tiny_recipe(tmp_path))
+    turn_writer_on(model)
+    folders = {form: tmp_path / form for form in ("full", "base", "adapter")}
+    model.save_pretrained(folders["full"])
+    save_adapter(model, folders["adapter"], base=str(folders["base"]))
+    revert(model).save_pretrained(folders["base"])
+    return folders
+
+
+def at(path: Path, **more: Any) -> dict[str, Any]:
+    """Sections for a model in a folder."""
+    return {"model": {"path": str(path), "dtype": "float32", **more}, "surgery": None}
+
+
+def test_from_scratch_starts_as_a_fresh_conversion(tmp_path: Path) -> None:
+    model = build_model(tiny_recipe(tmp_path))
+    assert model.config.model_type == "mistral" and model.dtype == torch.float32
+    for layer in fast_weights(model).values():
+        assert not layer.ttt.conv.any()
+        diagonal = layer.ttt.proj.diagonal()
+        assert torch.equal(layer.ttt.proj.detach(), diagonal.diag()) and 0.15 < diagonal.std() < 0.45
+    assert 0.28 < model.model.layers[1].mlp.down_proj.weight.std() < 0.32
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build_model(tiny_recipe(tmp_path)).parameters(), strict=True)), (
+        "the seed decides"
+    )
+    other = build_model(tiny_recipe(tmp_path, "optimisation.seed=1"))
+    assert not torch.equal(other.lm_head.weight, model.lm_head.weight)
+
+
+def test_every_form_of_a_checkpoint(saved: dict[str, Path], tmp_path: Path) -> None:
+    expected = logits(load(saved["full"]), IDS)
+    for form in ("full", "adapter"):
+        model = build_model(tiny_recipe(tmp_path, **at(saved[form])))
+        assert torch.equal(logits(model, IDS), expected), form
+    base = build_model(tiny_recipe(tmp_path, **{**at(saved["base"]), "surgery": {"layers": [1], "chunk_size": 8, "eta": 0.5}}))
+    assert config_of(base) == InPlaceTTTConfig(layers=(1,), chunk_size=8, eta=0.5)
+    assert distance(logits(base, IDS), expected) > 0.01
+
+
+def test_dtype_and_attention(saved: dict[str, Path], tmp_path: Path) -> None:
+    model = build_model(tiny_recipe(tmp_path, **at(saved["full"], dtype="bfloat16", attention="eager")))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("form", ["full", "adapter", "base"])
+def test_overrides_reach_the_model(form: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    sections = at(saved[form], overrides={"rope_parameters": yarn, "max_position_embeddings": 2048, "sliding_window": 8})
+    if form == "base":
+        sections["surgery"] = {"layers": [0], "chunk_size": 16}
+    plain = build_model(tiny_recipe(tmp_path, **{**sections, "model": {**sections["model"], "overrides": {}}}))
+    model = build_model(tiny_recipe(tmp_path, **sections))
+    assert model.config.rope_parameters == {**yarn, "rope_theta": plain.config.rope_parameters["rope_theta"]}
+    assert (model.config.max_position_embeddings, model.config.sliding_window) == (2048, 8)
+    assert not torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    meta = meta_model(tiny_recipe(tmp_path, **sections))
+    assert meta.config.rope_parameters == model.config.rope_parameters
+
+
+def test_a_window_over_a_family_with_layer_types(tmp_path: Path) -> None:
+    config = {**{k: v for k, v in CONFIG.items() if k != "sliding_window"}, "model_type": "qwen3", "head_dim": 8}
+    base = tmp_path / "qwen"
+    revert(build_model(tiny_recipe(tmp_path, model={"config": config, "tokenizer": "x"}))).save_pretrained(base)
+    assert json.loads((base / "config.json").read_text())["layer_types"] == ["full_attention"] * 3
+    sections = {**at(base, overrides={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0})}
+    sections["surgery"] = {"layers": [0], "chunk_size": 16}
+    assert build_model(tiny_recipe(tmp_path, **sections)).config.layer_types == ["sliding_attention"] * 3
+    sections["model"]["overrides"] = {"sliding_window": 16}
+    with pytest.raises(InPlaceTTTError, match="no layer would use it; set use_sliding_window: true and max_window_layers: 0"):
+        build_model(tiny_recipe(tmp_path, **sections))
+
+
+@pytest.mark.parametrize("train", ["all", "ttt", "lora"])
+def test_what_is_trained(train: str, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, optimisation={"train": train, "steps": 1})
+    model = build_model(recipe)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    ttt = {name for name in trained if ".ttt." in name}
+    assert len(ttt) == 4
+    lora = {name for name in trained if ".lora_" in name}
+    assert len(lora) == (3 * 6 * 2 if train == "lora" else 0)
+    assert (len(trained - ttt - lora) > 0) == (train == "all")
+    assert isinstance(model, PeftModel) == (train == "lora")
+    meta = meta_model(recipe)
+    described = [[(name, p.shape, p.dtype, p.requires_grad) for name, p in m.named_parameters()] for m in (model, meta)]
+    assert described[0] == described[1]
+    assert {p.device.type for p in meta.parameters()} == {"meta"}
+
+
+def trained(model: PeftModel) -> PeftModel:
+    """A few steps on the adapter and the writer."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def test_lora_adapter_holds_what_was_trained_and_reloads_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, **at(saved["full"]), optimisation=LORA)
+    model = trained(build_model(recipe))
+    expected = logits(model, IDS)
+    model.save_pretrained(tmp_path / "lora")
+    names = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert sum(".ttt." in name for name in names) == 4 and all(".ttt." in name or ".lora_" in name for name in names)
+    reloaded = PeftModel.from_pretrained(load(saved["full"], dtype=torch.float32), tmp_path / "lora")
+    assert torch.equal(logits(reloaded, IDS), expected)
+    assert distance(expected, logits(load(saved["full"], dtype=torch.float32), IDS)) > 0.01
+
+
+def test_lora_merges_and_keeps_the_trained_writer(saved: dict[str, Path], tmp_path: Path) -> None:
+    model = trained(build_model(tiny_recipe(tmp_path, **at(saved["full"]), optimisation=LORA)))
+    expected = logits(model, IDS)
+    writers = {index: [p.clone() for p in layer.ttt.parameters()] for index, layer in fast_weights(model).items()}
+    merged = model.merge_and_unload()
+    assert distance(logits(merged, IDS), expected) < 5e-5
+    merged.save_pretrained(tmp_path / "merged")
+    again = load(tmp_path / "merged", dtype=torch.float32)
+    assert torch.equal(logits(again, IDS), logits(merged, IDS))
+    before = fast_weights(load(saved["full"]))
+    for index, layer in fast_weights(again).items():
+        kept = list(writers[index])[-2:]  # PEFT keeps the untrained copy first
+        assert all(torch.equal(a, b) for a, b in zip(layer.ttt.parameters(), kept, strict=True))
+        assert not torch.equal(layer.ttt.conv, before[index].ttt.conv)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sections", "message"),
+    [
+        (["surgery=null"], {}, "surgery: a model from scratch is not converted and there is no surgery; add the section"),
+        (["model.config.hiden_size=3"], {}, "model.config.hiden_size: the config of a mistral has no such value"),
+        (["model.config.hidden_size=big"], {}, "model.config: .*hidden_size.*expected int"),
+        (["model.config.model_type=perceptron"], {}, "model.config: model_type 'perceptron' is not one that transformers knows"),
+        (["model.config.model_type=vit"], {}, "the config of a vit has no such value"),
+        (["model.overrides.widow=3"], {}, "model.overrides.widow: the config of a mistral has no such value"),
+        (["model.overrides.rope_parameters={rope_type: yarn, factor: 4.0}"], {}, "add original_max_position_embeddings"),
+        (["surgery.layers=[0, 3]"], {}, r"layers \[3\] do not exist: the model has 3 layers"),
+        (["model.attention=flash_attention_2"], {}, "model: FlashAttention2"),
+        ([], at(Path("./nowhere")), "model.path: nowhere does not exist; give a model folder or a hub id"),
+        ([], at(Path(__file__).parent), "model.path: .* has no config.json"),
+        (
+            [],
+            {"optimisation": {**LORA, "lora": {"targets": ["q_proj", "down_proj"]}}},
+            "is the fast weight of layer 0.*leave down_proj out",
+        ),
+        ([], {"optimisation": {**LORA, "lora": {"targets": "all-linear"}}}, "is the fast weight of layer 0"),
+        (
+            [],
+            {"optimisation": {**LORA, "lora": {"targets": ["q_proj", "qproj"]}}},
+            "lora.targets: no module of the mistral is called .*qproj",
+        ),
+    ],
+)
+def test_refusals(overrides: list[str], sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InPlaceTTTError, match=message) as refusal:
+        build_model(tiny_recipe(tmp_path, *overrides, **sections))
+    assert "\n" not in str(refusal.value)
+
+
+def test_surgery_belongs_to_what_is_not_converted(saved: dict[str, Path], tmp_path: Path) -> None:
+    for form in ("full", "adapter"):
+        with pytest.raises(InPlaceTTTError, match="is converted already, so that surgery has no effect; remove the section"):
+            build_model(tiny_recipe(tmp_path, **{**at(saved[form]), "surgery": {"chunk_size": 16}}))
+    with pytest.raises(InPlaceTTTError, match="is not converted and there is no surgery"):
+        meta_model(tiny_recipe(tmp_path, **at(saved["base"])))
+
+
+def test_lora_spares_the_fast_weights_by_a_pattern(tmp_path: Path) -> None:
+    targets = r".*layers\.1\.mlp\.down_proj"
+    model = build_model(tiny_recipe(tmp_path, optimisation={**LORA, "lora": {"targets": targets}}))
+    assert {name.partition(".mlp")[0][-1] for name, p in model.named_parameters() if ".lora_" in name} == {"1"}
+
+
+def test_zero3(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Partitioned while loading, the model has the values that it has without DeepSpeed, and trains."""
+    recipes = {}
+    for form in ("full", "adapter", "base", "scratch", "ttt", "lora"):
+        sections = {} if form == "scratch" else at(saved.get(form, saved["full"]))
+        if form == "base":
+            sections["surgery"] = {"layers": [0, 2], "chunk_size": 16}
+        (tmp_path / f"zero3-{form}").mkdir()
+        train = form if form in ("ttt", "lora") else "all"
+        recipes[form] = tiny_recipe(tmp_path / f"zero3-{form}", **sections, optimisation={"train": train, "steps": 1})
+    for (form, recipe), found in zip(recipes.items(), under_zero3(*recipes.values()), strict=True):
+        plain = build_model(recipe)
+        assert set(found["values"]) == {name for name, _ in plain.named_parameters()}
+        if form != "scratch":  # transformers initialises a partitioned model in another order
+            assert found["values"] == {n: pytest.approx(p.double().abs().sum().item()) for n, p in plain.named_parameters()}, form
+            loss = plain.train()(input_ids=IDS, labels=IDS, use_cache=False).loss.item()
+            assert found["losses"][0] == pytest.approx(loss, abs=1e-4), form
+        assert found["losses"][-1] < found["losses"][0], form
+
+
+def under_zero3(*recipes: Recipe) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    command = [sys.executable, "-m", "training.zero3_worker", *(str(recipe.path) for recipe in recipes)]
+    environment = {**os.environ, **world, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
