@@ -34,7 +34,7 @@ _AMPERE = (Tile(128, 128, 32, 1, 8, 3), Tile(64, 128, 32, 1, 4, 3))
 _AMPERE_TWO_SUMS = (Tile(64, 128, 32, 1, 8, 3), Tile(64, 64, 32, 1, 4, 3))
 _SQUARE = (Tile(128, 128, 64, 1, 8, 3), Tile(64, 64, 64, 1, 4, 3))
 _FULL_PRECISION = (Tile(64, 64, 16, 1, 8, 2),)
-_INTERPRETER = (Tile(16, 32, 16, 2),)
+_INTERPRETER = (Tile(32, 64, 16, 2),)
 
 
 def tiles(dtype: torch.dtype, capability: tuple[int, int] | None, two_sums: bool = False, square: bool = False) -> tuple[Tile, ...]:

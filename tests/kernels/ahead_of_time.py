@@ -1,6 +1,6 @@
 """Compile the kernels for GPUs that are not there, and report what ptxas says: run as a script, without the interpreter.
 
-python tests/kernels/ahead_of_time.py    # one JSON object a line
+python tests/kernels/ahead_of_time.py    [--all]    # one JSON object a line; --all: float16 too
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from inplace_ttt_kernels import walk
+from inplace_ttt_kernels import conv, gram, walk
 from inplace_ttt_kernels.tuning import Tile, tiles
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -48,11 +49,12 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     }
 
 
-def walks(arch: int) -> Iterator[dict[str, Any]]:
+def walks(arch: int, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:
     modes = {"state": (False, False), "weight": (True, True), "gradient": (True, False)}
-    for dtype, clipped, (mode, (base, dither)) in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True), modes.items()):
+    for dtype, clipped, (mode, (base, dither)) in itertools.product(dtypes, (False, True), modes.items()):
         for number, tile in enumerate(tiles(dtype, divmod(arch, 10), two_sums=clipped)):
             by_tile, short, part = arch >= 90 and dtype != torch.float32, NAMES[dtype], tile.columns // tile.parts
+            base_by_tile = by_tile and mode == "weight"
             types = {name: "*fp32" for name in ("start", "carry", "factors")} | {name: f"*{short}" for name in ("a", "b", "slots", "base")}
             types |= {"scale": "fp32"} | ({} if mode != "gradient" else {"base": "*fp32"})
             if by_tile:
@@ -60,10 +62,9 @@ def walks(arch: int) -> Iterator[dict[str, Any]]:
                     "a": f"tensordesc<{short}[{tile.depth}, {tile.rows}]>",
                     "b": f"tensordesc<{short}[{tile.depth}, {tile.columns}]>",
                     "slots": f"tensordesc<{short}[1, {tile.rows}, {part}]>",
-                    "base": f"tensordesc<{types['base'][1:]}[{tile.rows}, {part}]>",
-                }
+                } | ({"base": f"tensordesc<{short}[{tile.rows}, {part}]>"} if base_by_tile else {})
             constants: dict[str, Any] = dict(
-                HAS_BASE=base, DITHER=dither and dtype != torch.float32, CLIPPED=clipped, BY_TILE=by_tile,
+                HAS_BASE=base, BASE_BY_TILE=base_by_tile, DITHER=dither and dtype != torch.float32, CLIPPED=clipped, BY_TILE=by_tile,
                 DTYPE=getattr(triton.language, str(dtype).removeprefix("torch.")), PRECISION="ieee" if dtype == torch.float32 else "tf32",
                 BD=tile.rows, BH=tile.columns, BK=tile.depth, PARTS=tile.parts,
             )  # fmt: skip
@@ -76,7 +77,31 @@ def walks(arch: int) -> Iterator[dict[str, Any]]:
             yield {"kernel": "walk", "arch": arch, "dtype": short, "mode": mode, "clipped": clipped, "candidate": number, **found}
 
 
+def grams(arch: int, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:
+    for dtype in dtypes:
+        for number, tile in enumerate(tiles(dtype, divmod(arch, 10), square=True)):
+            types = {"a": f"*{NAMES[dtype]}", "b": f"*{NAMES[dtype]}", "starts": "*i64", "out": "*fp32"}
+            constants = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "B": tile.rows, "BK": tile.depth}
+            aligned = {"a", "b", "d", "h", "a_stride", "b_stride"}
+            found = compiled(gram.squared_norms_kernel, types, constants, aligned, arch, tile)
+            yield {"kernel": "squared_norms", "arch": arch, "dtype": NAMES[dtype], "candidate": number, **found}
+
+
+def convolutions(arch: int, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:
+    for dtype in dtypes:
+        types = {name: f"*{NAMES[dtype]}" for name in ("x", "conv", "out", "d_out")} | {"ids": "*i32", "parts": "*fp32"}
+        shape = {"TAPS": 5, "BT": conv._TOKENS, "BC": conv._CHANNELS}
+        for reverse in (False, True):
+            aligned = {"x", "out", "d", "x_row", "x_token"}
+            found = compiled(conv.convolve_kernel, types, {**shape, "REVERSED": reverse}, aligned, arch, Tile(0, 0, 0))
+            yield {"kernel": "convolve", "arch": arch, "dtype": NAMES[dtype], "reverse": reverse, **found}
+        aligned = {"x", "d_out", "d", "x_row", "x_token", "g_row", "g_token"}
+        found = compiled(conv.taps_gradient_kernel, types, {**shape, "BLOCKS": 32}, aligned, arch, Tile(0, 0, 0))
+        yield {"kernel": "taps_gradient", "arch": arch, "dtype": NAMES[dtype], **found}
+
+
 if __name__ == "__main__":
-    for arch in (80, 90):
-        for row in walks(arch):
+    chosen = [torch.bfloat16, torch.float16, torch.float32] if "--all" in sys.argv else [torch.bfloat16, torch.float32]
+    for arch, kind in itertools.product((80, 90), (convolutions, grams, walks)):
+        for row in kind(arch, chosen):
             print(json.dumps(row), flush=True)
