@@ -60,7 +60,7 @@ def taps_gradient_kernel(
     parts += (row * tl.num_programs(0) + tl.program_id(0)) * TAPS * d + c
     for j in tl.static_range(TAPS):
         sums = tl.zeros((BC,), tl.float32)
-        for block in range(0, BLOCKS):
+        for block in range(BLOCKS):
             t = (tl.program_id(0) * BLOCKS + block) * BT + tl.arange(0, BT)
             there = t + first_tap + j
             mine = _chunk_of(ids, t, length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,13 @@ from .fast_weight import backward, forward
 from .operands import operands_of
 
 Gradients = tuple[Tensor | None, ...]
+
+
+@contextlib.contextmanager
+def _on_device_of(x: Tensor) -> Iterator[None]:
+    """Launch where x lies, also when another GPU is current, and multiply in the dtypes given, also under autocast."""
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), torch.autocast(x.device.type, enabled=False):
+        yield
 
 
 @torch.library.custom_op("inplace_ttt::fast_weight", mutates_args=())
@@ -31,7 +40,7 @@ def fast_weight(
     z [B, T, h], v [B, T, d], weight [d, h] or None of one dtype; initial_state [B, d, h] float32 or None; tau [] float32,
     the largest norm of a chunk's delta, or None; spans [n, 3] int64 on the CPU: row, start and stop of each document, in order.
     """
-    with torch.autocast(z.device.type, enabled=False):
+    with _on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)
         out, state = forward(given, z.shape[0], return_state)
     return out.view(v.shape), state
@@ -68,7 +77,7 @@ def fast_weight_backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of z, v, weight and initial_state, the last two empty where there is nothing to give."""
-    with torch.autocast(z.device.type, enabled=False):
+    with _on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)
         d_rows = d_out.flatten(0, 1).contiguous()
         d_last = None if d_state is None else d_state.contiguous()
@@ -129,7 +138,8 @@ fast_weight.register_autograd(_fast_weight_gradients, setup_context=_keep_for_ba
 @torch.library.custom_op("inplace_ttt::chunk_conv", mutates_args=())
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
     """Depthwise correlation of x [B, T, d] with conv [d, 1, k], taps inside the token's chunk; chunk_ids [B, T] int32."""
-    return convolution.convolve(_with_dense_rows(x), conv.contiguous(), chunk_ids.contiguous(), first_tap)
+    with _on_device_of(x):
+        return convolution.convolve(_with_dense_rows(x), conv.contiguous(), chunk_ids.contiguous(), first_tap)
 
 
 @chunk_conv.register_fake
@@ -141,8 +151,10 @@ def _(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
 def chunk_conv_backward(d_out: Tensor, x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> tuple[Tensor, Tensor]:
     """Gradients of x and conv."""
     d_out, x, chunk_ids = _with_dense_rows(d_out), _with_dense_rows(x), chunk_ids.contiguous()
-    dx = convolution.convolve(d_out, conv.contiguous(), chunk_ids, first_tap, reverse=True)
-    return dx, convolution.taps_gradient(d_out, x, chunk_ids, first_tap, conv.shape[-1]).to(conv.dtype).contiguous()
+    with _on_device_of(x):
+        dx = convolution.convolve(d_out, conv.contiguous(), chunk_ids, first_tap, reverse=True)
+        d_conv = convolution.taps_gradient(d_out, x, chunk_ids, first_tap, conv.shape[-1])
+    return dx, d_conv.to(conv.dtype).contiguous()
 
 
 @chunk_conv_backward.register_fake

@@ -23,7 +23,8 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     if INTERPRETED:
         return None
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"they run on NVIDIA GPUs, not on {'ROCm' if torch.version.hip else device.type} (TRITON_INTERPRET=1 runs them anywhere, slowly)"
+        here = "ROCm" if torch.version.hip is not None else device.type
+        return f"they run on NVIDIA GPUs, not on {here} (TRITON_INTERPRET=1 runs them anywhere, slowly)"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"they need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"

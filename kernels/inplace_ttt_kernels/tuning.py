@@ -40,15 +40,16 @@ _INTERPRETER = (Tile(32, 64, 16, 2),)
 def tiles(dtype: torch.dtype, capability: tuple[int, int] | None, two_sums: bool = False, square: bool = False) -> tuple[Tile, ...]:
     """The candidates, the first one the default. None: the interpreter.
 
-    two_sums: a program holds two accumulators. square: rows = columns, and few enough for two.
+    two_sums: a program holds two float32 tiles. square: rows = columns, and few enough for two.
     """
     if capability is None:
         return _INTERPRETER
     if dtype == torch.float32:
         return _FULL_PRECISION
+    has_room = capability[0] in (9, 10)  # 227 KiB of shared memory a program
     if square:
-        return _SQUARE if capability[0] >= 9 else _SQUARE[1:]
-    if capability[0] >= 9:
+        return _SQUARE if has_room else _SQUARE[1:]
+    if has_room:
         return _HOPPER_TWO_SUMS if two_sums else _HOPPER
     return _AMPERE_TWO_SUMS if two_sums else _AMPERE
 

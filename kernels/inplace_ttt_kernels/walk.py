@@ -40,7 +40,7 @@ def _dithered(x, threshold, DTYPE: tl.constexpr):
     What lies on the grid stays, as do infinities and NaN. float16 below its normal range is rounded to nearest.
     """
     bits = x.to(tl.uint32, bitcast=True)
-    if DTYPE == tl.bfloat16:
+    if DTYPE.is_bf16():  # noqa: SIM108
         raised = (bits + threshold) & 0xFFFF0000
     else:
         raised = (bits + (threshold >> 3)) & 0xFFFFE000
@@ -100,8 +100,8 @@ def walk_kernel(
     a, b, start, carry, slots, base, factors,
     first, step, stop, chunk, steps, n_slots, number, direction, lead, loads, keeps, scale,
     d, h, a_stride, b_stride,
-    HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, CLIPPED: tl.constexpr, BY_TILE: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, CLIPPED: tl.constexpr,
+    BY_TILE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: the (BD, BH) tile of S through `steps` chunks. Arguments as in `walk`; a, b and slots are descriptors
     where BY_TILE, base where BASE_BY_TILE. One flat loop over all chunks keeps the pipeline of loads full from one to the next."""
@@ -118,18 +118,19 @@ def walk_kernel(
     sums = tl.zeros((BD, BH), tl.float32)
     if loads:
         sums = tl.load(start + at, mask=inside, other=0.0)
-    if lead:
-        slot = tl.where(direction > 0, 0, n_slots - 1)
-        _put(
-            sums, slots, base, slot, number, row, column, d, h, scale,
-            HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, BH, PARTS,
-        )  # fmt: skip
+    if HAS_SLOTS:
+        if lead:
+            slot = tl.where(direction > 0, 0, n_slots - 1)
+            _put(
+                sums, slots, base, slot, number, row, column, d, h, scale,
+                HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, BH, PARTS,
+            )  # fmt: skip
     if CLIPPED:
         delta = tl.zeros((BD, BH), tl.float32)
     token = first.to(tl.int64)
     k = 0
     done = 0
-    for _ in range(0, steps * tl.cdiv(chunk, BK)):
+    for _ in range(steps * tl.cdiv(chunk, BK)):
         if BY_TILE:  # rows from `stop` on read zero
             a_tile = a.load([(token + k).to(tl.int32), row])
             b_tile = b.load([(token + k).to(tl.int32), column])
@@ -145,9 +146,9 @@ def walk_kernel(
                 delta = tl.zeros((BD, BH), tl.float32)
         else:
             sums = tl.dot(a_tile.T, b_tile, sums, input_precision=PRECISION)
-        if is_last:
+        if HAS_SLOTS:
             place = done + lead
-            if place < n_slots:
+            if is_last & (place < n_slots):
                 slot = tl.where(direction > 0, place, n_slots - 1 - place)
                 _put(
                     sums, slots, base, slot, number + place, row, column, d, h, scale,
@@ -216,13 +217,14 @@ def walk(
             TensorDescriptor.from_tensor(base, [tile.rows, part]) if base_by_tile else base, factors,
             first, -chunk if backward else chunk, stop, chunk, steps, written, number, -1 if backward else 1, int(lead),
             int(start is not None), int(keeps), scale, d, h, a.stride(0), b.stride(0),
-            HAS_BASE=base is not None, BASE_BY_TILE=base_by_tile, DITHER=dither and a.dtype != torch.float32,
+            HAS_SLOTS=slots is not None, HAS_BASE=base is not None, BASE_BY_TILE=base_by_tile, DITHER=dither and a.dtype != torch.float32,
             CLIPPED=factors is not None, BY_TILE=by_tile, DTYPE=dtype, PRECISION="ieee" if a.dtype == torch.float32 else "tf32",
             BD=tile.rows, BH=tile.columns, BK=tile.depth, PARTS=tile.parts, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    candidates = tiles(a.dtype, capability(a.device), two_sums=factors is not None)
-    key = ("walk", a.device, a.dtype, d, h, None if base is None else base.dtype, factors is None, copies)
+    is_large = factors is not None or (base is not None and base.dtype != a.dtype)  # a float32 base takes as much as a sum
+    candidates = tiles(a.dtype, capability(a.device), two_sums=is_large)
+    key = ("walk", a.device, a.dtype, d, h, slots is None, None if base is None else base.dtype, factors is None, copies)
     run_tuned(key, candidates, launch, repeatable=start is not carry, device=a.device)
 
 

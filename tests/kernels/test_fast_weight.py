@@ -97,3 +97,38 @@ def test_in_bfloat16(documents: str, shape: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_float16(shape: str) -> None:
     check(layout_of("packed", SHAPES[shape][0]), shape, torch.float16, ("free", True, True, True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_output_is_written(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
+    layout = layout_of("unequal rows", SHAPES[shape][0])
+    cases = [(inputs(layout, *SHAPES[shape][1:], torch.float32, start, w0), clip, keep) for clip, start, keep, w0 in CASES[::5]]
+    expected = [run("triton", layout, given, CLIPS[clip], keep) for given, clip, keep in cases]
+
+    def poisoned(make):
+        def filled(*args, **kwargs):
+            made = make(*args, **kwargs)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        return filled
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(Tensor, name, poisoned(getattr(Tensor, name)))
+    for (given, clip, keep), values in zip(cases, expected, strict=True):
+        for name, value in run("triton", layout, given, CLIPS[clip], keep).items():
+            assert torch.equal(value, values[name]), name
+
+
+def test_rows_of_a_larger_tensor_and_a_transposed_weight() -> None:
+    """Strided inputs: z and v as columns of wider tensors, W0 as `Conv1D` keeps it."""
+    layout = layout_of("packed", 16)
+    given = inputs(layout, 24, 40, torch.float32, start=False, w0=True)
+    expected = run("triton", layout, given, None, keep=False)
+    wide = {name: torch.cat([x, x], dim=-1).detach() for name, x in given.items() if name != "weight"}
+    strided = {name: x[..., : x.shape[-1] // 2].requires_grad_() for name, x in wide.items()}
+    strided["weight"] = given["weight"].detach().T.contiguous().T.requires_grad_()
+    found = run("triton", layout, strided, None, keep=False)
+    assert all(distance(found[name], expected[name]) < 1e-6 for name in expected)
