@@ -81,10 +81,7 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
         for name, run in deltas.items():
             yield {"name": name, **where, "seconds": _try(run, device)}
     tokens, d, chunk = (64, 40, 32) if smoke else (32768, 2560, 512)
-    x, taps = (
-        torch.randn(1, tokens, d, device=device).to(dtype).requires_grad_(),
-        torch.randn(d, 1, 5, device=device).to(dtype).requires_grad_(),
-    )
+    x, taps = (torch.randn(*size, device=device).to(dtype).requires_grad_() for size in ((1, tokens, d), (d, 1, 5)))
     ids = ChunkLayout.from_lengths([[tokens]], chunk).chunk_ids(device)
     grad = torch.randn(1, tokens, d, device=device).to(dtype)
     once = x.numel() * 2

@@ -42,14 +42,12 @@ def main() -> int:
 def checks(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     """A row for each case: name, ok, the worst error relative to the largest entry, its bound and where it is."""
     # chunk size, d, h: tiles by descriptor, with edges; by pointer, for chunks or rows that are not whole vectors
-    shapes = (
-        {"descriptors": (32, 40, 72), "pointers": (13, 17, 35)} if smoke else {"descriptors": (192, 328, 712), "pointers": (75, 129, 203)}
-    )
-    shapes |= {} if smoke else {"SmolLM2-135M": (256, 576, 1536)}
+    shapes = {"descriptors": (192, 328, 712), "pointers": (75, 129, 203), "SmolLM2-135M": (256, 576, 1536)}
+    if smoke:
+        shapes = {"descriptors": (32, 40, 72), "pointers": (13, 17, 35)}
     dtypes = (torch.bfloat16,) if smoke else tuple(BOUND)
-    cases = [
-        (start, keep, w0, clip) for start, keep, w0 in ((False, False, True), (True, True, True), (True, True, False)) for clip in (0, 1)
-    ]
+    forms = ((False, False, True), (True, True, True), (True, True, False))
+    cases = [(*form, clip) for form in forms for clip in (False, True)]
     for number, (documents, shape, dtype) in enumerate(itertools.product(DOCUMENTS, shapes, dtypes)):
         few = smoke or dtype == torch.float16
         for turn, (start, keep, w0, clip) in enumerate([cases[number % len(cases)]] if few else cases):
@@ -121,9 +119,8 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     layout = ChunkLayout((((3, 20), (20, 41)), ()), 44, 9) if smoke else ChunkLayout((((3, 2000), (2000, 5001)), ()), 5004, 192)
     for dtype, (first_tap, taps) in itertools.product(BOUND, ((-2, 5), (-3, 4))):
         g = torch.Generator(device).manual_seed(2)
-        x, d_out, conv = (
-            torch.randn(*size, generator=g, device=device) for size in ((2, layout.length, d), (2, layout.length, d), (d, 1, taps))
-        )
+        sizes = (2, layout.length, d), (2, layout.length, d), (d, 1, taps)
+        x, d_out, conv = (torch.randn(*size, generator=g, device=device) for size in sizes)
         results = []
         for convolve, precision in ((_ChunkConv.apply, torch.float64), (chunk_conv, dtype)):
             leaves = [t.to(dtype).to(precision).requires_grad_() for t in (x, conv)]
@@ -133,13 +130,8 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
         errors = {name: _distance(found, wanted) for name, wanted, found in zip(("out", "d_x", "d_conv"), *results, strict=True)}
         where = max(errors, key=lambda name: errors[name])
         ok = all(error < BOUND[dtype] for error in errors.values())
-        yield {
-            "name": f"convolution, {taps} taps, {str(dtype)[6:]}",
-            "ok": ok,
-            "worst": errors[where],
-            "bound": BOUND[dtype],
-            "where": where,
-        }
+        name = f"convolution, {taps} taps, {str(dtype)[6:]}"
+        yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

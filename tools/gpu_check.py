@@ -138,12 +138,8 @@ def _models(clock: Clock, smoke: bool, folder: Path) -> Iterable[dict[str, Any]]
     if smoke:
         yield measure("tiny", 96, 32, 1, "cpu", "bfloat16", str(folder / "profile-tiny.txt"))
         return
-    for shape, tokens, seconds in (
-        ("Qwen3-4B", 32768, 45),
-        ("SmolLM2-135M", 32768, 40),
-        ("Qwen3-4B", 8192, 20),
-        ("SmolLM2-135M", 8192, 20),
-    ):
+    both = ("Qwen3-4B", "SmolLM2-135M")
+    for shape, tokens, seconds in [(shape, 32768, 45) for shape in both] + [(shape, 8192, 20) for shape in both]:
         if clock.has(seconds, f"model {shape} at {tokens} tokens"):
             yield measure(shape, tokens, 512, 5, "cuda", "bfloat16", str(folder / f"profile-{shape}-{tokens}.txt"))
             torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """‖AᵀB‖_F² of each chunk from its Gram matrices, ⟨AAᵀ, BBᵀ⟩, so that no delta is made to be measured.
 
-The C × C matrices are symmetric: half their tiles are computed, C²(d + h) multiply-adds a chunk against C·d·h for the delta.
+The C × C matrices are symmetric: half their tiles are computed, C²(d + h) / 2 multiply-adds a chunk against C·d·h for the delta.
 """
 
 from __future__ import annotations

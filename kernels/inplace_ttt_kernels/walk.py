@@ -101,7 +101,8 @@ def walk_kernel(
     first, step, stop, chunk, steps, n_slots, number, direction, lead, loads, keeps, scale,
     d, h, a_stride, b_stride,
     HAS_SLOTS: tl.constexpr, HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, CLIPPED: tl.constexpr,
-    BY_TILE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    BY_TILE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: the (BD, BH) tile of S through `steps` chunks. Arguments as in `walk`; a, b and slots are descriptors
     where BY_TILE, base where BASE_BY_TILE. One flat loop over all chunks keeps the pipeline of loads full from one to the next."""
@@ -118,7 +119,7 @@ def walk_kernel(
     sums = tl.zeros((BD, BH), tl.float32)
     if loads:
         sums = tl.load(start + at, mask=inside, other=0.0)
-    if HAS_SLOTS:
+    if HAS_SLOTS:  # noqa: SIM102 (known to the compiler, `lead` is not)
         if lead:
             slot = tl.where(direction > 0, 0, n_slots - 1)
             _put(

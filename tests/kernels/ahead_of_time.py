@@ -63,7 +63,8 @@ def walks(arch: int, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:
                     "slots": f"tensordesc<{short}[1, {tile.rows}, {part}]>",
                 } | ({"base": f"tensordesc<{short}[{tile.rows}, {part}]>"} if base_by_tile else {})
             constants: dict[str, Any] = dict(
-                HAS_SLOTS=mode != "sum", HAS_BASE=base, BASE_BY_TILE=base_by_tile, DITHER=dither and dtype != torch.float32, CLIPPED=clipped, BY_TILE=by_tile,
+                HAS_SLOTS=mode != "sum", HAS_BASE=base, BASE_BY_TILE=base_by_tile,
+                DITHER=dither and dtype != torch.float32, CLIPPED=clipped, BY_TILE=by_tile,
                 DTYPE=getattr(triton.language, str(dtype).removeprefix("torch.")), PRECISION="ieee" if dtype == torch.float32 else "tf32",
                 BD=tile.rows, BH=tile.columns, BK=tile.depth, PARTS=tile.parts,
             )  # fmt: skip

@@ -36,8 +36,10 @@ def test_dither_keeps_what_lies_on_the_grid_and_what_is_not_finite() -> None:
     w0 = draw(32, 64)
     w0[0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
     slots, carry = torch.empty(1, 32, 64, device=DEVICE, dtype=torch.bfloat16), torch.empty(32, 64, device=DEVICE)
-    zero = torch.zeros(16, 64, device=DEVICE, dtype=torch.bfloat16)
-    walk(zero[:, :32].contiguous(), zero, carry, slots, first=0, stop=16, chunk=16, steps=1, base=w0, dither=True)
+    zero, start = torch.zeros(16, 64, device=DEVICE, dtype=torch.bfloat16), torch.zeros(32, 64, device=DEVICE)
+    start[1, 0] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)  # the NaN of a GPU: one more bit and it is -0
+    walk(zero[:, :32].contiguous(), zero, carry, slots, first=0, stop=16, chunk=16, steps=1, start=start, base=w0, dither=True)
+    w0[1, 0] = float("nan")
     assert torch.equal(slots[0].nan_to_num(7.0), w0.nan_to_num(7.0))
 
 
@@ -51,10 +53,10 @@ def test_chunks_are_rounded_by_different_chances() -> None:
 
 @pytest.mark.parametrize("chunk", [16, 3], ids=["descriptors", "pointers"])
 def test_addresses_have_64_bits(chunk: int) -> None:
-    """Rows 2^31 numbers apart; what lies between them is never touched, so it takes no memory."""
+    """Rows 2^30 numbers apart, so that the third is past 2^31; what lies between is never touched and takes no memory."""
     if DEVICE == "cuda" and torch.cuda.get_device_properties(0).total_memory < 30 << 30:
         raise RuntimeError("this test needs 30 GiB on the GPU; run it with CUDA_VISIBLE_DEVICES= through the interpreter instead.")
-    rows, stride = 3, 2**31 + 64
+    rows, stride = 5, 2**30 + 64
     sparse = torch.empty((rows - 1) * stride + 16, dtype=torch.bfloat16, device=DEVICE).as_strided((rows, 16), (stride, 1))
     dense = draw(rows, 16)
     sparse.copy_(dense)
@@ -64,6 +66,18 @@ def test_addresses_have_64_bits(chunk: int) -> None:
     assert torch.equal(carry, again) and carry.abs().sum() > 0
     starts = torch.tensor([0], device=DEVICE)
     assert torch.equal(squared_norms(sparse, sparse, starts, rows), squared_norms(dense, dense, starts, rows))
+
+
+@pytest.mark.parametrize("chunk", [16, 9], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("poisoned", ["values", "keys"])
+def test_nothing_past_the_end_of_a_document_is_read(poisoned: str, chunk: int) -> None:
+    rows = {"values": draw(24, 32, seed=1), "keys": draw(24, 32, seed=2)}
+    wanted = rows["values"][:12].float().T @ rows["keys"][:12].float()
+    rows[poisoned][12:] = float("nan")
+    carry = torch.empty(32, 32, device=DEVICE)
+    first = 12 - 12 % chunk
+    walk(rows["values"], rows["keys"], carry, None, first=first, stop=12, chunk=chunk, steps=1 + first // chunk, backward=True)
+    assert torch.allclose(carry, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_two_runs_give_the_same_bits() -> None:
