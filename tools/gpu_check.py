@@ -6,12 +6,13 @@ Nothing is timed when a check fails. What the time does not suffice for is named
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ class Clock:
         if left < seconds:
             self.skipped.append(f"{task}: needs about {seconds:.0f} s, {max(left, 0):.0f} s left")
         return left >= seconds
+
+    @contextlib.contextmanager
+    def carries_on(self, task: str) -> Iterator[None]:
+        """Note a task that breaks, so that the rest is still measured."""
+        try:
+            yield
+        except Exception as error:
+            self.skipped.append(f"{task}: {type(error).__name__}: {str(error)[:300]}")
 
 
 def main() -> int:
@@ -126,8 +135,9 @@ def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[d
         seconds = 25 + 400 * shape.product / 400e12
         if smoke:
             yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 1, "cpu", torch.bfloat16, every_form=False)}
-        elif clock.has(seconds, f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"):
-            yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 5, "cuda", torch.bfloat16)}
+        elif clock.has(seconds, task := f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"):
+            with clock.carries_on(task):
+                yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 5, "cuda", torch.bfloat16)}
             torch.cuda.empty_cache()
 
 
@@ -140,8 +150,9 @@ def _models(clock: Clock, smoke: bool, folder: Path) -> Iterable[dict[str, Any]]
         return
     both = ("Qwen3-4B", "SmolLM2-135M")
     for shape, tokens, seconds in [(shape, 32768, 45) for shape in both] + [(shape, 8192, 20) for shape in both]:
-        if clock.has(seconds, f"model {shape} at {tokens} tokens"):
-            yield measure(shape, tokens, 512, 5, "cuda", "bfloat16", str(folder / f"profile-{shape}-{tokens}.txt"))
+        if clock.has(seconds, task := f"model {shape} at {tokens} tokens"):
+            with clock.carries_on(task):
+                yield measure(shape, tokens, 512, 5, "cuda", "bfloat16", str(folder / f"profile-{shape}-{tokens}.txt"))
             torch.cuda.empty_cache()
 
 

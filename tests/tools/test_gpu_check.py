@@ -49,3 +49,16 @@ def test_what_the_time_does_not_suffice_for_is_named() -> None:
 def test_the_counts_in_the_documentation_are_the_script_s() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     assert "\n".join(count_kernels.tables(32768, 790, 4.3)) in page
+
+
+def test_a_measurement_that_breaks_is_named_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(shape: SimpleNamespace, *_: object) -> list[object]:
+        if shape.tokens == 8:
+            raise ValueError("no such luck")
+        return []
+
+    monkeypatch.setattr("inplace_ttt.benchmark.measure", measure)
+    clock = gpu_check.Clock(minutes=10)
+    shapes = [("A", SimpleNamespace(product=1.0, tokens=n, chunk_size=4)) for n in (8, 16)]
+    assert [row["tokens"] for row in gpu_check._ops(shapes, clock, smoke=False)] == [16]
+    assert clock.skipped == ["op at A, 8 tokens, chunks of 4: ValueError: no such luck"]
