@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..layout import ChunkLayout, Span
-from .precision import state_dtype
+from .precision import state_dtype, without_autocast
 from .reference import clip_factor
 
 
@@ -59,7 +59,7 @@ class _FastWeight(torch.autograd.Function):
         ctx.save_for_backward(z, v, weight, initial_state)
         ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state = eta, clip, layout, return_state
         ctx.set_materialize_grads(False)
-        with torch.autocast(z.device.type, enabled=False):
+        with without_autocast(z.device):
             walk = _Walk(z, v, weight, initial_state, eta, clip, layout, return_state)
             return walk.forward()
 
@@ -67,7 +67,7 @@ class _FastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
         z, v, weight, initial_state = ctx.saved_tensors
-        with torch.autocast(z.device.type, enabled=False):
+        with without_autocast(z.device):
             walk = _Walk(z, v, weight, initial_state, ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state)
             d_out = torch.zeros_like(v) if d_out is None else d_out
             return *walk.backward(d_out, d_state), None, None, None, None
@@ -88,7 +88,7 @@ class _SumOfWrites(torch.autograd.Function):
         ctx.spans, ctx.layout, ctx.clip = spans, layout, clip
         walk = _Walk(z, v, None, None, 1.0, clip, layout, False)
         state = z.new_zeros(z.shape[0], v.shape[-1], z.shape[-1], dtype=walk.dtype)
-        with torch.autocast(z.device.type, enabled=False):
+        with without_autocast(z.device):
             for row, chunk in _complete(spans, layout):
                 walk.add_delta(state[row], row, chunk)
         return state
@@ -99,7 +99,7 @@ class _SumOfWrites(torch.autograd.Function):
         z, v = ctx.saved_tensors
         dz, dv = torch.zeros_like(z), torch.zeros_like(v)
         walk = _Walk(z, v, None, None, 1.0, ctx.clip, ctx.layout, False)
-        with torch.autocast(z.device.type, enabled=False):
+        with without_autocast(z.device):
             for row, chunk in _complete(ctx.spans, ctx.layout):
                 walk.through_write(row, chunk, d_state[row], dz, dv)
         return dz, dv, None, None, None

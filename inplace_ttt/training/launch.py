@@ -38,7 +38,7 @@ def command(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if launcher is None:
         raise InPlaceTTTError("DeepSpeed's launcher `deepspeed` is not on the PATH; pip install 'inplace-ttt[train]'.")
-    line = [sys.executable, launcher, "--no_local_rank"]
+    line = [sys.executable, launcher, "--no_local_rank", "--log_level", "warning"]
     if parallel.hostfile is not None:
         hostfile = recipe.beside(parallel.hostfile)
         if not hostfile.exists():

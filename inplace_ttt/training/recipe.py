@@ -238,6 +238,11 @@ class Recipe:
             "data",
             f"sequence_length {self.data.sequence_length} does not divide by {shared} ranks",
         )
+        require(
+            self.monitor.save_every * self.optimisation.accumulation % shared == 0,
+            "monitor",
+            f"save_every x accumulation must be a multiple of sequence_parallel = {shared}, so that a resumed run meets the same rows",
+        )
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
 
     def ttt_config(self) -> InPlaceTTTConfig | None:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from ..errors import InPlaceTTTError, NotSoError
-from ..folder import new_folder
+from ..errors import InPlaceTTTError
 from ..surgery import config_of
 from .attention import sdpa_sees_documents
 from .guards import FirstStep, GradientTap
 from .model import build_model
 from .monitor import EtaWarmup, LayerMonitor
+from .order import rows_to_come
 from .recipe import Recipe
 from .trainer import FastWeightTrainer, last_checkpoint, remove_incomplete
 from .verify import verify_saved
@@ -45,6 +45,7 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
             f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.processes, or --num-processes."
         )
     output = Path(recipe.output)
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe)
     main = arguments.process_index == 0
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
@@ -68,12 +69,13 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     callbacks = [FirstStep(gradients, warnings), LayerMonitor(recipe, gradients, warnings, output / "log.jsonl" if main else None)]
     if recipe.optimisation.eta_warmup_steps:
         callbacks.insert(0, EtaWarmup(recipe.optimisation.eta_warmup_steps))
+    held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
     trainer = FastWeightTrainer(
         recipe,
         model=model,
         args=arguments,
-        train_dataset=data.rows_from(done),
-        eval_dataset=data.validation,
+        train_dataset=rows_to_come(data.train, recipe, done),
+        eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,
         callbacks=callbacks,
@@ -102,16 +104,15 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
     """The Trainer's arguments; made before the model, so that ZeRO-3 partitions it while it loads."""
+    import deepspeed
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
     o, m, shared = recipe.optimisation, recipe.monitor, recipe.parallel.sequence_parallel
     on_gpu = torch.cuda.is_available()
     parallelism = None
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", auto_mpi_discovery=False)
     if shared > 1:
-        import deepspeed
-
-        deepspeed.init_distributed("nccl" if on_gpu else "gloo")
         handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=recipe.model.attention, sp_seq_length_is_variable=True)
         parallelism = ParallelismConfig(
             sp_backend="deepspeed", sp_size=shared, dp_replicate_size=recipe.parallel.world // shared, sp_handler=handler
@@ -134,7 +135,6 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         logging_steps=m.log_every,
         logging_first_step=True,
         logging_nan_inf_filter=False,
-        logging_dir=str(Path(recipe.output) / "tensorboard"),
         report_to=list(m.report_to),
         eval_strategy="steps" if m.evaluate_every else "no",
         eval_steps=m.evaluate_every or None,
@@ -167,7 +167,10 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Rows to a batch [B, T]; no attention mask, since position_ids show the documents."""
-    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ("input_ids", "position_ids", "labels")}
+    return {
+        name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows])
+        for name in ("input_ids", "position_ids", "labels")
+    }
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

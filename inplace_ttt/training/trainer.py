@@ -75,25 +75,31 @@ class FastWeightTrainer(Trainer):
     ) -> Any:
         """Mean over the step's targets, wherever their rank and micro-step.
 
-        DeepSpeed adds gradients up over the ranks that share rows and averages over the rest, so a rank's own part of
-        the loss is scaled by the number of the rest. (Gathering the losses through autograd, as the Trainer does by
-        itself, hands every rank its gradient once for each rank: a norm `sequence_parallel` times too large.)
+        A rank's part of the sum is scaled by the number of ranks that DeepSpeed will divide the sum of gradients by.
+        (Gathering the losses through autograd, as the Trainer does by itself for ranks that share rows, hands every rank
+        its gradient once for each of them: a norm `sequence_parallel` times too large wherever DeepSpeed divides by less.)
         """
         if num_items_in_batch is None or not self.model.training:
             return super().compute_loss(model, inputs, return_outputs)
         if self.shares_rows:
             inputs = {**inputs, "labels": inputs["shift_labels"]}
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-        world = self.accelerator.num_processes
-        share = outputs.loss * world
-        loss = share / self.recipe.parallel.sequence_parallel
-        loss = loss + (share - loss).detach()  # the mean over ranks of these is the loss that is reported
+        loss = outputs.loss * self._divided_by
+        reported = outputs.loss.detach() * self.accelerator.num_processes  # whose mean over the ranks is the loss
+        loss = loss + (reported - loss.detach())
         self._stop_if_not_finite(loss.detach())
         return (loss, outputs) if return_outputs else loss
 
+    @property
+    def _divided_by(self) -> int:
+        """What DeepSpeed divides the sum of all ranks' gradients by: the ranks of one row count once, except where ZeRO-3 scatters."""
+        zero = self.recipe.deepspeed_settings().get("zero_optimization", {})
+        scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
+        return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel)
+
     def _stop_if_not_finite(self, loss: Tensor) -> None:
         """Before the gradient of such a loss reaches any weight."""
-        if not bool(torch.isfinite(_summed(loss.float(), loss.device))):
+        if not bool(torch.isfinite(_summed(loss.float().clone(), loss.device))):
             last = last_checkpoint(self.args.output_dir)
             raise NotSoError(
                 f"the loss is not finite at step {self.state.global_step + 1}; the weights are as before it, and the last checkpoint is "

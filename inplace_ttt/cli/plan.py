@@ -1,0 +1,73 @@
+"""`inplace-ttt plan RECIPE`"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from ..errors import InPlaceTTTError
+from ..training.plan import make_plan
+from ..training.recipe import load_recipe
+from . import Result
+
+EXAMPLES = """examples:
+  inplace-ttt plan recipes/smollm2-demo-cpu.yaml
+  inplace-ttt plan recipes/qwen3-4b-stage1-32k-8gpu.yaml --device-memory 80GB --set optimisation.liger=false"""
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, see recipes/README.md")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
+    parser.add_argument("--device-memory", metavar="SIZE", help="memory of one device, such as 80GB; says whether the run fits")
+
+
+def run(args: argparse.Namespace) -> Result:
+    memory = None if args.device_memory is None else _bytes(args.device_memory)
+    return make_plan(load_recipe(args.recipe, args.set), memory).to_dict(), 0
+
+
+def render(result: dict[str, Any]) -> str:
+    memory, sent = result["per_device_bytes"], result["communication_bytes"]
+    layers = ", ".join(map(str, result["ttt_layers"]))
+    shared = f", {result['sequence_parallel']} share a row" if result["sequence_parallel"] > 1 else ""
+    lines = [
+        f"model      {result['model_type']}, {_number(result['parameters'])} parameters, {_number(result['trained_parameters'])} trained, "
+        f"{_number(result['ttt_parameters'])} new",
+        f"TTT        layers {layers}; chunks of {result['chunk_size']} tokens, {result['chunks_per_row']} in a row of "
+        f"{result['sequence_length']}; {_size(result['state_bytes_per_sequence'])} of state a sequence",
+        f"devices    {result['devices']}, ZeRO stage {result['zero_stage']}{shared}",
+        f"run        {result['steps']:,} steps of {result['rows_per_step']} rows, {_number(result['tokens_per_step'])} tokens; "
+        f"{_number(result['tokens'])} tokens in all",
+        f"compute    {result['flops_per_step']:.2e} FLOPs a step, {result['flops']:.2e} in all; TTT is "
+        f"{result['fast_weight_flops']:.0%} of it",
+        "",
+        "memory of a device at its peak",
+        *(f"  {name:18}{_size(value):>10}" for name, value in memory.items() if value),
+        f"  of the activations, {_size(result['logits_bytes'])} are logits; TTT adds {_size(result['fast_weight_bytes'])}",
+        *([f"  on the host       {_size(result['host_bytes']):>10}"] if result["host_bytes"] else []),
+        "",
+        "sent by a device in a step",
+        *(f"  {name.replace('_', ' '):18}{_size(value):>10}" for name, value in sent.items() if value or name == "total"),
+    ]
+    return "\n".join([*lines, *([""] if result["warnings"] else []), *(f"warning: {warning}" for warning in result["warnings"])])
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise InPlaceTTTError(f"--device-memory must be a size such as 80GB or 24GiB, got {text!r}.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _size(value: int) -> str:
+    return f"{value / 10**9:.1f} GB" if value >= 10**8 else f"{value / 10**6:.1f} MB"
+
+
+def _number(value: int) -> str:
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:,}"

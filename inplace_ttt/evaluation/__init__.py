@@ -1,0 +1,1 @@
+"""What a converted model remembers: tasks, and comparisons with TTT on and off."""

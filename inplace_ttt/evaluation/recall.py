@@ -1,0 +1,74 @@
+"""The recall task: key-value pairs, a stretch of filler, then every key again, to be answered with its value.
+
+The filler is longer than the model's attention window, so that only a fast weight can carry the pairs across it. A row
+is one document: `pairs` times (key, value), filler, `pairs` times (key, value) in another order. Ids 0 to vocabulary/4 are
+filler, up to vocabulary/2 keys, the rest values. A key stands once among the pairs; values repeat as they fall. Labels
+are -100 except at the values of the second half, and are not shifted: transformers shifts them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import InPlaceTTTError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+
+IGNORED = -100
+
+
+def recall_data(rows: int, pairs: int, vocabulary: int, length: int, seed: int, held_out: bool = False) -> Dataset:
+    """`rows` rows of `length` tokens: input_ids, position_ids, labels. Row i depends on seed, held_out and i alone."""
+    import numpy as np
+    from datasets import Dataset, Features, List, Value
+
+    keys = vocabulary // 2 - vocabulary // 4
+    if not 1 <= pairs <= keys:
+        raise InPlaceTTTError(
+            f"recall asks for {pairs} pairs, but a vocabulary of {vocabulary} has {keys} keys; lower data.recall.pairs or raise "
+            "data.recall.vocabulary."
+        )
+    if length < 4 * pairs:
+        raise InPlaceTTTError(
+            f"recall of {pairs} pairs takes at least {4 * pairs} tokens, sequence_length is {length}; lower data.recall.pairs or "
+            "raise data.sequence_length."
+        )
+    ids = np.empty((rows, length), dtype=np.int32)
+    for row in range(rows):
+        ids[row] = _row(pairs, vocabulary, length, np.random.default_rng([seed, held_out, row]))
+    labels = np.full_like(ids, IGNORED)
+    answers = slice(length - 2 * pairs + 1, length, 2)
+    labels[:, answers] = ids[:, answers]
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), ids.shape)
+    columns = {"input_ids": ids, "position_ids": positions, "labels": labels}
+    return Dataset.from_dict(columns, features=Features({name: List(Value("int32")) for name in columns}))
+
+
+def _row(pairs: int, vocabulary: int, length: int, random: np.random.Generator) -> np.ndarray:
+    """Token ids [length]."""
+    import numpy as np
+
+    first_key, first_value = vocabulary // 4, vocabulary // 2
+    keys = random.permutation(np.arange(first_key, first_value))[:pairs]
+    told = np.stack([keys, random.integers(first_value, vocabulary, pairs)], axis=1)
+    filler = random.integers(0, max(first_key, 1), length - 4 * pairs)
+    return np.concatenate([told.ravel(), filler, random.permutation(told).ravel()])
+
+
+@torch.no_grad()
+def recall_accuracy(model: nn.Module, data: Dataset, batch_size: int = 32) -> float:
+    """Share of the labelled tokens that `model` finds most probable; chance is one in vocabulary/2."""
+    device = next(model.parameters()).device
+    right = asked = 0
+    for batch in data.with_format("torch").iter(batch_size=batch_size):
+        ids, positions, labels = (batch[name].to(device).long() for name in ("input_ids", "position_ids", "labels"))
+        guesses = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].argmax(dim=-1)
+        wanted = labels[:, 1:] != IGNORED
+        right += int((guesses == labels[:, 1:])[wanted].sum())
+        asked += int(wanted.sum())
+    return right / asked

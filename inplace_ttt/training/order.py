@@ -1,0 +1,31 @@
+"""The order in which a run meets its rows, fixed by the recipe, so that a resumed run goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import InPlaceTTTError
+from .recipe import Recipe
+
+
+def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0) -> Any:
+    """The rows of the steps after `steps_done`, in order: a datasets.Dataset (each epoch shuffled anew) or IterableDataset."""
+    steps, read = _rows_read(recipe, recipe.steps), _rows_read(recipe, steps_done)
+    if not hasattr(train, "select"):
+        return train.repeat(None).skip(read)
+    if not len(train):
+        raise InPlaceTTTError("the data gives no row to train on; give longer documents or a smaller data.sequence_length.")
+    epochs = range(-(-steps // len(train)))
+    if recipe.data.shuffle:
+        order = [np.random.default_rng([recipe.data.seed, epoch]).permutation(len(train)) for epoch in epochs]
+    else:
+        order = [np.arange(len(train)) for _ in epochs]
+    return train.select(np.concatenate(order)[read:steps])
+
+
+def _rows_read(recipe: Recipe, steps: int) -> int:
+    """Rows that were read from the data after so many steps: ranks that share rows read one each and then train on all of them."""
+    shared, micro_steps = recipe.parallel.sequence_parallel, steps * recipe.optimisation.accumulation
+    return -(-micro_steps // shared) * recipe.parallel.world * recipe.optimisation.batch_size

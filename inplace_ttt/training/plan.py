@@ -1,0 +1,220 @@
+"""What a run will take, from its recipe alone: bytes, operations, tokens, steps; and what will not fit or not train."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..config import InPlaceTTTConfig
+from ..families import features
+from ..surgery import config_of, fast_weights
+from .memory import Memory, Shape, communication, deepspeed_memory
+from .model import meta_model
+from .recipe import Recipe
+from .trace import Trace, trace
+
+_GB = 10**9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser step unless named otherwise.
+
+    tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last are read.
+    fast_weight_bytes: what TTT adds to the peak of a micro-step. flops_per_step: over all devices, recomputation included.
+    fast_weight_flops: TTT's part of it, as a share.
+    """
+
+    model_type: str
+    parameters: int
+    trained_parameters: int
+    ttt_parameters: int
+    ttt_layers: list[int]
+    chunk_size: int
+    devices: int
+    zero_stage: int
+    sequence_parallel: int
+    per_device_bytes: dict[str, int]
+    host_bytes: int
+    logits_bytes: int
+    fast_weight_bytes: int
+    state_bytes_per_sequence: int
+    communication_bytes: dict[str, int]
+    steps: int
+    tokens: int
+    tokens_per_step: int
+    rows_per_step: int
+    sequence_length: int
+    chunks_per_row: int
+    flops_per_step: int
+    flops: int
+    fast_weight_flops: float
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def make_plan(recipe: Recipe, device_memory: int | None = None) -> Plan:
+    """Plan a run; `device_memory` in bytes adds a warning where it does not suffice. Reads the model's config, no weights."""
+    model = meta_model(recipe)
+    ttt, text = config_of(model), _text_config(model)
+    layers = fast_weights(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    shape = Shape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in trained),
+        largest=max(p.numel() for p in trained),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        queries=head * text.num_attention_heads,
+        keys=head * max(keys, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
+        fast_weights=tuple(features(layer)[::-1] for layer in layers.values()),
+    )
+    with_ttt, without = trace(recipe), trace(recipe, ttt=False)
+    memory = deepspeed_memory(recipe, shape, with_ttt)
+    products, plain = (step.product_flops + _attention_flops(recipe, text, shape) for step in (with_ttt, without))
+    micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
+    tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
+    return Plan(
+        model_type=text.model_type,
+        parameters=shape.parameters,
+        trained_parameters=shape.trained,
+        ttt_parameters=sum(p.numel() for layer in layers.values() for p in layer.ttt.parameters()),
+        ttt_layers=list(layers),
+        chunk_size=ttt.chunk_size,
+        devices=recipe.parallel.world,
+        zero_stage=recipe.zero_stage,
+        sequence_parallel=recipe.parallel.sequence_parallel,
+        per_device_bytes={**{k: v for k, v in dataclasses.asdict(memory).items() if k != "host"}, "total": memory.total},
+        host_bytes=memory.host,
+        logits_bytes=with_ttt.logits,
+        fast_weight_bytes=with_ttt.activations - without.activations,
+        state_bytes_per_sequence=shape.state_bytes,
+        communication_bytes=communication(recipe, shape),
+        steps=recipe.steps,
+        tokens=recipe.steps * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        rows_per_step=recipe.rows_per_step,
+        sequence_length=recipe.data.sequence_length,
+        chunks_per_row=-(-recipe.data.sequence_length // ttt.chunk_size),
+        flops_per_step=products * micro_steps,
+        flops=products * micro_steps * recipe.steps,
+        fast_weight_flops=1 - plain / products,
+        warnings=[*_will_not_train(recipe, ttt, text), *_will_not_fit(recipe, memory, with_ttt, device_memory)],
+    )
+
+
+def _text_config(model: Any) -> PreTrainedConfig:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base.config.get_text_config()
+
+
+def _attention_flops(recipe: Recipe, text: PreTrainedConfig, shape: Shape) -> int:
+    """Of scores and values, for one device's micro-step; rows are taken as one document. Eager attention's are products already."""
+    if recipe.model.attention == "eager":
+        return 0
+    length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * shape.layers
+    pairs = 0
+    for kind in kinds:
+        reach = min(window, length) if window and kind == "sliding_attention" else length
+        pairs += length * reach - reach * (reach - 1) // 2
+    passes = 3 + recipe.optimisation.gradient_checkpointing  # the backward is two
+    return 4 * shape.queries * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
+
+
+def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
+    """A sentence for each setting under which something would not learn, or the run would stop."""
+    o, length, shared = recipe.optimisation, recipe.data.sequence_length, recipe.parallel.sequence_parallel
+    found = []
+    chunk, layers = ttt.chunk_size, ttt.layers
+    etas = [ttt.eta_of(position) for position in range(len(layers))]
+    if chunk >= length:
+        found.append(
+            f"A chunk of {chunk} tokens is no shorter than a row of {length}: no write is ever read, and conv and P learn nothing; "
+            f"lower surgery.chunk_size below {length}, best to {max(length // 8, 1)} or less."
+        )
+    elif chunk * 2 > length:
+        found.append(
+            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write a row is ever read; lower surgery.chunk_size."
+        )
+    if not any(etas):
+        found.append("eta is 0: nothing is written, and conv and P learn nothing; set surgery.eta above 0.")
+    elif not all(etas):
+        found.append(f"eta is 0 in layers {[i for i, eta in zip(layers, etas, strict=True) if not eta]}: they write nothing.")
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and length > context:
+        found.append(
+            f"Rows of {length} tokens are longer than the model's context of {context}; lower data.sequence_length, or extend the context "
+            "in model.overrides (max_position_embeddings and rope_parameters)."
+        )
+    window = getattr(text, "sliding_window", None)
+    if window and chunk > window and "full_attention" not in (getattr(text, "layer_types", None) or []):
+        found.append(
+            f"A chunk of {chunk} tokens is longer than the attention window of {window}: a token leaves the window before it is written; "
+            f"lower surgery.chunk_size to {window} or less."
+        )
+    for name in ("warmup_steps", "ttt_warmup_steps", "eta_warmup_steps"):
+        value = getattr(o, name)
+        if value and value >= recipe.steps:
+            found.append(f"The warm-up optimisation.{name} of {value} steps is no shorter than the run of {recipe.steps}; lower it.")
+    if shared > 1:
+        found += _will_not_share(recipe, ttt, text)
+    return found
+
+
+def _will_not_share(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
+    """What keeps ranks from sharing rows."""
+    length, shared, found = recipe.data.sequence_length, recipe.parallel.sequence_parallel, []
+    heads = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    if heads % shared:
+        found.append(f"sequence_parallel {shared} does not divide the model's {heads} attention heads; choose a divisor.")
+    if keys % shared and shared % keys:
+        found.append(f"sequence_parallel {shared} and the model's {keys} key-value heads do not divide one another; choose a divisor.")
+    if (length // shared) % ttt.chunk_size:
+        found.append(
+            f"Each of {shared} ranks gets {length // shared} tokens, which are not whole chunks of {ttt.chunk_size}; make "
+            f"data.sequence_length a multiple of {shared * ttt.chunk_size}."
+        )
+    if recipe.model.attention == "eager":
+        found.append("Ranks cannot share rows under eager attention; set model.attention to sdpa or flash_attention_2.")
+    return found
+
+
+def _will_not_fit(recipe: Recipe, memory: Memory, step: Trace, available: int | None) -> list[str]:
+    if available is None or memory.total <= available:
+        return []
+    parts = {name: value for name, value in dataclasses.asdict(memory).items() if name != "host"}
+    largest = max(parts, key=lambda name: parts[name])
+    return [
+        f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part are the {largest} with "
+        f"{parts[largest] / _GB:.1f} GB: {_remedy(recipe, largest, step)}."
+    ]
+
+
+def _remedy(recipe: Recipe, part: str, step: Trace) -> str:
+    o, ranks = recipe.optimisation, recipe.parallel.world
+    if part == "activations":
+        if step.logits > step.activations // 3 and not o.liger:
+            return f"{step.logits / _GB:.1f} of them are logits, so set optimisation.liger: true"
+        if not o.gradient_checkpointing:
+            return "set optimisation.gradient_checkpointing: true"
+        if o.batch_size > 1:
+            return "lower optimisation.batch_size and raise accumulation"
+        return "raise parallel.sequence_parallel, or lower data.sequence_length"
+    if part == "buckets":
+        return "set smaller buckets in the DeepSpeed settings (reduce_bucket_size, stage3_max_live_parameters)"
+    stage = {"optimiser": 1, "gradients": 2, "parameters": 3}[part]
+    if ranks > 1 and recipe.zero_stage < stage:
+        return f"use ZeRO stage {stage} or 3"
+    if part == "optimiser":
+        return "offload the optimiser to the host, or use more devices"
+    return "use more devices under ZeRO-3, or train less (optimisation.train)"
