@@ -16,6 +16,8 @@ OPTIONS = {
         "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file "
         "--save-state --seed --temperature --ttt"
     ),
+    "plan": "--device-memory --help --json --set",
+    "train": "--from-scratch --help --json --no-audit --num-processes --set",
     "export": "--base --format --help --json --overwrite",
     "import-official": "--help --json --overwrite",
     "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",
