@@ -75,7 +75,7 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, sums: Tensor, initial: Tensor | None, links: Tensor, group: ProcessGroup, wants_final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.links, ctx.group, ctx.has_initial = links, group, initial is not None
+        ctx.links, ctx.group, ctx.has_initial, ctx.wants_final = links, group, initial is not None, wants_final
         ctx.set_materialize_grads(False)
         exchange = _Exchange(sums, group)
         first = sums.new_zeros(()).expand(exchange.slice_shape) if initial is None else exchange.own_slice(initial)
@@ -88,9 +88,11 @@ class _Scan(torch.autograd.Function):
         some = d_start if d_start is not None else d_final
         assert some is not None
         exchange = _Exchange(some, ctx.group)
-        d_into = [exchange.scatter(torch.zeros_like(some) if d_start is None else d_start)]
-        d_into.append(exchange.scatter(torch.zeros_like(some) if d_final is None else d_final).sum(0, keepdim=True))
-        d_from = torch.einsum("brq,rbdh->qbdh", ctx.links, torch.cat(d_into))
+        into_start = exchange.scatter(torch.zeros_like(some) if d_start is None else d_start)
+        into_final = torch.zeros_like(into_start[:1])
+        if ctx.wants_final:  # every rank holds the final state, and its gradient is what they all make of it
+            into_final = exchange.scatter(torch.zeros_like(some) if d_final is None else d_final).sum(0, keepdim=True)
+        d_from = torch.einsum("brq,rbdh->qbdh", ctx.links, torch.cat([into_start, into_final]))
         return exchange.gather(d_from[1:]), exchange.placed(d_from[0]) if ctx.has_initial else None, None, None, None
 
 

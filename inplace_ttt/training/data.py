@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from .recipe import Data, Recipe
 
 SHUFFLE_BUFFER = 64
-"""Documents that a stream holds to shuffle them; the files of a stream are shuffled too."""
+"""Documents of a source that a stream holds to shuffle them; the files of a source are shuffled too."""
 SAMPLED_ROWS = 16
 """Rows of a stream that its report counts."""
 _FORMAT = 1
 """Part of every cache key; raise it when the same input gives other tokens or rows."""
-_BATCH = 16
+_BATCH = 32
 """Documents, or rows, handled at a time: one may have a million tokens."""
+_STREAM_BATCH = 4
+_CHARACTERS = 1 << 21
+"""Characters handed to the tokenizer at a time, unless one document has more: it needs hundreds of bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -196,30 +199,35 @@ def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
 
 def _tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, source: str) -> dict[str, list[Any]]:
     """A batch of texts, or of tokens. The tokenizer's own special tokens, and EOS after each text; empty texts have no tokens."""
-    values = batch[column]
-    if column == TOKENS:
-        documents = [_checked(list(tokens or ()), len(tokenizer), source) for tokens in values]
-    else:
-        wrong = next((value for value in values if value is not None and not isinstance(value, str)), None)
-        if wrong is not None:
-            raise InPlaceTTTError(f"the field {column!r} of {source} holds {type(wrong).__name__}, not text; set data.text_field.")
-        texts = [text if text is not None and text.strip() else None for text in values]
-        read = iter(tokenizer([text for text in texts if text is not None], verbose=False)["input_ids"] if any(texts) else ())
-        documents = [[] if text is None else _ended(next(read), tokenizer.eos_token_id) for text in texts]
+    import numpy as np
+
+    found = _checked(batch[column], len(tokenizer), source) if column == TOKENS else _read(batch[column], column, tokenizer, source)
+    documents = [np.asarray(tokens, dtype=np.int32) for tokens in found]
     return {TOKENS: documents, "length": [len(d) for d in documents], "digest": [_digest(d) for d in documents]}
 
 
-def _ended(tokens: list[int], eos: int | None) -> list[int]:
-    return tokens if eos is None or tokens[-1:] == [eos] else [*tokens, eos]
+def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator[Sequence[int]]:
+    for tokens in documents:
+        if tokens and not (isinstance(tokens[0], int) and min(tokens) >= 0 and max(tokens) < vocabulary):
+            raise InPlaceTTTError(
+                f"the input_ids of {source} are not those of this tokenizer (ids 0 to {vocabulary - 1}): {min(tokens)} to {max(tokens)}; "
+                "tokenise the documents with it."
+            )
+        yield tokens or ()
 
 
-def _checked(tokens: list[int], vocabulary: int, source: str) -> list[int]:
-    if tokens and not (isinstance(tokens[0], int) and min(tokens) >= 0 and max(tokens) < vocabulary):
-        raise InPlaceTTTError(
-            f"the input_ids of {source} are not those of this tokenizer (ids 0 to {vocabulary - 1}): {min(tokens)} to {max(tokens)}; "
-            "tokenise the documents with it."
-        )
-    return tokens
+def _read(texts: Sequence[Any], column: str, tokenizer: Any, source: str) -> Iterator[Sequence[int]]:
+    """The tokens of each text, a few texts in the tokenizer at a time."""
+    few: list[str] = []
+    for i, text in enumerate(texts):
+        if not isinstance(text, str | None):
+            raise InPlaceTTTError(f"the field {column!r} of {source} holds {type(text).__name__}, not text; set data.text_field.")
+        few.append(text if text and text.strip() else "")
+        if i + 1 == len(texts) or sum(map(len, few)) >= _CHARACTERS:
+            for kept, tokens in zip(few, tokenizer(few, verbose=False)["input_ids"], strict=True):
+                ended = tokenizer.eos_token_id is None or tokens[-1:] == [tokenizer.eos_token_id]
+                yield () if not kept else tokens if ended else [*tokens, tokenizer.eos_token_id]
+            few = []
 
 
 def _rows(job: _Job, documents: Dataset, order: np.ndarray, lengths: np.ndarray, cache: Path) -> Dataset:
@@ -263,14 +271,9 @@ def _streamed(job: _Job) -> TrainingData:
 
     data, length = job.recipe.data, job.recipe.data.sequence_length
     sources, held_sources = find(data.train, data.format, "train"), find(data.validation, data.format, "validation")
-    documents = _stream(job, sources)
-    if data.shuffle:
-        documents = documents.shuffle(seed=data.seed, buffer_size=SHUFFLE_BUFFER)
-    if held_sources:
-        held = list(_readable(_stream(job, held_sources), held_sources, data))
-    else:
-        held = list(_readable(documents.take(data.validation_documents), sources, data))
-        documents = documents.skip(data.validation_documents)
+    documents = _stream(job, sources, data.shuffle)
+    kept = _stream(job, held_sources, False) if held_sources else documents.take(data.validation_documents)
+    held = list(_readable(kept, held_sources or sources, data))
     make_rows = functools.partial(pack, row_length=length, pad_token=job.pad_token, align=job.align)
     reader = _Reader(documents, sources, data, frozenset(document["digest"] for document in held), make_rows)
     rows = list(make_rows(document[TOKENS] for document in held))
@@ -307,16 +310,20 @@ class _Reader:
             yield {name: values.tolist() for name, values in row.items()}
 
 
-def _stream(job: _Job, sources: Iterable[Source]) -> IterableDataset:
-    """Documents that are not empty as input_ids, length and digest, tokenised as they are read."""
-    from datasets import concatenate_datasets
+def _stream(job: _Job, sources: Iterable[Source], shuffle: bool) -> IterableDataset:
+    """Documents that are not empty as input_ids, length and digest, tokenised as they are read; shuffled sources take turns."""
+    from datasets import concatenate_datasets, interleave_datasets
 
     streams = []
     for source in sources:
         records, column = open_source(source, job.recipe.data, streaming=True)
+        if shuffle:
+            records = records.shuffle(seed=job.recipe.data.seed, buffer_size=SHUFFLE_BUFFER)
         tokenise = functools.partial(_tokenise, column=column, tokenizer=job.tokenizer, source=source.name)
-        streams.append(records.map(tokenise, batched=True, batch_size=_BATCH, remove_columns=[column], features=_token_features()))
-    return concatenate_datasets(streams).filter(_has_tokens)
+        streams.append(records.map(tokenise, batched=True, batch_size=_STREAM_BATCH, remove_columns=[column], features=_token_features()))
+    stopping: Any = "all_exhausted_without_replacement"
+    documents = interleave_datasets(streams, stopping_strategy=stopping) if shuffle else concatenate_datasets(streams)
+    return documents.filter(_has_tokens)
 
 
 def _has_tokens(document: Mapping[str, Any]) -> bool:
@@ -345,7 +352,7 @@ def _column(documents: Dataset, name: str) -> Iterator[Any]:
         yield from batch[name]
 
 
-def _digest(tokens: Sequence[int]) -> str:
+def _digest(tokens: Sequence[int] | np.ndarray) -> str:
     """Of the token ids."""
     import numpy as np
 

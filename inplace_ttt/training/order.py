@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..errors import InPlaceTTTError
 from .recipe import Recipe
 
 
 def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0) -> Any:
     """The rows of the steps after `steps_done`, in order: a datasets.Dataset (each epoch shuffled anew) or IterableDataset."""
+    import numpy as np
+
     steps, read = _rows_read(recipe, recipe.steps), _rows_read(recipe, steps_done)
     if not hasattr(train, "select"):
         return train.repeat(None).skip(read)

@@ -32,6 +32,7 @@ def lay_out(lengths: Iterable[int], row_length: int, align: int = 1) -> Iterator
 
     Takes the next length only when the row has room for it.
     """
+    assert row_length % align == 0
     row: list[Piece] = []
     at = 0
     for document, length in enumerate(lengths):

@@ -56,8 +56,8 @@ class Recall:
 class Data:
     """Documents, and how they become rows; or the synthetic `recall` task.
 
-    train, validation: files, folders, glob patterns or hub names. A text file is one document.
-    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`.
+    train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
+    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
     format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
     sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
     """
@@ -79,7 +79,8 @@ class Data:
         require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
         require(not (self.train and self.recall), "recall", "has no effect beside train")
         require(self.sequence_length >= 2, "sequence_length", "must be at least 2")
-        require(self.validation_documents >= 0, "validation_documents", "must be at least 0")
+        for name in ("validation_documents", "seed"):
+            require(getattr(self, name) >= 0, name, "must be at least 0")
         require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")
 
 

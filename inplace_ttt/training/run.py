@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
 
@@ -72,6 +73,7 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
     trainer = FastWeightTrainer(
         recipe,
+        checkpoint,
         model=model,
         args=arguments,
         train_dataset=rows_to_come(data.train, recipe, done),
@@ -187,7 +189,7 @@ def save_final(trainer: FastWeightTrainer, recipe: Recipe) -> Path:
     trainer.model.config.use_cache = True
     try:
         trainer.save_model(str(staging))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise InPlaceTTTError(f"cannot save {final}: {error}; free some space, and run again to go on from the last checkpoint.") from None
     if trainer.args.should_save:
         (staging / "training_args.bin").unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer
@@ -26,9 +27,8 @@ _COMPLETE = "complete"
 class FastWeightTrainer(Trainer):
     """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
 
-    def __init__(self, recipe: Recipe, **kwargs: Any) -> None:
-        self.recipe = recipe
-        self.last_loss = float("nan")
+    def __init__(self, recipe: Recipe, resumes_from: Path | None = None, **kwargs: Any) -> None:
+        self.recipe, self.resumes_from = recipe, resumes_from
         super().__init__(**kwargs)
         self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
 
@@ -36,11 +36,11 @@ class FastWeightTrainer(Trainer):
     def shares_rows(self) -> bool:
         return self.recipe.parallel.sequence_parallel > 1
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        if self.optimizer is None:  # type: ignore[has-type]
             settings = self.recipe.optimisation
             groups = parameter_groups(model or self.model, settings)
-            options = {"betas": tuple(settings.betas), "eps": settings.epsilon}
+            options: dict[str, Any] = {"betas": tuple(settings.betas), "eps": settings.epsilon}
             offload = self.recipe.deepspeed_settings().get("zero_optimization", {}).get("offload_optimizer")
             if offload and offload.get("device") == "cpu" and torch.cuda.is_available():
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -50,8 +50,8 @@ class FastWeightTrainer(Trainer):
                 self.optimizer = torch.optim.AdamW(groups, **options)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
-        if self.lr_scheduler is None:
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:  # type: ignore[has-type]
             optimizer = optimizer or self.optimizer
             names = [group["name"] for group in optimizer.param_groups]
             factors = [schedule(self.recipe.optimisation, num_training_steps, name) for name in names]
@@ -61,6 +61,14 @@ class FastWeightTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The first batch of a resumed run brings the generators' states back: opening the loader has drawn from them."""
+        samples = super().get_batch_samples(*args, **kwargs)
+        if self.resumes_from is not None:
+            self._load_rng_state(str(self.resumes_from))
+            self.resumes_from = None
+        return samples
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: Any) -> Tensor:
         """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted already."""
@@ -121,7 +129,7 @@ class FastWeightTrainer(Trainer):
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise InPlaceTTTError(f"cannot save {folder}: {error}; free some space, and resume from the last complete one.") from None
         _barrier()
         if self.args.should_save:

@@ -28,6 +28,14 @@ def test_rows(pairs: int, vocabulary: int, length: int) -> None:
         assert set(labels[: -2 * pairs]) <= {-100}
 
 
+def test_keys_are_asked_in_another_order() -> None:
+    """Of 8 keys, an eighth comes back at its own place."""
+    rows = recall_data(200, 8, 64, 40, seed=0)["input_ids"]
+    same = sum(row[2 * i] == row[24 + 2 * i] for row in rows for i in range(8))
+    reverse = sum(row[2 * i] == row[24 + 2 * (7 - i)] for row in rows for i in range(8))
+    assert abs(same - 200) < 60 and abs(reverse - 200) < 60
+
+
 def test_rows_are_those_of_the_seed() -> None:
     def rows(n: int = 8, seed: int = 0, held_out: bool = False) -> list[list[int]]:
         return recall_data(n, 4, 64, 40, seed, held_out)["input_ids"][:]

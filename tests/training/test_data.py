@@ -54,7 +54,7 @@ def tokens(text: str) -> list[int]:
 def folder(tmp_path: Path) -> Path:
     """The documents as text files; `.hidden.txt` is none of them."""
     (tmp_path / "text" / "deeper").mkdir(parents=True)
-    for i, text in enumerate(texts()):
+    for i, text in reversed(list(enumerate(texts()))):
         (tmp_path / "text" / ("deeper" if i == 4 else ".") / f"{'abcdefghij'[i]}.txt").write_text(text)
     (tmp_path / "text" / ".hidden.txt").write_text("w0")
     return tmp_path / "text"
@@ -204,6 +204,17 @@ class TestOrder:
             assert first != other
             assert sorted(first) == sorted(other) == sorted(tokens(text) for text in texts())
 
+    def test_shuffled_streams_take_turns(self, build: Any, folder: Path) -> None:
+        files = sorted(folder.rglob("[a-j].txt"))
+        (folder / "two.jsonl").write_text("".join(json.dumps({"text": file.read_text()}) + "\n" for file in files[5:]))
+        (folder.parent / "one").mkdir()
+        for file in files[:5]:
+            shutil.move(file, folder.parent / "one")
+        found = documents(build([folder.parent / "one", folder / "two.jsonl"], shuffle=True, streaming=True).train)
+        assert sorted(found) == sorted(tokens(text) for text in texts())
+        first_half = [tokens(text) for text in texts()[:5]]
+        assert [document in first_half for document in found] == [True, False] * 5
+
     def test_a_stream_reads_as_the_file_does(self, build: Any, folder: Path) -> None:
         assert list(build(folder, streaming=True).train) == list(build(folder).train)
 
@@ -229,7 +240,7 @@ class TestHeldOut:
         train, held = documents(found.train), documents(found.validation)
         assert len(held) == wanted == found.report.validation["documents"]
         assert sorted(train + held) == sorted(tokens(text) for text in texts())
-        assert isinstance(found.validation, Dataset)
+        assert isinstance(found.validation, Dataset) and found.report.repeated == 0
 
     def test_the_seed_chooses(self, build: Any, folder: Path) -> None:
         chosen = {str(documents(build(folder, validation_documents=3, seed=seed).validation)) for seed in range(6)}
@@ -267,7 +278,8 @@ class TestCache:
         again = build(folder, shuffle=True, validation_documents=2)
         assert list(again.train) == list(first.train)
         assert again.report == first.report
-        build(folder, sequence_length=64, seed=5)
+        longer = build(folder, shuffle=True, validation_documents=2, sequence_length=64)
+        assert {len(row["labels"]) for row in longer.train} == {64}
 
     def test_outlives_the_process(self, build: Any, folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         first = build(folder)
@@ -344,6 +356,13 @@ class TestReport:
         assert "only 17% of the tokens stand in pieces longer than one chunk of 62" in warning
         (warning,) = build(folder, sequence_length=256).report.warnings
         assert "29% of the rows is padding" in warning
+
+    def test_warns_when_rows_repeat_within_a_step(self, folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+        data = Data(train=[str(folder)], sequence_length=LENGTH, cache=str(tmp_path / "cache"))
+        for accumulation, warnings in ((6, []), (7, ["one step reads 14 rows, but there are 12: rows repeat within a step"])):
+            steps = Optimisation(steps=1, batch_size=2, accumulation=accumulation)
+            found = build_data(Recipe(Model(path="none"), data, steps, output="none"), tokenizer, CHUNK)
+            assert found.report.warnings == warnings and found.report.rows == 12
 
 
 class TestSequenceParallel:
@@ -452,6 +471,7 @@ def test_recall_needs_no_tokenizer() -> None:
     found = build_data(recipe(data), None, 16)
     assert len(found.train) == 6 and found.validation is not None and len(found.validation) == 3
     assert found.report.writes == 6 * 3
+    assert not {tuple(ids) for ids in found.train["input_ids"]} & {tuple(ids) for ids in found.validation["input_ids"]}
     wide = Recipe(Model(config={"model_type": "llama", "vocab_size": 31}), data, Optimisation(steps=1), output="none")
     with pytest.raises(InPlaceTTTError, match=r"data\.recall\.vocabulary is 32, but model\.config\.vocab_size is 31"):
         build_data(wide, None, 16)

@@ -1,0 +1,141 @@
+"""Guards and monitors on small models, without a launcher."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import converted, random_ids
+from torch import nn
+
+from inplace_ttt.diagnostics.writes import WriteHealth, observed
+from inplace_ttt.errors import InPlaceTTTError, NotSoError
+from inplace_ttt.surgery import fast_weights
+from inplace_ttt.training import guards
+from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
+from inplace_ttt.training.monitor import EtaWarmup
+from inplace_ttt.training.parameters import parameter_groups, schedule
+from inplace_ttt.training.recipe import Optimisation
+
+
+def step(model: nn.Module, length: int = 30) -> None:
+    ids = random_ids(1, length)
+    model.train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+def after_first_step(model: nn.Module, tap: GradientTap) -> list[str]:
+    warnings: list[str] = []
+    FirstStep(tap, warnings).on_step_end(None, SimpleNamespace(global_step=1), None, model=model)
+    return warnings
+
+
+def test_a_healthy_first_step_is_silent() -> None:
+    model = converted("llama")
+    tap = GradientTap(model)
+    step(model)
+    assert after_first_step(model, tap) == []
+    assert all(norm > 0 for norms in tap.read().values() for norm in norms.values())
+    assert set(tap.read()[0]) == {"conv", "proj", "weight"}
+
+
+def test_rows_no_longer_than_a_chunk_are_noticed() -> None:
+    model = converted("llama")
+    tap = GradientTap(model)
+    step(model, length=7)
+    assert "conv and P got a zero gradient at the first step" in after_first_step(model, tap)[0]
+
+
+def test_a_frozen_writer_is_refused() -> None:
+    model = converted("llama")
+    fast_weights(model)[2].ttt.proj.requires_grad_(False)
+    tap = GradientTap(model)
+    step(model)
+    with pytest.raises(InPlaceTTTError, match="layer 2's proj got no gradient at all"):
+        after_first_step(model, tap)
+    fast_weights(model)[2].ttt.requires_grad_(False)
+    with pytest.raises(InPlaceTTTError, match="layer 2's conv and P are frozen"):
+        parameter_groups(model, Optimisation(steps=1))
+
+
+def test_a_half_precision_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted("llama", torch.bfloat16)
+    check_state_precision(model)
+    monkeypatch.setattr(guards, "fast_weight", lambda *args, **kwargs: (None, torch.zeros(1, dtype=torch.bfloat16)))
+    with pytest.raises(InPlaceTTTError, match="layer 0 keeps its state in torch.bfloat16"):
+        check_state_precision(model)
+
+
+def test_writes_out_of_range() -> None:
+    warnings: list[str] = []
+    check_writes({3: WriteHealth(4, 2.0, 0.5, 0.0), 5: WriteHealth(0, 0.0, 0.0, 0.0)}, 10.0, warnings)
+    assert ["layer 3: writes move" in warnings[0], "layer 5: a forward completed no chunk" in warnings[1]] == [True, True]
+    for ratio in (11.0, float("inf")):
+        with pytest.raises(NotSoError, match="layer 3: the writes of one document move the weight by"):
+            check_writes({3: WriteHealth(4, ratio, 0.5, 0.0)}, 10.0, warnings)
+
+
+@pytest.mark.parametrize("tau", [None, 1e-3])
+def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
+    """η‖S‖/‖W0‖ against a sum over chunks with keys and targets taken by hooks of the test's own."""
+    model = converted("llama", eta=0.5, clip=None if tau is None else {"tau": tau, "when": "always"}).eval()
+    layer = fast_weights(model)[2]
+    seen: dict[str, Any] = {}
+    layer.register_forward_pre_hook(lambda m, args: seen.update(z=args[0][0]))
+    layer.ttt.register_forward_hook(lambda m, args, out: seen.update(v=out[0]))
+    found: dict[int, WriteHealth] = {}
+    with torch.no_grad(), observed(model, found):
+        model(input_ids=random_ids(1, 30), use_cache=False)
+    deltas = [seen["v"][i : i + 7].T @ seen["z"][i : i + 7] for i in (0, 7, 14, 21)]
+    kept = [d if tau is None else d * min(1.0, tau / d.norm()) for d in deltas]
+    ratio = 0.5 * sum(kept).norm() / layer.weight.norm()  # type: ignore[union-attr]
+    health = found[2]
+    assert (health.chunks, health.clipped) == (4, 0.0 if tau is None else 1.0)
+    assert health.state_ratio == pytest.approx(ratio.item(), rel=1e-4)
+    assert health.write_ratio == pytest.approx(0.5 * max(d.norm() for d in kept).item() / layer.weight.norm().item(), rel=1e-4)
+    assert layer.fast.observer is None
+
+
+def test_eta_rises_to_its_own_value() -> None:
+    model = converted("llama", eta=(0.5, 2.0))
+    warmup, seen = EtaWarmup(3), []
+    for done in range(5):
+        warmup.on_step_begin(None, SimpleNamespace(global_step=done), None, model=model)
+        seen.append([layer.fast.eta for layer in fast_weights(model).values()])
+    assert seen == [[0.125, 0.5], [0.25, 1.0], [0.375, 1.5], [0.5, 2.0], [0.5, 2.0]]
+
+
+def test_groups_and_schedules() -> None:
+    model = converted("llama")
+    settings = Optimisation(
+        steps=10, learning_rate=1.0, conv_learning_rate=2.0, weight_decay=0.3, warmup_steps=4, ttt_warmup_steps=1, schedule="linear"
+    )
+    groups = {group["name"]: group for group in parameter_groups(model, settings)}
+    assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
+        "conv": (2.0, 0.0), "proj": (1.0, 0.0), "matrices": (1.0, 0.3), "vectors": (1.0, 0.0)
+    }  # fmt: skip
+    assert sum(len(g["params"]) for g in groups.values()) == len(list(model.parameters()))
+    assert {id(p) for p in groups["conv"]["params"]} == {id(layer.ttt.conv) for layer in fast_weights(model).values()}
+    assert [round(schedule(settings, 10, "matrices")(s), 3) for s in (0, 3, 4, 7, 10)] == [0.2, 0.8, 1.0, 0.55, 0.1]
+    assert [round(schedule(settings, 10, "conv")(s), 3) for s in (0, 1, 10)] == [0.5, 1.0, 0.1]
+
+
+def test_the_log_is_json_lines(tmp_path: Path) -> None:
+    from inplace_ttt.training.monitor import LayerMonitor
+    from inplace_ttt.training.recipe import Data, Model, Recipe
+
+    recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2), "out", surgery={})
+    model, args = converted("llama"), SimpleNamespace(logging_steps=1)
+    tap = GradientTap(model)
+    monitor = LayerMonitor(recipe, tap, [], tmp_path / "log.jsonl")
+    state = SimpleNamespace(global_step=0)
+    monitor.on_step_begin(args, state, None, model=model)
+    step(model)
+    state.global_step = 1
+    monitor.on_step_end(args, state, None, model=model)
+    monitor.on_log(args, state, None, logs={"loss": 2.0, "grad_norm": 1.0})
+    line = json.loads((tmp_path / "log.jsonl").read_text())
+    assert line["step"] == 1 and line["tokens_per_second"] > 0 and [layer["layer"] for layer in line["layers"]] == [0, 2]
+    assert set(line["layers"][0]["gradients"]) == {"conv", "proj", "weight"} and line["layers"][0]["chunks"] == 4
