@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, NotSoError
 from ..surgery import config_of
 from .attention import sdpa_sees_documents
 from .guards import FirstStep, GradientTap
@@ -46,6 +46,12 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
             f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.processes, or --num-processes."
         )
     output = Path(recipe.output)
+    checkpoint = last_checkpoint(output) if resume else None
+    done = _steps_of(checkpoint)
+    if done >= recipe.steps:
+        raise InPlaceTTTError(f"{checkpoint} has run all {recipe.steps} steps already; raise optimisation.steps, or name another output.")
+    if audit and recipe.audit.profile is not None and checkpoint is None and os.environ.get("RANK", "0") == "0":
+        refuse_undeclared(recipe, output)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe)
     main = arguments.process_index == 0
@@ -59,10 +65,6 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
         output.mkdir(parents=True, exist_ok=True)
         for folder in remove_incomplete(output):
             logger.warning("%s was not written to its end and is removed", folder)
-    checkpoint = last_checkpoint(output) if resume else None
-    done = _steps_of(checkpoint)
-    if done >= recipe.steps:
-        raise InPlaceTTTError(f"{checkpoint} has run all {recipe.steps} steps already; raise optimisation.steps, or name another output.")
     if recipe.parallel.sequence_parallel > 1:
         sdpa_sees_documents()
     model.config.use_cache = False
@@ -102,6 +104,19 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     if main:
         (output / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def refuse_undeclared(recipe: Recipe, output: Path) -> None:
+    """The audit before the first step, on a copy of the model, written beside the run; NotSoError on an undeclared deviation."""
+    from ..audit.recipes import audit_recipe, write_report
+
+    report = audit_recipe(recipe)
+    page = write_report(report, output)
+    if report.undeclared:
+        raise NotSoError(
+            f"the run deviates from the {recipe.audit.profile} profile in {', '.join(report.undeclared)} without saying so; read {page}, "
+            "then declare each with a reason under audit.deviations, or start with --no-audit."
+        )
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:

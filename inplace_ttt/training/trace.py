@@ -39,9 +39,11 @@ def trace(recipe: Recipe) -> Trace:
     """Forward and backward of one micro-step on the meta device."""
     rows, length = recipe.optimisation.batch_size, recipe.data.sequence_length // recipe.parallel.sequence_parallel
     model = meta_model(recipe).train()
-    if recipe.optimisation.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if recipe.optimisation.gradient_checkpointing:
+        # The second is its name in older transformers.
+        enable = getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if recipe.model.attention != "eager":
         causal_lm.config._attn_implementation = _NAMES[recipe.model.attention]
     meter = _Meter(model, causal_lm.config.get_text_config().vocab_size, rows * length)

@@ -17,6 +17,8 @@ OPTIONS = {
         "--save-state --seed --temperature --ttt"
     ),
     "audit": "--compare --format --help --json --out --profile --seed",
+    "plan": "--device-memory --help --json --set",
+    "train": "--from-scratch --help --json --no-audit --num-processes --set",
     "export": "--base --format --help --json --overwrite",
     "import-official": "--help --json --overwrite",
     "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",

@@ -64,7 +64,7 @@ def test_a_half_precision_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     model = converted("llama", torch.bfloat16)
     check_state_precision(model)
     monkeypatch.setattr(guards, "fast_weight", lambda *args, **kwargs: (None, torch.zeros(1, dtype=torch.bfloat16)))
-    with pytest.raises(InPlaceTTTError, match="layer 0 keeps its state in torch.bfloat16"):
+    with pytest.raises(InPlaceTTTError, match=r"layer 0 keeps its state in torch\.bfloat16"):
         check_state_precision(model)
 
 

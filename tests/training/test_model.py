@@ -120,6 +120,15 @@ def test_what_is_trained(train: str, tmp_path: Path) -> None:
     assert {p.device.type for p in meta.parameters()} == {"meta"}
 
 
+def test_lora_is_as_the_recipe_says(tmp_path: Path) -> None:
+    lora = {"rank": 3, "alpha": 12.0, "dropout": 0.25, "targets": ["q_proj"]}
+    model = build_model(tiny_recipe(tmp_path, "model.dtype=bfloat16", optimisation={**LORA, "lora": lora}))
+    adapted = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+    assert (adapted.r["default"], adapted.scaling["default"], adapted.lora_dropout["default"].p) == (3, 4.0, 0.25)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "ZeRO-3 refuses a mixture"
+    assert sum(".lora_A." in name for name, _ in model.named_parameters()) == 3
+
+
 def trained(model: PeftModel) -> PeftModel:
     """A few steps on the adapter and the writer."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -1,9 +1,10 @@
 """Every shipped recipe parses, builds its model at toy size, computes a loss, and is planned without a warning."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from models import random_ids
@@ -175,3 +176,13 @@ def test_hub_models_are_described_without_a_network(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = meta_model(load_recipe(FOLDER / "qwen3-4b-128k-sp8-8gpu.yaml"))
     assert model.config.rope_parameters["factor"] == 4.0 and model.config.num_hidden_layers == 36
+
+
+def test_the_documentation_names_every_setting() -> None:
+    text = (FOLDER.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    sections = get_type_hints(Recipe)
+    for name in ("model", "data", "optimisation", "parallel", "monitor", "audit"):
+        assert f"### {name}\n" in text
+        part = text.partition(f"### {name}\n")[2].partition("\n##")[0]
+        missing = [field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part]
+        assert not missing, f"docs/recipes.md does not name {missing} of {name}"

@@ -165,6 +165,7 @@ def test_overrides(override: str, section: str, name: str, value: Any, tmp_path:
         ("optimisation.steps=[", "--set optimisation.steps=[: '[' is not a YAML value"),
         ("optimisation.steps=x", "--set, optimisation.steps: must be a whole number"),
         ("optimisation.stepz=1", "--set, optimisation.stepz: there is no such setting"),
+        ("parallel.nodes=2", "--set, parallel.hostfile: 2 nodes need a hostfile"),
         ("output.folder=x", "--set output.folder=x: output is not a section"),
     ],
 )

@@ -17,6 +17,7 @@ CONFIG: dict[str, Any] = dict(
     num_key_value_heads=2,
     max_position_embeddings=512,
     sliding_window=16,
+    rope_parameters={"rope_type": "default", "rope_theta": 5e4},
     initializer_range=0.3,
 )
 VALUES: dict[str, Any] = {
