@@ -41,11 +41,13 @@ RECIPE: tuple[Item, ...] = (
         "probes_recipe.optimiser",
     ),
     Item(
-        "token-budget", "Tokens of training", "Tables 6, 7",
-        "About 20B in stage 1 (32k), about 15B in stage 2 (128k).", "high", "5000 steps of 64 rows of 65,536: 21B if every row is full.",
+        "token-budget", "Tokens of training", "Tables 4-8",
+        "About 20B in stage 1 (32k), about 15B in stage 2 (128k); from scratch 20B (500M), 60B (1.5B), 120B (1.7B, 4B).", "high",
+        "5000 steps of 64 rows of 65,536: 21B if every row is full.",
         "A short run shows whether it works, not how well the paper's does.",
         "Train as long, or declare the budget.",
-        "probes_recipe.token_budget", expected={"paper": {32768: 20e9, 131072: 15e9}, "official": {65536: 21e9}},
+        "probes_recipe.token_budget",
+        expected={"paper": {32768: (20e9,), 131072: (15e9,), "scratch": (20e9, 60e9, 120e9)}, "official": {65536: (21e9,)}},
     ),
     Item(
         "stages", "Length of the training rows", "Tables 6, 7",

@@ -10,6 +10,10 @@ import pytest
 from models import random_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inplace_ttt.audit.catalogue import known
+from inplace_ttt.audit.catalogue_recipe import RECIPE
+from inplace_ttt.audit.probes_recipe import Run
+from inplace_ttt.audit.run import decide
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training import plan
 from inplace_ttt.training.model import build_model, meta_model
@@ -186,3 +190,17 @@ def test_the_documentation_names_every_setting() -> None:
         part = text.partition(f"### {name}\n")[2].partition("\n##")[0]
         missing = [field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part]
         assert not missing, f"docs/recipes.md does not name {missing} of {name}"
+
+
+@every_recipe
+def test_what_a_recipe_declares_is_what_the_audit_finds(file: Path, tmp_path: Path) -> None:
+    """On the items that a recipe alone decides, and the chunk; those on its data need the data."""
+    recipe = at_toy_size(file, tmp_path)
+    profile = known(recipe.audit.profile or "paper")
+    run = Run(load_recipe(file), meta_model(recipe), None, "no data here")
+    items = [item for item in RECIPE if item.id != "long-documents"]
+    found = {item.id for item in items if decide(item, run, profile).verdict == "deviates"}
+    chunk = config_of(run.model).chunk_size
+    declared = {deviation.id for deviation in recipe.audit.deviations}
+    assert declared - {"chunk-size"} == found
+    assert ("chunk-size" in declared) == (chunk not in (512, 1024, 4096))
