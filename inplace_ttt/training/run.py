@@ -160,7 +160,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         save_total_limit=None,  # the trainer's own rotation waits until a checkpoint is complete
         ignore_data_skip=True,  # the rows start where the run stopped
         remove_unused_columns=False,
-        dataloader_drop_last=True,
+        label_names=["labels"],
         seed=o.seed,
         disable_tqdm=False,
     )

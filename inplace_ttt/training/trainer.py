@@ -72,10 +72,9 @@ class FastWeightTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: Any) -> Tensor:
         """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted already."""
-        if self.shares_rows:
-            count = sum((batch["shift_labels"] != -100).sum() for batch in batch_samples)
-        else:
-            count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
+        count = sum(
+            (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(-100).sum() for batch in batch_samples
+        )
         return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
 
     def compute_loss(
