@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,16 @@ from .ops import fast_weight
 LIMIT = 7 / 3
 """Products of the fused op over those of the plain linear, forward and backward: (2 + 5) / (1 + 2)."""
 
+WIDTHS = {
+    "SmolLM2-135M": (576, 1536),
+    "Qwen3-1.7B": (2048, 6144),
+    "Qwen3-4B": (2560, 9728),
+    "LLaMA-3.1-8B": (4096, 14336),
+}
+"""d and h of real down-projections."""
+TOKENS = (8192, 32768, 131072)
+CHUNK_SIZES = (256, 512, 1024, 4096)
+
 _ETA = 0.1
 
 
@@ -32,6 +43,18 @@ class Shape:
     tokens: int
     chunk_size: int
 
+    @property
+    def product(self) -> float:
+        """Floating-point operations of one product over the sequence."""
+        return 2.0 * self.tokens * self.d * self.h
+
+
+def registry() -> Iterator[tuple[str, Shape]]:
+    """Every shape that is measured on a GPU, with the model it is from, the most telling ones first."""
+    names = sorted(WIDTHS, key=lambda name: name != "Qwen3-4B")
+    for tokens, name, chunk_size in itertools.product(sorted(TOKENS, key=lambda n: n != 32768), names, CHUNK_SIZES):
+        yield name, Shape(*WIDTHS[name], tokens, chunk_size)
+
 
 def materialising(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
     """The formulation of the public code: one weight for every chunk, by cumulative sum, then a batched product."""
@@ -43,11 +66,15 @@ def materialising(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tens
     return torch.einsum("bkch,bkdh->bkcd", keys, weights).reshape(batch, tokens, -1)
 
 
-def measure(shape: Shape, repeats: int = 5, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+def measure(
+    shape: Shape, repeats: int = 5, device: str = "cpu", dtype: torch.dtype = torch.float32, every_form: bool | None = None
+) -> list[dict[str, Any]]:
     """Forward + backward of each formulation, interleaved in one run.
 
     Rows: name, median / min / max seconds, the ratio of its time to the plain linear's (median of paired runs, with the
-    range), and peak bytes beyond inputs and gradients of the plain linear's own run.
+    range), peak bytes beyond inputs and gradients of the plain linear's own run, and the rate of 7 products in its time.
+    A formulation that does not fit in the GPU's memory has `out_of_memory` instead of figures.
+    every_form: the chunked form and the materialising one under torch.compile too, None: on a GPU.
     """
     if shape.tokens % shape.chunk_size:
         raise InPlaceTTTError(
@@ -67,6 +94,11 @@ def measure(shape: Shape, repeats: int = 5, device: str = "cpu", dtype: torch.dt
         "fast_weight": lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout),
         "materialising": lambda: materialising(z, v, weight, shape.chunk_size),
     }
+    if device.startswith("cuda") if every_form is None else every_form:
+        torch._dynamo.reset()  # else each shape adds to the last one's guards
+        compiled = torch.compile(materialising, dynamic=False)
+        forms["materialising, compiled"] = lambda: compiled(z, v, weight, shape.chunk_size)
+        forms["chunked"] = lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout, backend="chunked")
 
     def run(form: Callable[[], Tensor]) -> float:
         z.grad = v.grad = weight.grad = None
@@ -76,21 +108,35 @@ def measure(shape: Shape, repeats: int = 5, device: str = "cpu", dtype: torch.dt
         _synchronize(device)
         return time.perf_counter() - start
 
-    peaks = {name: _peak_bytes(lambda form=form: run(form), device) for name, form in forms.items()}  # type: ignore[misc]
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    peaks: dict[str, int] = {}
+    for name, form in forms.items():
+        try:
+            run(form)  # compiles and tunes
+            peaks[name] = _peak_bytes(lambda form=form: run(form), device)  # type: ignore[misc]
+        except torch.OutOfMemoryError:
+            z.grad = v.grad = weight.grad = None
+            gc.collect()
+            torch.cuda.empty_cache()
+    seconds: dict[str, list[float]] = {name: [] for name in peaks}
     for _ in range(repeats):
-        for name, form in forms.items():
-            seconds[name].append(run(form))
-    return [_row(name, seconds[name], seconds["linear"], peaks[name] - peaks["linear"]) for name in forms]
+        for name in peaks:
+            seconds[name].append(run(forms[name]))
+    return [
+        _row(name, seconds[name], seconds["linear"], peaks[name] - peaks["linear"], shape)
+        if name in peaks
+        else {"name": name, "out_of_memory": True}
+        for name in forms
+    ]
 
 
-def _row(name: str, seconds: list[float], linear: list[float], extra_bytes: int) -> dict[str, Any]:
+def _row(name: str, seconds: list[float], linear: list[float], extra_bytes: int, shape: Shape) -> dict[str, Any]:
     ratios = sorted(mine / theirs for mine, theirs in zip(seconds, linear, strict=True))
     return {
         "name": name,
         "seconds": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
         "ratio_to_linear": {"median": statistics.median(ratios), "min": ratios[0], "max": ratios[-1]},
         "extra_peak_bytes": max(extra_bytes, 0),
+        "tflops_of_7_products": 7 * shape.product / statistics.median(seconds) / 1e12,
     }
 
 
@@ -100,8 +146,7 @@ def _synchronize(device: str) -> None:
 
 
 def _peak_bytes(run: Callable[[], object], device: str) -> int:
-    """Peak memory of a second run beyond what was held before it."""
-    run()
+    """Peak memory of a run beyond what was held before it."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)

@@ -20,7 +20,7 @@ from .context import ForwardContext, ForwardTracker, LayerCall
 from .errors import InPlaceTTTError
 from .families import DecoderLayer, features
 from .layout import ChunkLayout
-from .ops import fast_weight, state_dtype
+from .ops import fast_weight, state_dtype, takes_weight
 from .ops.scan import fast_weight_across_ranks
 from .state import skip, stream_of
 from .target import TargetGenerator
@@ -110,7 +110,7 @@ class FastWeight(nn.Module):
         if not (self.training or context.layout().writes()):
             return super().forward(z)
         v, w0 = self.ttt(x, context.part()), self.matrix()
-        if w0 is not None and w0.dtype == z.dtype == v.dtype == state_dtype(z.dtype):
+        if w0 is not None and w0.dtype == z.dtype == v.dtype and takes_weight(z):
             out = self._fast(z, v, w0, context)
             bias = getattr(self, "bias", None)
             return out if bias is None else out + bias

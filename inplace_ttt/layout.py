@@ -24,11 +24,13 @@ class ChunkLayout:
 
     documents: for each row, the spans of its documents, in order.
     length: T, tokens a row, padding included.
+    spans: the same documents as int64 [n, 3] on the CPU: row, start and stop.
     """
 
     documents: tuple[tuple[Span, ...], ...]
     length: int
     chunk_size: int
+    spans: Tensor = field(init=False, repr=False, compare=False)
     _chunk_ids: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -40,6 +42,8 @@ class ChunkLayout:
                 if not end <= start < stop <= self.length:
                     raise InPlaceTTTError(f"row {row} has document {start}:{stop}, which is empty, overlaps, or leaves 0:{self.length}.")
                 end = stop
+        rows = [(row, start, stop) for row, spans in enumerate(self.documents) for start, stop in spans]
+        object.__setattr__(self, "spans", torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3))
 
     @property
     def batch(self) -> int:

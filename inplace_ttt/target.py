@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .config import Conv
 from .layout import ChunkLayout
+from .ops import triton
 
 
 class TargetGenerator(nn.Module):
@@ -36,7 +37,8 @@ class TargetGenerator(nn.Module):
     def forward(self, x: Tensor, layout: ChunkLayout) -> Tensor:
         """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""
         x = x.to(self.conv.device, self.conv.dtype)
-        return _ChunkConv.apply(x, self.conv, layout.chunk_ids(x.device), self.first_tap) @ self.proj
+        convolve = triton.chunk_conv if triton.preferred(x.device, x.dtype) else _ChunkConv.apply
+        return convolve(x, self.conv, layout.chunk_ids(x.device), self.first_tap) @ self.proj
 
 
 class _ChunkConv(torch.autograd.Function):

@@ -17,6 +17,7 @@ VERBS = {
     "convert": "give a checkpoint fast weights",
     "info": "say what a converted checkpoint is",
     "generate": "read a text, write its memory, continue it",
+    "audit": "hold a checkpoint or a recipe against the paper, item by item",
     "plan": "say what a training run will take, and what in it will not fit or not train",
     "train": "continue a model's training by a recipe",
     "export": "write a converted checkpoint in another form",

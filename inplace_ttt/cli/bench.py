@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> Result:
     shape = Shape(args.d, args.h, args.tokens, args.chunk_size)
     rows = measure(shape, args.repeats, args.device, getattr(torch, args.dtype))
     ours, public = (next(row for row in rows if row["name"] == name) for name in ("fast_weight", "materialising"))
+    fits = "out_of_memory" not in public
     return {
         "shape": vars(shape),
         "device": args.device,
@@ -39,8 +40,8 @@ def run(args: argparse.Namespace) -> Result:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "limit": LIMIT,
-        "speedup_over_materialising": public["seconds"]["median"] / ours["seconds"]["median"],
-        "memory_share_of_materialising": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1),
+        "speedup_over_materialising": public["seconds"]["median"] / ours["seconds"]["median"] if fits else None,
+        "memory_share_of_materialising": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1) if fits else None,
         "rows": rows,
     }, 0
 
@@ -53,13 +54,19 @@ def render(result: dict[str, Any]) -> str:
         f"{'':15}{'seconds':>18}{'times the linear':>24}{'extra peak MiB':>17}",
     ]
     for row in result["rows"]:
+        if "out_of_memory" in row:
+            lines.append(f"{row['name']:15} does not fit in the GPU's memory")
+            continue
         seconds, ratio = row["seconds"], row["ratio_to_linear"]
         lines.append(
             f"{row['name']:15}{seconds['median']:7.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})"
             f"{ratio['median']:10.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}){row['extra_peak_bytes'] / 2**20:17.0f}"
         )
-    lines.append(
-        f"limit {result['limit']:.2f} times the linear; {result['speedup_over_materialising']:.2f} times faster than materialising, "
-        f"with {result['memory_share_of_materialising']:.2f} of its extra memory"
-    )
+    last = f"limit {result['limit']:.2f} times the linear"
+    if result["speedup_over_materialising"] is not None:
+        last += (
+            f"; {result['speedup_over_materialising']:.2f} times faster than materialising, "
+            f"with {result['memory_share_of_materialising']:.2f} of its extra memory"
+        )
+    lines.append(last)
     return "\n".join(lines)

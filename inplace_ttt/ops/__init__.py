@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from . import chunked, reference
+from . import chunked, reference, triton
 from .precision import state_dtype
 
-__all__ = ["fast_weight", "state_dtype"]
+__all__ = ["fast_weight", "state_dtype", "takes_weight"]
 
-Backend = Literal["auto", "reference", "chunked"]
+Backend = Literal["auto", "reference", "chunked", "triton"]
 
 
 @overload
@@ -46,6 +46,7 @@ def fast_weight(
     initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64 inputs).
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
+    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere.
 
     Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight and initial_state.
     Raises InPlaceTTTError when shapes or dtypes disagree.
@@ -54,10 +55,21 @@ def fast_weight(
     if backend == "reference":
         out, state = reference.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip)
         return (out, state) if return_state else out
-    if backend not in ("auto", "chunked"):
-        raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, chunked or reference.")
-    out, kept = chunked.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, return_state=return_state)
+    if backend not in ("auto", "chunked", "triton"):
+        raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, triton, chunked or reference.")
+    if backend == "triton":
+        triton.require(z.device, z.dtype)
+    form = triton if backend == "triton" or (backend == "auto" and triton.preferred(z.device, z.dtype)) else chunked
+    out, kept = form.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, return_state=return_state)
     return out if kept is None else (out, kept)
+
+
+def takes_weight(z: Tensor) -> bool:
+    """Whether W0 of z's dtype belongs into the op: in full precision, and with the kernels, which round W0 + ηS without bias.
+
+    Otherwise the op adds to a product with W0 that is made beside it, which leaves that product as it was.
+    """
+    return z.dtype == state_dtype(z.dtype) or triton.preferred(z.device, z.dtype)
 
 
 def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None) -> None:

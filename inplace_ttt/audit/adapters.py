@@ -1,0 +1,307 @@
+"""What the probes ask of a module: one protocol, with adapters for modules of others.
+
+A probe drives one TTT layer through `AuditedModule`: inputs and a target source in, outputs out, plus handles on the fast
+weight and on the target generator's parameters. What a module cannot do is left out, and the items that need it say
+"not checked". To audit another implementation, derive from `AuditedModule` and pass an instance to `audit_module`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .findings import NotChecked
+
+
+class Stream(Protocol):
+    """A sequence that is read in pieces.
+
+    It may have `state`, the tensor that it carries, and `tensors()`, where it works on other tensors than the module's own.
+    """
+
+    def __call__(self, x: Tensor, target: Tensor) -> Tensor:
+        """Outputs [1, n, d] of the next n tokens: inputs [1, n, input], target source [1, n, d]."""
+
+    def reset(self) -> None:
+        """Forget the sequence, for another one to begin."""
+
+
+class AuditedModule(ABC):
+    """One TTT layer. `forward`, `keys`, `fast_weight`, `conv` and `proj` are needed; the rest is used where given.
+
+    name: for the report. input_size, d, h: features of an input token, of an output token, and of a key.
+    chunk_size: tokens a chunk, as the module means it. eta: η as the module means it, or None where unknown.
+    """
+
+    name: str
+    input_size: int
+    d: int
+    h: int
+    chunk_size: int
+    eta: float | None = None
+    writes_generated: bool | None = None
+    """Whether tokens that are read one at a time are meant to write; None where unknown."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+        """Outputs [B, T, d] of whole sequences: inputs x [B, T, input], target source [B, T, d].
+
+        documents: lengths of the documents packed in each row. padding: bool [B, T], True where a token is padding.
+        Both are None for plain rows; raise NotChecked for what the module has no argument for.
+        """
+
+    @abstractmethod
+    def keys(self, x: Tensor) -> Tensor:
+        """Z [..., h], what the fast weight multiplies, of inputs [..., input]."""
+
+    @property
+    @abstractmethod
+    def fast_weight(self) -> Tensor:
+        """The model's own down-projection W0 [d, h], which is to be the fast weight."""
+
+    @property
+    @abstractmethod
+    def conv(self) -> Tensor:
+        """Kernel of the target's convolution: [d, 1, k] where depthwise, [d, d, k] where dense."""
+
+    @property
+    @abstractmethod
+    def proj(self) -> Tensor:
+        """W_target [d, d], as stored."""
+
+    @property
+    def tau(self) -> float | None:
+        """The norm that a chunk's delta is meant to be held to at inference; None where unknown or not clipped."""
+        return None
+
+    @property
+    def own_chunk(self) -> int:
+        """Tokens a chunk when nobody audits; differs from `chunk_size` where the adapter shortens chunks for the probes."""
+        return self.chunk_size
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer, to see what a forward changes."""
+        return {"fast weight": self.fast_weight, "conv": self.conv, "proj": self.proj}
+
+    def is_fast(self, name: str) -> bool:
+        """Whether a tensor of `tensors` is the fast weight or a place for its state, and not a slow weight."""
+        return name == "fast weight"
+
+    def inputs(self, n: int, generator: torch.Generator) -> Tensor:
+        """Inputs [n, input] whose keys are linearly independent (n ≤ h)."""
+        return torch.randn(n, self.input_size, generator=generator, dtype=torch.float64)
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
+        raise NotChecked("the adapter does not switch between training and evaluation")
+
+    def stream(self) -> Stream:
+        """A fresh sequence to be read in pieces."""
+        raise NotChecked("the module takes whole sequences only, so there is no streaming to compare")
+
+    @contextmanager
+    def resized(self, chunk_size: int) -> Iterator[AuditedModule]:
+        """The same layer with another chunk size."""
+        raise NotChecked("the adapter does not change the chunk size")
+        yield self
+
+    @contextmanager
+    def single_precision(self) -> Iterator[AuditedModule]:
+        """The same layer in float32, for what rounding does; the other probes run in the widest type it has."""
+        raise NotChecked("the adapter has one precision only")
+        yield self
+
+    def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
+        """Outputs as computed by `parts` ranks, each with an equal share of whole chunks."""
+        raise NotChecked("the module has no way to spread a sequence over ranks")
+
+    @contextmanager
+    def unclipped(self) -> Iterator[None]:
+        """Within it the module's own clip of a delta is off, if that can be chosen."""
+        yield
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Within it a run may change tensors, as a state kept in a parameter would; they are put back afterwards."""
+        before = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+        try:
+            yield
+        finally:
+            for name, tensor in self.tensors().items():
+                if not torch.equal(tensor.detach(), before[name]):
+                    tensor.data.copy_(before[name])
+
+
+class _ForeignModule(AuditedModule):
+    """Common ground of the adapters below: a gated MLP of somebody else's, copied and widened to float64."""
+
+    def __init__(self, module: nn.Module, name: str | None, dtype: torch.dtype) -> None:
+        self._given, self._dtype = module, dtype
+        self.module = copy.deepcopy(module).to(dtype)
+        self.name = name or type(module).__name__
+        self.train(False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def train(self, mode: bool) -> None:
+        self.module.train(mode)
+
+
+class ReferenceMLP(_ForeignModule):
+    """A module with the signature of the public reference code: `mlp(x, t)` on whole rows, without documents or masks.
+
+    mlp: has `gate_proj`, `up_proj`, `down_proj`, `act_fn`, and the target generator as `ttt_conv` (a depthwise nn.Conv1d)
+    and `ttt_proj` (its weight [d, d] multiplied from the right as stored). chunk_size, eta: as its config sets them.
+    stream: makes a fresh stream over the copied module that it is given, if the module can be read in pieces.
+    """
+
+    def __init__(
+        self,
+        mlp: nn.Module,
+        chunk_size: int,
+        eta: float | None = None,
+        *,
+        name: str | None = None,
+        stream: Callable[[nn.Module], Stream] | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__(mlp, name, dtype)
+        self._stream = stream
+        self.chunk_size, self.eta = chunk_size, eta
+        self.input_size, (self.d, self.h) = self._part("gate_proj").in_features, self.fast_weight.shape
+
+    def _part(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+        if documents is not None:
+            raise NotChecked("the module takes no document boundaries: documents packed in one row share its memory")
+        if padding is not None:
+            raise NotChecked("the module takes no padding mask: padding in a row is written like text")
+        return self.module(x.to(self._dtype), target.to(self._dtype))
+
+    def keys(self, x: Tensor) -> Tensor:
+        x = x.to(self._dtype)
+        return self._part("act_fn")(self._part("gate_proj")(x)) * self._part("up_proj")(x)
+
+    @property
+    def fast_weight(self) -> Tensor:
+        return self._part("down_proj").weight
+
+    @property
+    def conv(self) -> Tensor:
+        return self._part("ttt_conv").weight
+
+    @property
+    def proj(self) -> Tensor:
+        return self._part("ttt_proj").weight
+
+    def is_fast(self, name: str) -> bool:
+        return name == "down_proj.weight" or name in dict(self.module.named_buffers())
+
+    def stream(self) -> Stream:
+        return super().stream() if self._stream is None else self._stream(self.module)
+
+    @contextmanager
+    def single_precision(self) -> Iterator[AuditedModule]:
+        yield ReferenceMLP(self._given, self.chunk_size, self.eta, name=self.name, stream=self._stream, dtype=torch.float32)
+
+
+class MoshiGating(_ForeignModule):
+    """A gating module of the Moshi port: `gating(x, token_embeddings)`, parallel in training mode, streaming in evaluation.
+
+    gating: has `linear_in` (gate and value stacked), `activation`, `linear_out` (the model's own down-projection), `w_down`
+    (its copy that is written), `target_generator.conv1d.conv` and `target_generator.W_target`, `chunk_size`, `ttt_lr`,
+    `delta_clip_fro_norm`. reset: forgets a conversation; without one nothing is known that does.
+    """
+
+    def __init__(
+        self,
+        gating: nn.Module,
+        *,
+        name: str | None = None,
+        reset: Callable[[nn.Module], None] | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__(gating, name, dtype)
+        self._reset, m = reset, self._part
+        self.chunk_size, self.eta = m("chunk_size"), m("ttt_lr")
+        self.input_size, (self.d, self.h) = m("linear_in").in_features, m("linear_out").weight.shape
+
+    def _part(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+        if documents is not None or padding is not None:
+            raise NotChecked("the module takes neither document boundaries nor a padding mask")
+        was_training = self.module.training
+        self.module.train()  # whole sequences are read in parallel in training mode alone
+        try:
+            return self.module(x.to(self._dtype), target.to(self._dtype))
+        finally:
+            self.module.train(was_training)
+
+    def keys(self, x: Tensor) -> Tensor:
+        both = self._part("linear_in")(x.to(self._dtype)).unflatten(-1, (2, -1))
+        return self._part("activation")(both[..., 0, :]) * both[..., 1, :]
+
+    @property
+    def fast_weight(self) -> Tensor:
+        return self._part("linear_out").weight
+
+    @property
+    def conv(self) -> Tensor:
+        return self._part("target_generator").conv1d.conv.weight
+
+    @property
+    def proj(self) -> Tensor:
+        return self._part("target_generator").W_target.weight
+
+    def is_fast(self, name: str) -> bool:
+        return name in ("linear_out.weight", "w_down") or name in dict(self.module.named_buffers())
+
+    def stream(self) -> Stream:
+        return _MoshiStream(copy.deepcopy(self.module).eval(), self._reset, self._dtype)
+
+    @contextmanager
+    def single_precision(self) -> Iterator[AuditedModule]:
+        yield MoshiGating(self._given, name=self.name, reset=self._reset, dtype=torch.float32)
+
+    @property
+    def tau(self) -> float | None:
+        return self._part("delta_clip_fro_norm")
+
+    @contextmanager
+    def unclipped(self) -> Iterator[None]:
+        clip = self._part("delta_clip_fro_norm")
+        self.module.delta_clip_fro_norm = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.module.delta_clip_fro_norm = clip
+
+
+class _MoshiStream:
+    """A copy of the module as one conversation: it keeps its state itself."""
+
+    def __init__(self, module: nn.Module, reset: Callable[[nn.Module], None] | None, dtype: torch.dtype) -> None:
+        self._module, self._reset, self._dtype = module, reset, dtype
+
+    def __call__(self, x: Tensor, target: Tensor) -> Tensor:
+        return self._module(x.to(self._dtype), target.to(self._dtype))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the copy, in which the conversation is kept."""
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+
+    def reset(self) -> None:
+        if self._reset is None:
+            raise NotChecked("no function was given that forgets a conversation")
+        self._reset(self._module)

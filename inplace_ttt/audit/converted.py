@@ -1,0 +1,284 @@
+"""The layers of a converted model as the probes see them: driven through the model's own hooks, without the rest of it.
+
+While a layer is borrowed, its chunks are short, its parameters are wide copies, and its target generator is the probe's.
+Everything is put back as the same objects with the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ..errors import InPlaceTTTError
+from ..families import Decoder, features, locate
+from ..fast_linear import FastWeight
+from ..layout import ChunkLayout
+from ..ops import fast_weight as op
+from ..ops import state_dtype
+from ..ops.chunked import sum_of_writes
+from ..state import streams
+from ..surgery import fast_weights
+from .adapters import AuditedModule, Stream
+from .findings import NotChecked
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model itself, without PEFT's wrapper."""
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if get_base is not None else model
+
+
+def probe_chunk(kernel: int) -> int:
+    """A short chunk with a middle that no padding of the convolution reaches."""
+    return 2 * (kernel - 1) + 4
+
+
+@contextmanager
+def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype: torch.dtype = torch.float64) -> Iterator[ConvertedLayer]:
+    """The TTT layer `index` as an `AuditedModule`, with chunks of `chunk_size` (those that suit its kernel, without one).
+
+    dtype: what it computes in; a quantised layer stays in its own.
+    """
+    lm = causal_lm(model)
+    layer = fast_weights(lm)[index]
+    own = layer.fast.config.chunk_size
+    size = chunk_size or probe_chunk(layer.fast.config.kernel_size)
+    base = locate(lm).base
+    with ExitStack() as stack:
+        stack.callback(setattr, base, "training", base.training)
+        base.training = False  # in training, ranks that share a sequence are looked for
+        plain = all(p.is_floating_point() for p in layer.parameters())
+        stack.enter_context(_restored(layer))
+        stack.enter_context(_chunks_of(layer, size))
+        if plain:
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.to(dtype, copy=True)
+        else:
+            for parameter in layer.ttt.parameters():
+                parameter.data = parameter.data.clone()
+        yield ConvertedLayer(lm, locate(lm), index, dtype if plain else lm.dtype, own)
+
+
+@contextmanager
+def _restored(layer: FastWeight) -> Iterator[None]:
+    """The layer's parameters, config and modes afterwards as before."""
+    data = [(p, p.data) for p in layer.parameters() if p.is_floating_point()]  # quantised ones are their library's to pack
+    modes = [(m, m.training) for m in layer.modules()]
+    slot, tracker = layer.fast, layer.fast.tracker
+    before = (slot.config, tracker.chunk_size, tracker.enabled, tracker.current, tracker.group, slot.observer)
+    layer.eval()
+    tracker.enabled, tracker.group, slot.observer = True, None, None
+    try:
+        yield
+    finally:
+        for parameter, tensor in data:
+            parameter.data = tensor
+        for module, training in modes:
+            module.training = training
+        slot.config, tracker.chunk_size, tracker.enabled, tracker.current, tracker.group, slot.observer = before
+
+
+@contextmanager
+def _chunks_of(layer: FastWeight, size: int) -> Iterator[None]:
+    slot, tracker = layer.fast, layer.fast.tracker
+    before = (slot.config, tracker.chunk_size)
+    slot.config, tracker.chunk_size = dataclasses.replace(slot.config, chunk_size=size), size
+    try:
+        yield
+    finally:
+        slot.config, tracker.chunk_size = before
+
+
+class ConvertedLayer(AuditedModule):
+    """A borrowed TTT layer. Its inputs are the keys themselves: what comes before the down-projection is not driven."""
+
+    def __init__(self, lm: Any, decoder: Decoder, index: int, dtype: torch.dtype, own_chunk: int) -> None:
+        self.lm, self.decoder, self.index, self.dtype = lm, decoder, index, dtype
+        self.layer = fast_weights(lm)[index]
+        self.name = f"layer {index}"
+        self.h, self.d = features(self.layer)
+        self.input_size = self.h
+        self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
+        self._own_chunk = own_chunk
+        self.writes_generated = self.layer.fast.config.decode_updates
+        self.device = self.layer.ttt.conv.device
+
+    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+        kwargs: dict[str, Any] = {}
+        if documents is not None:
+            positions = torch.cat([torch.arange(n) for n in documents])
+            kwargs["position_ids"] = positions.expand(len(x), -1)
+        if padding is not None:
+            kwargs["attention_mask"] = (~padding).long()
+        return self._forward(x, target, **kwargs)
+
+    def _forward(self, z: Tensor, target: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
+        """One forward as the model's hooks see it; the source stands at both places that it may be taken from."""
+        z, target = (t.to(self.device, self.dtype) for t in (z, target))
+        slot, parts = self.layer.fast, self.decoder.layers[self.index]
+        tracker = slot.tracker
+        opened = tracker.open(self.decoder.base, (), {**kwargs, "past_key_values": cache})
+        try:
+            tracker.take_embeddings(self.decoder.layers[0].block, (target,), {})
+            travelling = {} if opened is None else dict(opened[1])
+            slot.on_attention(parts.attention, (), {**travelling, "past_key_values": cache})
+            slot.on_mlp(parts.mlp, (target,), {})
+            return self.layer(z)
+        finally:
+            tracker.current, slot._context = None, None
+
+    def keys(self, x: Tensor) -> Tensor:
+        return x.to(self.device, self.dtype)
+
+    def inputs(self, n: int, generator: torch.Generator) -> Tensor:
+        """Orthonormal keys [n, h]."""
+        return torch.linalg.qr(torch.randn(self.h, n, generator=generator, dtype=torch.float64))[0].T.contiguous()
+
+    @property
+    def fast_weight(self) -> Tensor:
+        matrix = self.layer.matrix()
+        if matrix is None:
+            raise NotChecked(f"the weight is quantised or wrapped ({type(self.layer).__name__}) and cannot be read as one matrix")
+        return matrix
+
+    @property
+    def conv(self) -> Tensor:
+        return self.layer.ttt.conv
+
+    @property
+    def proj(self) -> Tensor:
+        return self.layer.ttt.proj
+
+    @property
+    def own_chunk(self) -> int:
+        return self._own_chunk
+
+    def tensors(self) -> dict[str, Tensor]:
+        parameters = {name: p for name, p in self.layer.named_parameters() if p.is_floating_point()}
+        return {**parameters, **dict(self.layer.named_buffers())}
+
+    def is_fast(self, name: str) -> bool:
+        return not name.startswith("ttt.")
+
+    def train(self, mode: bool) -> None:
+        self.layer.train(mode)
+
+    def stream(self) -> Stream:
+        return ConvertedStream(self)
+
+    @contextmanager
+    def resized(self, chunk_size: int) -> Iterator[AuditedModule]:
+        with _chunks_of(self.layer, chunk_size):
+            yield ConvertedLayer(self.lm, self.decoder, self.index, self.dtype, self._own_chunk)
+
+    @contextmanager
+    def single_precision(self) -> Iterator[AuditedModule]:
+        data = [(p, p.data) for p in self.layer.parameters() if p.is_floating_point()]
+        dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
+        for parameter, tensor in data:
+            parameter.data = tensor.to(dtype)
+        try:
+            yield ConvertedLayer(self.lm, self.decoder, self.index, dtype, self._own_chunk)
+        finally:
+            for parameter, tensor in data:
+                parameter.data = tensor
+
+    @property
+    def tau(self) -> float | None:
+        clip = self.layer.fast.config.clip
+        if clip is None:
+            return None
+        return clip.tau * (float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0)
+
+    def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
+        """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from, its own reads."""
+        weight = self.fast_weight
+        z, target = (t.to(self.device, self.dtype) for t in (x, target))
+        whole = ChunkLayout.from_lengths([[z.shape[1]]], self.chunk_size)
+        links = whole.links(parts)
+        layouts = [whole.part(rank, parts) for rank in range(parts)]
+        pieces = list(zip(z.chunk(parts, 1), target.chunk(parts, 1), layouts, strict=True))
+        values = [self.layer.ttt(source, layout) for _, source, layout in pieces]
+        sums = [
+            sum_of_writes(keys, v, [layout.documents[0][-1]], layout=layout, clip=self.layer.tau())
+            for (keys, _, layout), v in zip(pieces, values, strict=True)
+        ]
+        known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))  # no state comes before the first rank
+        outputs = []
+        for rank, ((keys, _, layout), v) in enumerate(zip(pieces, values, strict=True)):
+            start = torch.einsum("bq,qbdh->bdh", links[:, rank].to(known), known)
+            outputs.append(op(keys, v, weight, eta=self.layer.eta, layout=layout, initial_state=start, clip=self.layer.tau()))
+        return torch.cat(outputs, 1)
+
+    @contextmanager
+    def unclipped(self) -> Iterator[None]:
+        before = self.layer.fast.config
+        self.layer.fast.config = dataclasses.replace(before, clip=None)
+        try:
+            yield
+        finally:
+            self.layer.fast.config = dataclasses.replace(self.layer.fast.config, clip=before.clip)
+
+
+class ConvertedStream:
+    """One sequence on a fresh cache."""
+
+    def __init__(self, module: ConvertedLayer) -> None:
+        self.module = module
+        self.cache = DynamicCache(config=module.lm.config.get_text_config())
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.module._forward(x, target, self.cache)
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    @property
+    def state(self) -> Tensor | None:
+        """S [1, d, h], or None before the first write."""
+        stream = streams(self.cache).get(self.module.index)
+        return None if stream is None else stream.state
+
+    @property
+    def chunks_written(self) -> int:
+        stream = streams(self.cache).get(self.module.index)
+        return 0 if stream is None else sum(stream.written)
+
+
+@contextmanager
+def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterator[None]:
+    """The whole model in evaluation mode with short chunks and no clip; as before afterwards.
+
+    seed: of a random writer; None leaves the model's own.
+    """
+    layers = fast_weights(causal_lm(model))
+    generator = torch.Generator().manual_seed(seed or 0)
+    with ExitStack() as stack:
+        modes = [(m, m.training) for m in model.modules()]
+        model.eval()
+        for module, training in modes:
+            stack.callback(setattr, module, "training", training)
+        for layer in layers.values():
+            stack.enter_context(_restored(layer))
+            stack.enter_context(_chunks_of(layer, chunk_size))
+            layer.fast.config = dataclasses.replace(layer.fast.config, clip=None)
+            if seed is None:
+                continue
+            conv, proj = layer.ttt.conv, layer.ttt.proj
+            conv.data = (torch.randn(conv.shape, generator=generator) / 10).to(conv)
+            proj.data = torch.eye(len(proj)).to(proj) / 10
+        yield
+
+
+def refuse_unreachable(model: nn.Module) -> None:
+    """Refuse a model whose weights are not here: on the meta device, or spread over ranks."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" or parameter.numel() == 0:
+            raise InPlaceTTTError(f"{name} has no weights here (offloaded or partitioned); audit the model before it is spread out.")

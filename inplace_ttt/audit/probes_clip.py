@@ -1,0 +1,122 @@
+"""Probes of the clip of a chunk's delta (paper appendix, "Clipping"), with the module's own clip on.
+
+A write grows with its targets until a clip holds it: the size at which growth ends is measured in both modes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .bench import SCALES, Bench
+from .findings import Finding, NotChecked, judged
+
+PAPER_TAU = 1e-5
+_CHUNKS = 128
+"""A long prompt: 128k tokens in chunks of 1,024."""
+_SEEN = 1e-3
+"""Change of the weight below which a clip leaves no effect worth the name."""
+
+
+def clip_training(bench: Bench, expected: Any) -> Finding:
+    """Growth of a write with its targets, in training mode."""
+    sizes = bench.sizes(training=True)
+    _alive(sizes)
+    knee = bench.knee(sizes)
+    found = (
+        "deltas are not clipped in training" if knee is None else f"deltas are clipped in training too (from targets of size {knee:.0e})"
+    )
+    return judged(knee is None, found, {"clipped from targets of size": knee}, None, _curve(bench, sizes))
+
+
+def clip_inference(bench: Bench, expected: Any) -> Finding:
+    """The norm that a chunk's delta cannot exceed in evaluation mode, without η."""
+    tau = applied_tau(bench)
+    if tau is None:
+        return Finding("unspecified", "no clip: the paper clips in some of its evaluations only", {"tau": None})
+    w0 = float(torch.linalg.vector_norm(bench.module.fast_weight.detach().double()))
+    meant = bench.module.tau
+    if meant is not None and abs(tau / meant - 1) > 0.05:
+        found = f"a delta is held to a Frobenius norm of {tau:.3g} where {meant:.3g} is meant: another norm, or η is counted in"
+        return judged(False, found, {"tau": tau, "meant": meant}, 0.05)
+    numbers = {"tau": tau, "tau / ‖W0‖": tau / w0, "the paper's tau": PAPER_TAU}
+    if abs(tau / PAPER_TAU - 1) < 0.05:
+        return judged(True, f"a chunk's delta is held to a norm of {tau:.2g}", numbers, 0.05)
+    return Finding("extension", f"a chunk's delta is held to a norm of {tau:.3g}, {tau / w0:.2g} of ‖W0‖", numbers, 0.05)
+
+
+def clip_scope(bench: Bench, expected: Any) -> Finding:
+    """Four clipped chunks with the same targets: the sum of four, or one norm for all."""
+    if applied_tau(bench) is None:
+        raise NotChecked("no clip is on")
+    chunk = bench.module.chunk_size
+    x = bench.bank[:chunk].repeat(5, 1)
+    target = bench.zeros(5 * chunk)
+    target[: 4 * chunk] = SCALES[-1] * bench.units(1)[0]
+    with bench.mode(False):
+        effect = bench.response(x, target).split(chunk)
+    ratio = float(torch.linalg.vector_norm(effect[4]) / torch.linalg.vector_norm(effect[1]))
+    found = (
+        "each chunk's delta is clipped on its own" if ratio > 3.9 else f"four clipped chunks weigh {ratio:.3g} of one: the sum is clipped"
+    )
+    return judged(ratio > 3.9, found, {"four clipped chunks, over one": ratio, "expected": 4.0}, 0.1)
+
+
+def clip_effect(bench: Bench, expected: Any) -> Finding:
+    """What the largest admitted delta does to the weight, in the precisions that it may be kept in."""
+    tau = applied_tau(bench)
+    if tau is None:
+        raise NotChecked("no clip is on")
+    w0 = bench.module.fast_weight.detach().double()
+    norm, size = float(torch.linalg.vector_norm(w0)), abs(bench.module.eta or 1.0)
+    step = size * tau / w0.numel() ** 0.5
+    typical = norm / w0.numel() ** 0.5
+    drift = _CHUNKS * size * tau / norm
+    numbers = {
+        "‖W0‖": norm,
+        "entry moved by a chunk": step,
+        "half a step of bfloat16 at a typical entry": typical * 2**-9,
+        "half a step of float32": typical * 2**-25,
+        f"‖change‖ / ‖W0‖ after {_CHUNKS} equal chunks": drift,
+    }
+    holds = drift >= _SEEN
+    found = (
+        f"{_CHUNKS} chunks can move the weight by {drift:.2g} of its norm"
+        if holds
+        else (
+            f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by {drift:.1e} of its norm, an entry by "
+            f"{step:.1e} a chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 ({typical * 2**-9:.1e})"
+        )
+    )
+    return judged(holds, found, numbers, _SEEN)
+
+
+def applied_tau(bench: Bench) -> float | None:
+    """The norm that a delta is held to in evaluation mode; None where it grows all along."""
+    sizes = bench.sizes(training=False)
+    _alive(sizes)
+    if bench.knee(sizes) is None:
+        return None
+    chunk = bench.module.chunk_size
+    target = SCALES[-1] * bench.units(1)[0].expand(chunk, -1)
+    with bench.mode(False):
+        values = bench.written(target)
+    z = bench.module.keys(bench.bank[:chunk]).detach().double().cpu()
+    return float(torch.linalg.vector_norm(values.T @ z)) / abs(bench.module.eta or 1.0)
+
+
+def _alive(sizes: list[float]) -> None:
+    if not any(sizes):
+        raise NotChecked("nothing that is written is ever read")
+
+
+def _curve(bench: Bench, training: list[float]) -> dict[str, Any]:
+    return {
+        "kind": "curve",
+        "title": "Effect of a chunk's write, as its targets grow",
+        "x": "size of the targets",
+        "y": "change of the next chunk's outputs",
+        "at": list(SCALES),
+        "lines": {"training": training, "evaluation": bench.sizes(training=False)},
+    }

@@ -1,0 +1,144 @@
+"""What a training recipe sets, against the paper's runs; what is trained and what documents are like are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import InPlaceTTTError
+from ..surgery import fast_weights
+from ..training.recipe import Recipe
+from .findings import Finding, NotChecked, judged
+
+_NEAR = 0.2
+"""How far a token budget may be from the paper's "about"."""
+
+
+@dataclass
+class Run:
+    """A recipe, its model, and what is known of its rows (`long_share` and `tokens`, as in a DataReport)."""
+
+    recipe: Recipe
+    model: nn.Module
+    data: Any = None
+    why_no_data: str = "the rows were not built"
+
+    @property
+    def from_scratch(self) -> bool:
+        return self.recipe.model.path is None
+
+
+def trained_parameters(run: Run, expected: Any) -> Finding:
+    """Parameters that require a gradient."""
+    counts = [(p.numel() or int(getattr(p, "ds_numel", 0)), p.requires_grad) for p in run.model.parameters()]
+    total, trained = sum(n for n, _ in counts), sum(n for n, on in counts if on)
+    writer = sum(p.numel() for layer in fast_weights(run.model).values() for p in layer.ttt.parameters())
+    found = "all parameters" if trained == total else f"{trained / total:.2%} of the parameters ({run.recipe.optimisation.train})"
+    return judged(trained == total, found, {"trained": trained, "of": total, "of them conv and P": writer}, 0)
+
+
+def learning_rate(run: Run, expected: Any) -> Finding:
+    """The recipe's rates."""
+    o = run.recipe.optimisation
+    continual, scratch = expected
+    wanted = scratch if run.from_scratch else (continual,)
+    rates = {"matrices": o.learning_rate, "conv": o.conv_learning_rate or o.learning_rate, "P": o.proj_learning_rate or o.learning_rate}
+    text = f"{o.learning_rate:g}" + "".join(f", {k} {r:g}" for k, r in rates.items() if r != o.learning_rate)
+    if not any(abs(o.learning_rate / w - 1) < 1e-6 for w in wanted):
+        return judged(False, text, {**rates, "expected": list(wanted)}, 0)
+    if len(set(rates.values())) > 1:
+        return Finding("extension", text + ": conv and P have rates of their own", rates, 0)
+    return judged(True, text, rates, 0)
+
+
+def weight_decay(run: Run, expected: Any) -> Finding:
+    """The recipe's decays; for conv and P a choice."""
+    o = run.recipe.optimisation
+    numbers = {"matrices": o.weight_decay, "conv": o.conv_weight_decay, "P": o.proj_weight_decay}
+    return judged(o.weight_decay == expected, f"{o.weight_decay:g}; conv {o.conv_weight_decay:g}, P {o.proj_weight_decay:g}", numbers, 0)
+
+
+def schedule(run: Run, expected: Any) -> Finding:
+    """Shape, warm-up, end."""
+    o = run.recipe.optimisation
+    numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.final_ratio}
+    text = f"{o.schedule} to {o.final_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
+    return Finding("unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers)
+
+
+def optimiser(run: Run, expected: Any) -> Finding:
+    """AdamW's settings."""
+    o = run.recipe.optimisation
+    text = f"AdamW {tuple(o.betas)}, gradient clipping {o.max_grad_norm:g}"
+    return Finding("unspecified", text, {"betas": o.betas, "epsilon": o.epsilon, "gradient clipping": o.max_grad_norm})
+
+
+def token_budget(run: Run, expected: Any) -> Finding:
+    """Steps times rows times length."""
+    recipe = run.recipe
+    length = recipe.data.sequence_length
+    tokens = recipe.steps * recipe.rows_per_step * length
+    wanted = expected.get(length, next(iter(expected.values())))
+    numbers = {"tokens": tokens, "expected": wanted, "steps": recipe.steps, "rows a step": recipe.rows_per_step}
+    return judged(
+        abs(tokens / wanted - 1) <= _NEAR, f"{_tokens(tokens)} tokens, {tokens / wanted:.2g} of {_tokens(wanted)}", numbers, _NEAR
+    )
+
+
+def stages(run: Run, expected: Any) -> Finding:
+    """Tokens a row."""
+    length = run.recipe.data.sequence_length
+    return judged(length in expected, f"{length:,} tokens a row", {"tokens a row": length, "expected": list(expected)}, 0)
+
+
+def yarn(run: Run, expected: Any) -> Finding:
+    """The model's RoPE, and whether this stage should extend it."""
+    config = getattr(run.model, "config", None)
+    text_config = config.get_text_config() if config is not None else None
+    rope = dict(getattr(text_config, "rope_parameters", None) or {})
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    length = run.recipe.data.sequence_length
+    extended = kind == "yarn"
+    wanted = expected is not None and length >= expected
+    found = f"{kind}" + (f", factor {factor:g}" if factor else "") + f" at {length:,} tokens a row"
+    return judged(extended == wanted, found, {"rope_type": kind, "factor": factor, "yarn expected": wanted}, 0)
+
+
+def long_documents(run: Run, expected: Any) -> Finding:
+    """Share of the run's tokens in pieces of documents longer than a chunk."""
+    if run.data is None:
+        raise NotChecked(run.why_no_data)
+    share = float(run.data.long_share)
+    numbers = {"share of tokens": share, "tokens": int(run.data.tokens), "chunks a piece": dict(run.data.chunks_per_piece)}
+    if share == 0:
+        return judged(False, "no document is longer than a chunk: nothing can train the writer", numbers, 0)
+    return Finding("unspecified", f"{share:.1%} of the tokens", numbers)
+
+
+def measured_data(recipe: Recipe, chunk_size: int) -> tuple[Any, str]:
+    """The report on the recipe's rows where its data is here, or None and why not."""
+    from pathlib import Path
+
+    try:
+        from transformers import AutoTokenizer
+
+        from ..training.data import build_data
+    except ImportError as error:
+        return None, f"the rows cannot be built here ({error}); install the extra `train`"
+    missing = [name for name in recipe.data.train if not any(Path().glob(name)) and not Path(name).exists()] if recipe.data.train else []
+    if missing:
+        return None, f"the documents are not here ({missing[0]})"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
+        return build_data(recipe, tokenizer, chunk_size).report, ""
+    except (InPlaceTTTError, OSError, ValueError) as error:
+        return None, f"the rows cannot be built: {str(error).rstrip('.')}"
+
+
+def _tokens(n: float) -> str:
+    for size, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g}{name}"
+    return f"{n:.0f}"

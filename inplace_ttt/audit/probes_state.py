@@ -1,0 +1,183 @@
+"""Probes of the state, its precision and place, and of the gradient through the scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bench import Bench
+from .findings import Finding, NotChecked, judged
+
+_WRITES = 64
+_SMALL = 3e-4
+_LOST = 1e-3
+_GRADIENT = 0.05
+_DIRECTIONS = 3
+
+
+def state_precision(bench: Bench, expected: Any) -> Finding:
+    """In float32 arithmetic: do many writes add up, and does one write of 0.03 % of ‖W0‖ count as much as a large one?
+
+    A state in half precision fails the first, a running weight in half precision the second.
+    """
+    with bench.module.single_precision() as module, module.unclipped():
+        single = Bench(module, 0)
+        single.bank, single.scale = bench.bank, bench.scale
+        single.chunk = bench.chunk
+        sums = _additivity(single)
+        small = _small_write(single)
+        dtype = _state_dtype(single)
+    kept = f"a {dtype} state" if dtype else "the state"
+    worst = max(sums, small)
+    numbers = {f"error of {_WRITES} writes added up": sums, f"lost of a write of {_SMALL} ‖W0‖": small, "state": dtype}
+    if worst >= _LOST:
+        return judged(False, f"{kept} loses {worst:.1%} of an update", numbers, _LOST)
+    return Finding("unspecified", f"{kept} loses {worst:.0e} of an update", numbers, _LOST)
+
+
+def _additivity(bench: Bench) -> float:
+    """‖read of all - (read of even chunks + read of odd chunks)‖ / ‖read of all‖, with other targets in each chunk."""
+    chunk = bench.chunk
+    x = bench.tiled((_WRITES + 1) * chunk)
+    target = bench.scale * bench.units(len(x))
+    target[_WRITES * chunk :] = 0
+    even = (torch.arange(len(x)) // chunk % 2 == 0)[:, None]
+    last = slice(_WRITES * chunk, None)
+    whole, a, b = (bench.response(x, t)[last] for t in (target, target * even, target * ~even))
+    return float(torch.linalg.vector_norm(whole - a - b) / torch.linalg.vector_norm(whole))
+
+
+def _small_write(bench: Bench) -> float:
+    """1 - (read of a small write / its size) / (read of a large one / its size), both along the large one."""
+    x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
+    try:
+        w0 = bench.module.fast_weight.detach().double()
+    except NotChecked:
+        return 0.0
+    z = bench.module.keys(bench.tiled(bench.chunk)).detach().double().cpu()
+    large = bench.response(x, target)[bench.chunk :]
+    delta = torch.linalg.vector_norm(torch.linalg.lstsq(z, large).solution)
+    factor = float(_SMALL * torch.linalg.vector_norm(w0) / delta)
+    small = bench.response(x, factor * target)[bench.chunk :] / factor
+    return abs(1 - float((small * large).sum() / (large * large).sum()))
+
+
+def _state_dtype(bench: Bench) -> str | None:
+    """What a stream keeps its state in, where that can be looked at."""
+    try:
+        stream = bench.module.stream()
+    except NotChecked:
+        return None
+    with torch.no_grad(), bench.module.guarded():
+        stream(bench.tiled(bench.chunk)[None], bench.middle(bench.chunk, 0)[None])
+    state = getattr(stream, "state", None)
+    return str(state.dtype).removeprefix("torch.") if isinstance(state, Tensor) else None
+
+
+def state_place(bench: Bench, expected: Any) -> Finding:
+    """W0 and every buffer, before and after reading three chunks."""
+    changed = [name for name in _changed(bench) if bench.module.is_fast(name)]
+    found = "the state is in no parameter and no buffer" if not changed else f"reading changes {', '.join(changed)}"
+    return judged(not changed, found, {"changed": changed}, 0)
+
+
+def slow_weights(bench: Bench, expected: Any) -> Finding:
+    """Every parameter but W0, before and after reading three chunks."""
+    changed = [name for name in _changed(bench) if not bench.module.is_fast(name)]
+    found = "reading changes no slow weight" if not changed else f"reading changes {', '.join(changed)}"
+    return judged(not changed, found, {"changed": changed}, 0)
+
+
+def _changed(bench: Bench) -> list[str]:
+    """Tensors that a forward in evaluation mode changes, whole or streamed."""
+    module = bench.module
+    x, target = bench.tiled(3 * bench.chunk), bench.middle(3 * bench.chunk, 0, bench.chunk)
+    before = {name: tensor.detach().clone() for name, tensor in module.tensors().items()}
+    with torch.no_grad(), module.guarded():
+        module.forward(x[None], target[None])
+        after = {name: tensor.detach().clone() for name, tensor in module.tensors().items()}
+        changed = [name for name, tensor in after.items() if not torch.equal(tensor, before[name])]
+        try:
+            stream = module.stream()
+        except NotChecked:
+            return changed
+        stream(x[None], target[None])
+        tensors = getattr(stream, "tensors", module.tensors)()
+        return changed + [name for name, t in tensors.items() if name not in changed and not torch.equal(t.detach(), before[name])]
+
+
+def gradient(bench: Bench, expected: Any) -> Finding:
+    """Derivatives by autograd against differences of the module's own outputs, along random directions.
+
+    Only the third chunk's outputs count, so that all of it comes through the sum of deltas.
+    """
+    errors = _gradient_errors(bench)
+    del errors["targets"]
+    worst = max(errors, key=lambda name: errors[name])
+    found = (
+        "the gradient is that of the whole scan"
+        if errors[worst] < _GRADIENT
+        else (f"the gradient by {worst} misses {errors[worst]:.0%} of what the outputs do")
+    )
+    return judged(errors[worst] < _GRADIENT, found, {f"error of the derivative by {name}": e for name, e in errors.items()}, _GRADIENT)
+
+
+def target_gradient(bench: Bench, expected: Any) -> Finding:
+    """Whether the targets' source gets a gradient from what later chunks read; a choice, since the paper says nothing."""
+    error = _gradient_errors(bench)["targets"]
+    found = "the gradient flows through the target into its source" if error < _GRADIENT else "the target is detached from its source"
+    return Finding("unspecified", found, {"error of the derivative by targets": error}, _GRADIENT)
+
+
+def _gradient_errors(bench: Bench) -> dict[str, float]:
+    """For conv, P, the keys and the targets: ‖autograd - differences‖ / ‖differences‖ over some directions."""
+    module, chunk = bench.module, bench.chunk
+    x, target = bench.tiled(3 * chunk), bench.scale * bench.units(3 * chunk)
+    weights = bench.random(chunk, module.d)
+
+    def value() -> Tensor:
+        out = module.forward(x[None], target[None])[0, 2 * chunk :]
+        return (out * weights.to(out)).sum()
+
+    leaves = {"conv": module.conv, "P": module.proj, "keys": x, "targets": target}
+    flags = [(tensor, tensor.requires_grad) for tensor in leaves.values()]
+    errors = {}
+    try:
+        for tensor, _ in flags:
+            tensor.requires_grad_(True)
+        with torch.enable_grad(), bench.mode(True), module.guarded():
+            grads = torch.autograd.grad(value(), list(leaves.values()), allow_unused=True)
+            for (name, tensor), grad in zip(leaves.items(), grads, strict=True):
+                pairs = []
+                for _ in range(_DIRECTIONS):
+                    direction = bench.random(*tensor.shape) * float(tensor.detach().double().std() + 0.1)
+                    if name == "keys":
+                        direction[2 * chunk :] = 0  # how the last chunk reads is not the scan
+                    by_autograd = 0.0 if grad is None else float((grad.double().cpu() * direction).sum())
+                    pairs.append((by_autograd, *_differences(value, tensor, direction)))
+                a, short, long = torch.tensor(pairs, dtype=torch.float64).T
+                errors[name] = min(float((a - b).norm() / b.norm().clamp(min=1e-30)) for b in (short, long))
+    finally:
+        for tensor, flag in flags:
+            tensor.requires_grad_(flag)
+    return errors
+
+
+@torch.no_grad()
+def _differences(value: Callable[[], Tensor], tensor: Tensor, direction: Tensor) -> tuple[float, float]:
+    """Derivatives of `value` as `tensor` moves along `direction`, from short steps and from long ones.
+
+    The long ones are exact for polynomials up to the fourth degree, and rounding plays no part in them.
+    """
+    before = tensor.detach().clone()
+
+    def at(step: float) -> float:
+        tensor.copy_(before + step * direction.to(tensor))
+        return float(value())
+
+    short, near, far = (at(step) - at(-step) for step in (1e-4, 0.5, 1.0))
+    tensor.copy_(before)
+    return short / 2e-4, (8 * near - far) / 6

@@ -1,0 +1,179 @@
+"""Probes of the target generator V = Conv(X) · P (paper §3.2, §3.4, Algorithm 1 line 6).
+
+An impulse in X at one token shows which tokens' targets take it in; a constant X leaves padding out of play, so that P and
+the order of the two maps show alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bench import Bench
+from .findings import TOLERANCE, Finding, NotChecked, judged
+
+_VISIBLE = 0.02
+"""Of the largest response to an impulse: less is nothing."""
+
+
+def conv_depthwise(bench: Bench, expected: Any) -> Finding:
+    """An impulse in one channel: how much of the response is in other channels, under the kernel's own full shape."""
+    conv = bench.module.conv
+    with torch.no_grad():
+        bench.generate(_taps(bench), bench.identity())
+        conv.add_(torch.rand(conv.shape, generator=bench.generator).to(conv) / conv.shape[1])
+        try:
+            target, channel = bench.zeros(bench.chunk), bench.module.d // 2
+            target[bench.chunk // 2, channel] = bench.scale
+            response = bench.written(target)
+        finally:
+            bench.neutral()
+    inside = torch.linalg.vector_norm(response[:, channel])
+    total = torch.linalg.vector_norm(response)
+    if total == 0:
+        raise NotChecked("an impulse in the target source has no effect")
+    across = float(((total**2 - inside**2).clamp(min=0)).sqrt() / total)
+    found = "each channel has its own kernel" if across < TOLERANCE else f"{across:.0%} of a channel's response is in other channels"
+    return judged(across < TOLERANCE, found, {"response in other channels": across, "kernel": list(conv.shape)}, TOLERANCE)
+
+
+def conv_size(bench: Bench, expected: Any) -> Finding:
+    """How many tokens an impulse reaches, chunk edges away."""
+    response = _offsets(bench)
+    taps = sorted(response)
+    found = f"{len(taps)} taps"
+    chart = {
+        "kind": "bars",
+        "title": "What a token's target takes from its neighbours",
+        "x": "token, relative to the target's own",
+        "y": "size of the response",
+        "labels": [f"{o:+d}" if o else "0" for o in taps],
+        "values": [response[o] for o in taps],
+    }
+    return judged(len(taps) == expected, found, {"taps": len(taps), "expected": expected}, 0, chart)
+
+
+def conv_bias(bench: Bench, expected: Any) -> Finding:
+    """Whether anything is written when the target source is zero."""
+    tokens = 2 * bench.chunk
+    x = bench.tiled(tokens)
+    with bench.generator_of(_taps(bench), bench.identity()):
+        written = bench.run(x, bench.zeros(tokens))
+    with bench.generator_of(0 * _taps(bench), 0 * bench.identity()):
+        none = bench.run(x, bench.zeros(tokens))
+    # A bias does not grow with the targets, so it is held against a write of targets of norm 1.
+    size = bench.size((written - none)[bench.chunk :]) * bench.scale
+    found = "nothing is written where the target source is zero" if size < TOLERANCE else f"a zero source writes {size:.3g} of a write"
+    return judged(size < TOLERANCE, found, {"write of a zero source": size}, TOLERANCE)
+
+
+def conv_lookahead(bench: Bench, expected: Any) -> Finding:
+    """Which tokens the target of a token takes in."""
+    taps = sorted(_offsets(bench))
+    ahead = [o for o in taps if o > 0]
+    found = f"taps from t{taps[0]:+d} to t{taps[-1]:+d}" + ("" if ahead else ": no future token is in the target")
+    return judged(bool(ahead), found, {"taps": taps}, 0)
+
+
+def conv_isolation(bench: Bench, expected: Any) -> Finding:
+    """Impulses at both sides of a chunk's edge, and what the edge's tokens take from outside: zero."""
+    chunk = bench.chunk
+    sides = {}
+    # All chunks have equal keys, so a read shows at which place in a chunk something was written: what an impulse at one
+    # side of the edge writes at the other side stands at the other end.
+    start, end = slice(0, chunk // 2), slice(chunk // 2, None)
+    x = bench.tiled(3 * chunk)
+    with bench.generator_of(_taps(bench), bench.identity()):
+        for name, at, reader, there in (("into the next chunk", chunk - 1, 2, start), ("into the chunk before", chunk, 1, end)):
+            target = bench.zeros(len(x))
+            target[at] = bench.scale
+            effect = bench.response(x, target).split(chunk)
+            sides[name] = _norm(bench.decode(x[:chunk], effect[reader])[there]) / _norm(bench.decode(x[:chunk], effect[2]))
+    # With all taps 1 and a constant source, a target counts its taps inside the chunk.
+    row = bench.scale * bench.units(1)[0]
+    with bench.generator_of(torch.ones_like(_taps(bench)), bench.identity()):
+        counts = bench.written(row.expand(chunk, -1)) @ row
+    counts = counts / counts[bench.margin : chunk - bench.margin].mean() * bench.kernel
+    taps = _offsets(bench)
+    inside = torch.tensor([float(sum(0 <= t + o < chunk for o in taps)) for t in range(chunk)])
+    sides["padding that is not zero"] = float((counts - inside).abs().max()) / bench.kernel
+    worst = max(sides, key=lambda name: sides[name])
+    found = (
+        "the convolution ends at the chunk's edges, with zeros beyond"
+        if sides[worst] < TOLERANCE
+        else (f"the convolution reaches {worst}" if "chunk" in worst else "tokens at the edge take in something from beyond it")
+    )
+    return judged(sides[worst] < TOLERANCE, found, sides, TOLERANCE)
+
+
+def conv_before_projection(bench: Bench, expected: Any) -> Finding:
+    """Kernels that differ by channel, with a symmetric P: the order of the two shows, transposition does not."""
+    d = bench.module.d
+    p = bench.random(d, d)
+    p = p + p.T
+    taps = torch.zeros(d, bench.kernel, dtype=torch.float64)
+    taps[:, bench.kernel // 2] = bench.random(d)
+    row = bench.scale * bench.units(1)[0]
+    with bench.generator_of(taps, p):
+        found = bench.constant(row, bench.chunk).mean(0)
+    mixed = taps.sum(1)
+    first, last = _cosine(found, (mixed * row) @ p), _cosine(found, mixed * (row @ p))
+    text = "convolution first, then P" if first >= last else "P first, then the convolution"
+    return judged(first >= last, text, {"cosine, conv then P": first, "cosine, P then conv": last}, TOLERANCE)
+
+
+def projection_untransposed(bench: Bench, expected: Any) -> Finding:
+    """A constant source through an asymmetric P, against X P and X Pᵀ."""
+    p = bench.random(bench.module.d, bench.module.d)
+    row = bench.scale * bench.units(1)[0]
+    taps = torch.zeros(bench.module.d, bench.kernel)
+    taps[:, bench.kernel // 2] = 1
+    with bench.generator_of(taps, p):
+        found = bench.constant(row, bench.chunk).mean(0)
+    straight, transposed = _cosine(found, row @ p), _cosine(found, row @ p.T)
+    if max(straight, transposed) < 0.9:
+        raise NotChecked(f"the target is neither X P nor X Pᵀ (cosines {straight:.3g}, {transposed:.3g})")
+    text = "P from the right, as stored" if straight >= transposed else "P is applied transposed, as an ordinary linear layer would"
+    return judged(straight >= transposed, text, {"cosine with X P": straight, "cosine with X Pᵀ": transposed}, TOLERANCE)
+
+
+def _taps(bench: Bench) -> Tensor:
+    """A kernel of its own for each channel, [d, k], no entry near 0."""
+    return 0.5 + torch.rand(bench.module.d, bench.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _offsets(bench: Bench) -> dict[int, float]:
+    """Offset o -> how much the target of token t takes of token t + o, chunk edges away."""
+    at = bench.chunk // 2
+    target = bench.zeros(bench.chunk)
+    target[at] = bench.scale
+    with bench.generator_of(_taps(bench), bench.identity()):
+        sizes = torch.linalg.vector_norm(bench.written(target), dim=-1)
+    if sizes.max() == 0:
+        raise NotChecked("an impulse in the target source has no effect")
+    return {at - t: float(size / sizes.max()) for t, size in enumerate(sizes) if size > _VISIBLE * sizes.max()}
+
+
+def zero_tap(bench: Bench) -> int:
+    """Index of the tap that takes the token itself."""
+    at = bench.chunk // 2
+    target = bench.zeros(bench.chunk)
+    target[at] = bench.scale
+    for tap in range(bench.kernel):
+        taps = torch.zeros(bench.module.d, bench.kernel, dtype=torch.float64)
+        taps[:, tap] = 1
+        with bench.generator_of(taps, bench.identity()):
+            if int(torch.linalg.vector_norm(bench.written(target), dim=-1).argmax()) == at:
+                return tap
+    raise NotChecked("no tap of the convolution takes the token itself")
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x))
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    """Without its sign, which is another item's."""
+    return abs(float(torch.nn.functional.cosine_similarity(a, b, dim=0)))

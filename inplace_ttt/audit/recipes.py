@@ -1,0 +1,69 @@
+"""The audit of a training run: its model and its recipe; the gate before the first step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import InPlaceTTTError
+from ..surgery import config_of
+from ..training.model import build_model
+from ..training.recipe import Recipe, load_recipe
+from .catalogue import Item, Profile
+from .catalogue_recipe import RECIPE
+from .findings import Finding
+from .probes_recipe import Run, measured_data
+from .report import Report
+from .run import Progress, as_declarations, audit_model, decide
+
+REPORT = "audit"
+"""Name, without ending, of what the gate writes into the run's output folder."""
+
+
+def audit_recipe(recipe: Recipe | str | Path, *, profile: str | None = None, seed: int = 0, progress: Progress | None = None) -> Report:
+    """Build a recipe's model, audit it, and audit the recipe itself, its data too where that is here.
+
+    profile: the recipe's own, without one.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    model = build_model(recipe)
+    data, why = measured_data(recipe, config_of(model).chunk_size)
+    return _audit(Run(recipe, model, data, why), profile or recipe.audit.profile or "paper", seed, progress)
+
+
+def gate(model: nn.Module, recipe: Recipe, *, data: Any = None, progress: Progress | None = None) -> Report:
+    """The audit before a run's first step, held against `recipe.audit`.
+
+    data: the report on the run's rows (`TrainingData.report`), for what documents are like. The caller decides what an
+    undeclared deviation means; `write_report` puts the report beside the run.
+    """
+    return _audit(Run(recipe, model, data), recipe.audit.profile or "paper", 0, progress)
+
+
+def write_report(report: Report, output: str | Path) -> Path:
+    """Write the report as audit.html, audit.md and audit.json into a run's folder; gives the page."""
+    import json
+
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for ending, text in {
+            "md": report.to_markdown(),
+            "json": json.dumps(report.to_dict(), indent=1) + "\n",
+            "html": report.to_html(),
+        }.items():
+            (folder / f"{REPORT}.{ending}").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InPlaceTTTError(f"cannot write the audit's report into {folder}: {error.strerror}.") from None
+    return folder / f"{REPORT}.html"
+
+
+def _audit(run: Run, profile: str, seed: int, progress: Progress | None) -> Report:
+    declared = as_declarations(run.recipe.audit.deviations, str(run.recipe.path or "the recipe"))
+    extra: list[tuple[Item, Callable[[Profile], Finding]]] = [(item, functools.partial(decide, item, run)) for item in RECIPE]
+    return audit_model(run.model, profile=profile, declared=declared, seed=seed, progress=progress, extra=extra)

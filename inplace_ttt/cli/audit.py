@@ -1,0 +1,143 @@
+"""`inplace-ttt audit PATH_OR_RECIPE`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, logging
+
+from ..audit.catalogue import PROFILES, known
+from ..audit.compare import comparison
+from ..audit.report import Report
+from ..audit.run import as_declarations, audit_model
+from ..checkpoint import Checkpoint, is_adapter, load
+from ..errors import InPlaceTTTError
+from . import Result
+
+EXAMPLES = """examples:
+  inplace-ttt audit ./smollm2-ttt
+  inplace-ttt audit ./smollm2-ttt --format html --out audit.html
+  inplace-ttt audit ./official-ttt --profile official
+  inplace-ttt audit ./smollm2-ttt --compare ./official-ttt
+  inplace-ttt audit recipes/run.yaml
+
+exit code: 0 no undeclared deviation, 1 an undeclared deviation, 2 bad input"""
+
+_FORMATS = ("md", "html", "json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH_OR_RECIPE", help="converted checkpoint, adapter folder, or a training recipe (YAML)")
+    parser.add_argument(
+        "--profile", metavar="P", help=f"what it is held against: {' or '.join(PROFILES)} (default: paper, or the recipe's)"
+    )
+    parser.add_argument("--format", default="md", metavar="F", help=f"of the report: {', '.join(_FORMATS)} (default: md)")
+    parser.add_argument("--out", metavar="F", help="file to write the report to, instead of printing it")
+    parser.add_argument(
+        "--compare", metavar="B", help="another checkpoint or recipe; say where the two differ (the exit code is the first's)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    if args.format not in _FORMATS:
+        raise InPlaceTTTError(f"--format must be one of {', '.join(_FORMATS)}, got {args.format!r}.")
+    if args.profile is not None:
+        known(args.profile)
+    if args.out is not None and not Path(args.out).absolute().parent.is_dir():
+        raise InPlaceTTTError(f"--out {args.out} is in a folder that does not exist; make it first.")
+    report = _audit(args.path, args)
+    other = None if args.compare is None else _audit(args.compare, args)
+    result = report.to_dict()
+    text = {"md": report.to_markdown, "html": report.to_html, "json": lambda: json.dumps(result, indent=1) + "\n"}[args.format]()
+    if other is not None:
+        result["compare"] = comparison(report, other)
+        text = _with_comparison(text, args.format, report, other, result)
+    if args.out is not None:
+        try:
+            Path(args.out).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InPlaceTTTError(f"cannot write {args.out}: {error.strerror}.") from None
+        result["output"] = args.out
+    if not args.json:  # only for `render`: the JSON object is data alone
+        result["_text"] = text
+    return result, 1 if report.undeclared else 0
+
+
+def render(result: dict[str, Any]) -> str:
+    text: str = result["_text"]
+    if "output" not in result:
+        return text.rstrip("\n")
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in result["counts"].items() if n)
+    undeclared = ", ".join(result["undeclared"]) or "none"
+    return f"wrote {result['output']}\n{counts}\nundeclared deviations: {undeclared}"
+
+
+def _audit(path: str, args: argparse.Namespace) -> Report:
+    with tqdm(total=1, desc=f"audit {Path(path).name}", unit="item", file=sys.stderr, disable=None) as bar:
+
+        def progress(done: int, total: int, title: str) -> None:
+            bar.total, bar.n = total, done
+            bar.set_postfix_str(title, refresh=True)
+
+        if Path(path).suffix.lower() in (".yaml", ".yml"):
+            from ..audit.recipes import audit_recipe
+
+            report = audit_recipe(path, profile=args.profile, seed=args.seed, progress=progress)
+        else:
+            report = _audit_checkpoint(path, args, progress)
+        bar.n = bar.total
+        bar.set_postfix_str("")
+    return report
+
+
+def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Report:
+    """In float32, so that what is measured is the method and not the rounding of this machine's arithmetic."""
+    declared: Any = ()
+    if not is_adapter(path):
+        checkpoint = Checkpoint.open(path)
+        checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+        checkpoint.ttt_tensors()  # refuses half a checkpoint
+        assert checkpoint.section is not None
+        declared = checkpoint.section.get("declared_deviations", ())
+        if not isinstance(declared, (list, tuple)):
+            raise InPlaceTTTError(f"{path} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = load(path, dtype=torch.float32)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    return audit_model(
+        model,
+        _tokenizer(path),
+        profile=args.profile or "paper",
+        declared=as_declarations(declared, path),
+        seed=args.seed,
+        progress=progress,
+    )
+
+
+def _tokenizer(path: str) -> Any:
+    """The checkpoint's tokenizer, or None: random ids do without."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _with_comparison(text: str, format: str, report: Report, other: Report, result: dict[str, Any]) -> str:
+    from ..audit.compare import as_html, as_markdown
+
+    if format == "json":
+        return json.dumps(result, indent=1) + "\n"
+    if format == "html":
+        return text.replace("<h2>All items</h2>", as_html(report, other) + "\n<h2>All items</h2>", 1)
+    return text.replace("## All items", as_markdown(report, other) + "\n\n## All items", 1)

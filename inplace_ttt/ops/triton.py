@@ -1,0 +1,73 @@
+"""Binds the Triton kernels of `inplace_ttt_kernels`: whether they can run here, and the call."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from ..errors import InPlaceTTTError
+from ..layout import ChunkLayout
+
+_HALF = (torch.float16, torch.bfloat16)
+_said: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they do."""
+    try:
+        from inplace_ttt_kernels import unsupported
+    except ModuleNotFoundError as error:
+        return f"the package {error.name} is not installed (pip install 'inplace-ttt[kernels]')"
+    return unsupported(device, dtype)
+
+
+@torch.compiler.assume_constant_result
+def preferred(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether "auto" takes the kernels: in half precision on CUDA, where they can run. Says once why they cannot.
+
+    In float32 a product takes so much longer that the running matrix in memory costs nothing, and cuBLAS is the faster.
+    """
+    if device.type != "cuda" or dtype not in _HALF:
+        return False
+    reason = unavailable(device, dtype)
+    if reason is not None and reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"The fast weight runs without its Triton kernels, which is slower: {reason}.", stacklevel=2)
+    return reason is None
+
+
+def require(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise where the kernels do not run."""
+    reason = unavailable(device, dtype)
+    if reason is not None:
+        raise InPlaceTTTError(f"backend 'triton' cannot run here: {reason}; use backend 'chunked' or 'auto'.")
+
+
+def fast_weight(
+    z: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    *,
+    eta: float,
+    layout: ChunkLayout,
+    initial_state: Tensor | None = None,
+    clip: float | Tensor | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
+    if isinstance(clip, Tensor):
+        clip = clip.detach().to(z.device, torch.float32)
+    elif clip is not None:
+        clip = torch.full((), clip, dtype=torch.float32, device=z.device)
+    out, state = torch.ops.inplace_ttt.fast_weight(
+        z, v, weight, initial_state, clip, layout.spans, layout.chunk_size, float(eta), return_state
+    )
+    return out, state if return_state else None
+
+
+def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
+    """The convolution of `inplace_ttt.target`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B, T]."""
+    return torch.ops.inplace_ttt.chunk_conv(x, conv, chunk_ids, first_tap)

@@ -1,0 +1,37 @@
+"""Three mends of Triton's interpreter, without which it cannot run these kernels, or not as a GPU does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+
+def mend() -> None:
+    """Loops up to a kernel's argument under numpy 2.4 and later (triton issue 9171), products of bfloat16 (11584: of its bit
+    patterns), and bfloat16 rounded to nearest (cut off)."""
+    from triton.runtime import interpreter
+
+    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def cast_impl(self: Any, source: Any, wanted: Any) -> Any:
+        pair = source.dtype.scalar, wanted.scalar
+        if pair == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
+            return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+        if pair == (tl.bfloat16, tl.float32):
+            widened = torch.from_numpy(source.data.copy()).view(torch.bfloat16).float()
+            return interpreter.TensorHandle(widened.numpy(), tl.float32)
+        return cast(self, source, wanted)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    interpreter._patch_lang_tensor, builder.cast_impl, builder.create_dot = patched, cast_impl, create_dot

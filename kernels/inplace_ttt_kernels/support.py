@@ -1,0 +1,36 @@
+"""Where the kernels run."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from . import interpreter
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether Triton's interpreter runs the kernels, on any device, slowly; decided by TRITON_INTERPRET=1 at import."""
+
+if INTERPRETED:
+    interpreter.mend()
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they do."""
+    if dtype not in DTYPES:
+        return f"they take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if INTERPRETED:
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        here = "ROCm" if torch.version.hip is not None else device.type
+        return f"they run on NVIDIA GPUs, not on {here} (TRITON_INTERPRET=1 runs them anywhere, slowly)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"they need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+    return None
+
+
+def has_tensor_copies(device: torch.device) -> bool:
+    """Whether the device copies tiles by descriptor (Hopper's tensor memory accelerator and later)."""
+    return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9

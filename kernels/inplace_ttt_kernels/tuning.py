@@ -1,0 +1,96 @@
+"""The few tile shapes that are tried, and which one is kept for a device and a problem."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from .support import INTERPRETED
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows, columns and depth of a product's tile, in how many column parts its result is written, warps, stages."""
+
+    rows: int
+    columns: int
+    depth: int
+    parts: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+_HOPPER = (Tile(128, 256, 64, 2, 8, 3), Tile(256, 128, 64, 2, 8, 3), Tile(128, 128, 64, 2, 8, 4), Tile(64, 128, 64, 1, 4, 4))
+_HOPPER_TWO_SUMS = (Tile(128, 128, 64, 2, 8, 3), Tile(64, 128, 64, 1, 4, 4))
+_AMPERE = (Tile(128, 128, 32, 1, 8, 3), Tile(64, 128, 32, 1, 4, 3))
+_AMPERE_TWO_SUMS = (Tile(64, 128, 32, 1, 8, 3), Tile(64, 64, 32, 1, 4, 3))
+_SQUARE = (Tile(128, 128, 64, 1, 8, 3), Tile(64, 64, 64, 1, 4, 3))
+_FULL_PRECISION = (Tile(64, 64, 16, 1, 8, 2),)
+_INTERPRETER = (Tile(32, 64, 16, 2),)
+
+
+def tiles(dtype: torch.dtype, capability: tuple[int, int] | None, two_sums: bool = False, square: bool = False) -> tuple[Tile, ...]:
+    """The candidates, the first one the default. None: the interpreter.
+
+    two_sums: a program holds two float32 tiles. square: rows = columns, and few enough for two.
+    """
+    if capability is None:
+        return _INTERPRETER
+    if dtype == torch.float32:
+        return _FULL_PRECISION
+    has_room = capability[0] in (9, 10)  # 227 KiB of shared memory a program
+    if square:
+        return _SQUARE if has_room else _SQUARE[1:]
+    if has_room:
+        return _HOPPER_TWO_SUMS if two_sums else _HOPPER
+    return _AMPERE_TWO_SUMS if two_sums else _AMPERE
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    return None if INTERPRETED else torch.cuda.get_device_capability(device)
+
+
+_chosen: dict[Hashable, Tile] = {}
+
+
+def run_tuned(key: Hashable, candidates: Sequence[Tile], run: Callable[[Tile], T], *, repeatable: bool, device: torch.device) -> T:
+    """Run with the best tile for `key`, finding it first where that is allowed: `run` may be called again and again.
+
+    Tiles of one depth add in one order, so the choice does not change a result's bits; still, deterministic mode takes
+    the default.
+    """
+    if key not in _chosen:
+        if len(candidates) == 1 or torch.are_deterministic_algorithms_enabled():
+            _chosen[key] = candidates[0]
+        elif not repeatable or torch.cuda.is_current_stream_capturing():
+            return run(candidates[0])
+        else:
+            _chosen[key] = min(candidates, key=lambda tile: _milliseconds(functools.partial(run, tile), device))
+    return run(_chosen[key])
+
+
+def _milliseconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Median time of a launch, infinite where the device has no room for it."""
+    times = []
+    with torch.cuda.device(device):
+        try:
+            run()  # compiles
+        except OutOfResources:
+            return float("inf")
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,144 @@
+"""Audits of converted models: verdicts by profile, declarations, and that nothing of the model is changed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import build
+from models import converted, random_ids
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from audit.mutations import seven_layers
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, convert
+from inplace_ttt.audit import Declaration, audit_model, catalogue
+from inplace_ttt.audit.catalogue_method import METHOD
+
+# Tests' models: 3 layers, TTT in 0 and 2, chunks of 7.
+TINY = ["chunk-size", "layer-spacing"]
+
+
+def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_the_paper_preset_has_no_deviation_and_the_official_one_two() -> None:
+    assert audit_model(seven_layers()).undeclared == []
+    official = {"chunk_size": 4096, "eta": 3.0, "target": "hidden_states"}
+    assert audit_model(seven_layers(**official)).undeclared == ["chunk-size", "target-source"]
+    report = audit_model(seven_layers(**official), profile="official")
+    assert report.undeclared == []
+    assert report["document-reset"].verdict == "extension" and report["eta"].verdict == "conforms"
+    assert audit_model(seven_layers(), profile="official").undeclared == ["eta", "chunk-size", "target-source"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2", "phi3", "gpt_neox", "moshi", "falcon"])
+def test_other_families(name: str) -> None:
+    assert audit_model(converted(name)).undeclared == TINY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_everything_is_put_back(dtype: torch.dtype) -> None:
+    """Values, storages, dtypes, modes, settings, hooks and the generator of random numbers."""
+    model = converted("llama", dtype=dtype, clip=DeltaClip(0.5)).train()
+    model.model.layers[0].mlp.eval()
+    ids = random_ids(1, 30)
+    before, pointers = bits(model), [p.data_ptr() for p in model.parameters()]
+    flags = [(p.requires_grad, p.dtype) for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    settings = {name: m.fast.config for name, m in model.named_modules() if hasattr(m, "fast")}
+    logits, random = model(ids).logits.detach(), torch.random.get_rng_state()
+    report = audit_model(model)
+    assert report.undeclared == TINY
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert [(p.requires_grad, p.dtype) for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
+    assert {name: m.fast.config for name, m in model.named_modules() if hasattr(m, "fast")} == settings
+    assert torch.equal(model(ids).logits.detach(), logits)
+
+
+def test_everything_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted("llama")
+    before = bits(model)
+    monkeypatch.setattr("inplace_ttt.audit.probes_sequence.rows", lambda bench, expected: 1 / 0)
+    with pytest.raises(InPlaceTTTError, match="raises ZeroDivisionError while the audit measures 'rows'"):
+        audit_model(model)
+    assert all(torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in model.state_dict().items())
+    assert model.model.layers[0].mlp.down_proj.fast.config.chunk_size == 7
+
+
+def test_declared_and_stale() -> None:
+    declared = [Declaration("chunk-size", "short documents"), Declaration("sign", "long mended")]
+    report = audit_model(converted("llama"), declared=declared)
+    assert report.undeclared == ["layer-spacing"]
+    assert report["chunk-size"].declared == "short documents"
+    assert report.stale_declarations == [declared[1]]
+    with pytest.raises(InPlaceTTTError, match="'chunksize' is declared, which is no item"):
+        audit_model(converted("llama"), declared=[Declaration("chunksize", "typo")])
+    with pytest.raises(InPlaceTTTError, match="says no reason"):
+        audit_model(converted("llama"), declared=[Declaration("chunk-size", " ")])
+
+
+def test_a_setting_of_its_own_is_seen() -> None:
+    assert audit_model(converted("llama", decode_updates=False))["generated-tokens"].finding.found == "generated tokens do not write"
+    report = audit_model(converted("llama", clip=DeltaClip(0.1, relative=True)))
+    assert report["clip-inference"].verdict == "extension" and report["clip-scope"].verdict == "conforms"
+    assert report["clip-effect"].verdict == "conforms"
+    report = audit_model(converted("llama", clip=DeltaClip(1e-5, when="always")))
+    assert [id for id in report.undeclared if id not in TINY] == ["clip-training", "clip-effect"]
+    assert report["clip-inference"].verdict == "conforms" and "leaves nothing to see" in report["clip-effect"].finding.found
+    report = audit_model(converted("llama", eta=[0.5, 2.0]))
+    assert report.undeclared == TINY and report["eta"].finding.numbers["η"] == pytest.approx(0.5)
+    assert audit_model(converted("llama", detach_target=True))["extensions"].verdict == "extension"
+
+
+def test_what_is_not_converted_is_refused() -> None:
+    with pytest.raises(InPlaceTTTError, match="is not converted"):
+        audit_model(build("llama"))
+    with pytest.raises(InPlaceTTTError, match="profile 'papre' does not exist"):
+        audit_model(converted("llama"), profile="papre")
+
+
+def test_the_catalogue_is_complete() -> None:
+    items = catalogue()
+    assert len(items) == len({item.title for item in items.values()}) >= 50
+    for item in items.values():
+        texts = (item.id, item.title, item.paper_ref, item.paper, item.public_code, item.why, item.remedy)
+        assert all(text.strip() for text in texts), item.id
+        assert item.probe or item.on_model
+    assert {item.id for item in METHOD} <= set(items)
+
+
+def test_progress_counts_every_item() -> None:
+    seen: list[tuple[int, int, str]] = []
+    report = audit_model(converted("llama"), progress=lambda done, total, title: seen.append((done, total, title)))
+    assert [done for done, _, _ in seen] == list(range(len(report.items))) and {total for _, total, _ in seen} == {len(report.items)}
+
+
+def test_it_says_the_same_twice() -> None:
+    """Numbers of the order of rounding may differ; what is said does not."""
+    one, two = (audit_model(converted("llama"), seed=3) for _ in range(2))
+    assert [(r.verdict, r.finding.found) for r in one.items if r.item.id != "state-precision"] == [
+        (r.verdict, r.finding.found) for r in two.items if r.item.id != "state-precision"
+    ]
+
+
+def test_a_low_rank_adapter_and_a_four_bit_base(tmp_path: Path) -> None:
+    """Where W0 cannot be read as one matrix, what needs it is not checked, and the rest is."""
+    adapted = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128).save_pretrained(tmp_path)
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, dtype=torch.float32, device_map="cpu")
+    for model in (adapted, quantised):
+        report = audit_model(convert(model, InPlaceTTTConfig(layers=(0, 2))))
+        assert report.undeclared == ["layer-spacing"]
+        assert [r.item.id for r in report.items if "quantised or wrapped" in r.finding.found] == [
+            "fast-tensor",
+            "reset-keeps-training",
+            "context-parallel",
+        ]

@@ -1,0 +1,31 @@
+"""Each planted fault is caught by the item that owns it and by no other; without faults there is no alarm."""
+
+import pytest
+import torch
+
+from audit.mutations import FOREIGN, PRODUCT, Mutation, foreign, seven_layers
+from inplace_ttt.audit import audit_model, catalogue
+
+
+@pytest.mark.parametrize("fault", FOREIGN)
+def test_a_fault_of_a_foreign_module_has_one_owner(fault: str) -> None:
+    assert foreign(fault).undeclared == [FOREIGN[fault]]
+
+
+@pytest.mark.parametrize("mutation", PRODUCT, ids=lambda m: m.what)
+def test_a_fault_in_this_package_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutation.sound and mutation.settings:
+        assert mutation.report(None).undeclared == [], "without the fault"
+    assert mutation.report(monkeypatch).undeclared == [mutation.owner]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_false_alarm(seed: int) -> None:
+    assert foreign("", seed).undeclared == []
+    assert audit_model(seven_layers(seed), seed=seed).undeclared == []
+
+
+def test_the_table_is_wide() -> None:
+    owners = {*FOREIGN.values(), *(mutation.owner for mutation in PRODUCT)}
+    assert len(owners) >= 25 and owners <= set(catalogue())
+    assert torch.get_default_dtype() == torch.float32

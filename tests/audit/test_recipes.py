@@ -1,0 +1,101 @@
+"""The audit of a recipe, and the gate before a run's first step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training.tiny import CONFIG, tiny_recipe
+
+from inplace_ttt import cli
+from inplace_ttt.audit import audit_recipe, gate
+from inplace_ttt.audit.catalogue_recipe import RECIPE
+from inplace_ttt.audit.recipes import write_report
+from inplace_ttt.training.model import build_model
+from inplace_ttt.training.recipe import Recipe
+
+PAPER: dict[str, Any] = {
+    "model": {"config": {**CONFIG, "num_hidden_layers": 7, "max_position_embeddings": 131072}, "tokenizer": "nowhere", "dtype": "float32"},
+    "surgery": {"preset": "paper"},
+    "data": {"train": "nowhere.txt", "sequence_length": 32768},
+    "optimisation": {"tokens": 20_000_000_000, "learning_rate": 3e-4, "batch_size": 64},
+}
+IDS = {item.id for item in RECIPE}
+
+
+def report(folder: Path, *overrides: str, **sections: Any) -> Any:
+    recipe = tiny_recipe(folder, *overrides, **{**PAPER, **sections})
+    return gate(build_model(recipe), recipe)
+
+
+def test_the_papers_settings_have_no_deviation(tmp_path: Path) -> None:
+    found = report(tmp_path)
+    assert found.undeclared == []
+    assert {r.item.id for r in found.items if r.verdict == "unspecified"} >= {"schedule", "optimiser"}
+
+
+# What a recipe changes, and the item that says so.
+CHANGES = {
+    "optimisation.train=ttt": "trained-parameters",
+    "optimisation.learning_rate=1e-4": "learning-rate",
+    "optimisation.weight_decay=0.0": "weight-decay",
+    "optimisation.tokens=1000000": "token-budget",
+    "data.sequence_length=16384": "stages",
+    "surgery.chunk_size=128": "chunk-size",
+    "surgery.target=hidden_states": "target-source",
+    "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}": "yarn",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_has_one_owner(change: str, tmp_path: Path) -> None:
+    assert report(tmp_path, change).undeclared == [CHANGES[change]]
+
+
+def test_low_rank_adapters_are_audited_too(tmp_path: Path) -> None:
+    assert report(tmp_path, "optimisation.train=lora").undeclared == ["trained-parameters"]
+
+
+def test_the_second_stage_wants_yarn(tmp_path: Path) -> None:
+    changes = ("data.sequence_length=131072", "optimisation.tokens=15000000000")
+    assert report(tmp_path, *changes).undeclared == ["yarn"]
+    rope = "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
+    assert report(tmp_path, *changes, rope).undeclared == []
+
+
+def test_a_recipe_declares(tmp_path: Path) -> None:
+    declared = {"profile": "paper", "deviations": [{"id": "learning-rate", "why": "a short run"}, {"id": "yarn", "why": "no longer"}]}
+    found = report(tmp_path, "optimisation.learning_rate=1e-4", audit=declared)
+    assert found.undeclared == [] and [d.id for d in found.stale_declarations] == ["yarn"]
+
+
+class Rows:
+    long_share, tokens, chunks_per_piece = 0.25, 1000, {"min": 0, "median": 1, "max": 3}
+
+
+def test_documents_are_measured(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, **PAPER)
+    model = build_model(recipe)
+    assert gate(model, recipe)["long-documents"].verdict == "not checked"
+    assert gate(model, recipe, data=Rows())["long-documents"].finding.found == "25.0% of the tokens"
+    none = Rows()
+    none.long_share = 0.0
+    assert gate(model, recipe, data=none).undeclared == ["long-documents"]
+
+
+def test_the_report_lies_beside_the_run(tmp_path: Path) -> None:
+    found = report(tmp_path, "optimisation.learning_rate=1e-4")
+    page = write_report(found, tmp_path / "run")
+    assert sorted(p.name for p in page.parent.iterdir()) == ["audit.html", "audit.json", "audit.md"]
+    assert json.loads((page.parent / "audit.json").read_text())["undeclared"] == ["learning-rate"]
+
+
+def test_the_recall_recipe_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "recall-cpu.yaml"
+    capsys.readouterr()
+    code = cli.main(["audit", str(recipe), "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert code == 1 and {item["id"] for item in values["items"]} >= IDS
+    assert {"chunk-size", "learning-rate", "token-budget", "stages"} <= set(values["undeclared"])
+    assert next(i for i in values["items"] if i["id"] == "long-documents")["evidence"]["numbers"]["share of tokens"] == 1.0
+    assert isinstance(audit_recipe(recipe).subject, str) and Recipe is not None

@@ -1,0 +1,64 @@
+"""The script for a GPU runs in tiny on a CPU, times nothing that is wrong, and stops when its time is up."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import check_kernels
+import count_kernels
+import gpu_check
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_smoke_run_in_a_shell(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    done = subprocess.run([ROOT / "tools" / "gpu_check.sh", "--smoke"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-6:]
+    assert last[-1].startswith("tiny 96 tokens, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
+    for name in ("checks", "kernels", "op", "models"):
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert result["command"] == "tools/gpu_check.sh --smoke" and result["torch"] and result["rows"], name
+
+
+def test_nothing_is_timed_when_a_kernel_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"name": "the one", "ok": False, "worst": 1.0, "bound": 1e-5, "where": "out"}
+    monkeypatch.setattr(check_kernels, "checks", lambda device, smoke: iter([wrong]))
+    monkeypatch.setitem(sys.modules, "bench_kernels", None)  # importing it would fail
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--smoke"])
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu_check.main() == 1
+    out = capsys.readouterr().out
+    assert "wrong: the one" in out and out.endswith("nothing was timed: a wrong kernel has no speed.\n")
+
+
+def test_what_the_time_does_not_suffice_for_is_named() -> None:
+    clock = gpu_check.Clock(minutes=0.1)
+    shape = SimpleNamespace(product=1e12, tokens=8, chunk_size=4)
+    assert list(gpu_check._ops([("A", shape)], clock, smoke=False)) == []
+    assert clock.skipped[0].startswith("op at A, 8 tokens, chunks of 4: needs about 26 s")
+
+
+def test_the_counts_in_the_documentation_are_the_script_s() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert "\n".join(count_kernels.tables(32768, 790, 4.3)) in page
+
+
+def test_a_measurement_that_breaks_is_named_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(shape: SimpleNamespace, *_: object) -> list[object]:
+        if shape.tokens == 8:
+            raise ValueError("no such luck")
+        return []
+
+    monkeypatch.setattr("inplace_ttt.benchmark.measure", measure)
+    clock = gpu_check.Clock(minutes=10)
+    shapes = [("A", SimpleNamespace(product=1.0, tokens=n, chunk_size=4)) for n in (8, 16)]
+    assert [row["tokens"] for row in gpu_check._ops(shapes, clock, smoke=False)] == [16]
+    assert clock.skipped == ["op at A, 8 tokens, chunks of 4: ValueError: no such luck"]

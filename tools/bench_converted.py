@@ -1,0 +1,137 @@
+"""Prefill and training step of a converted model against its base, random weights in the shapes of real ones.
+
+python tools/bench_converted.py --shape Qwen3-4B --tokens 32768 --profile profile.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.surgery import fast_weights
+
+VOCABULARY = 8192
+"""Small, so that the logits of a long sequence do not hide the layers."""
+
+SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
+    "SmolLM2-135M": lambda tokens: LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=VOCABULARY, max_position_embeddings=tokens, tie_word_embeddings=True,
+    ),
+    "Qwen3-4B": lambda tokens: Qwen3Config(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=6, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=VOCABULARY, max_position_embeddings=tokens, tie_word_embeddings=True,
+    ),
+    "tiny": lambda tokens: LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=VOCABULARY, max_position_embeddings=tokens, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-4B")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--chunk-size", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--profile", help="file for the kernels of one training step")
+    args = parser.parse_args()
+    print(json.dumps(measure(**vars(args)), indent=2))
+
+
+def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str, dtype: str, profile: str | None = None) -> dict[str, Any]:
+    """Times of the converted model over those of its base, paired in one run: median and range."""
+    torch.manual_seed(0)
+    config = SHAPES[shape](tokens)
+    base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
+    model = convert(copy.deepcopy(base), InPlaceTTTConfig(layers="every:6", chunk_size=chunk_size, eta=1e-3))
+    for layer in fast_weights(model).values():  # as if trained: the writer writes
+        layer.ttt.conv.data.normal_(std=0.1)
+        layer.ttt.proj.data.normal_(std=0.02)
+    ids = torch.randint(3, VOCABULARY, (1, tokens), device=device)
+    rows = {}
+    for name, step in (("prefill", _prefill), ("prefill into a cache", _prefill_into_cache), ("training step", _training_step)):
+        try:
+            rows[name] = _paired(lambda step=step: step(model, ids), lambda step=step: step(base, ids), repeats, device)
+        except torch.OutOfMemoryError:
+            rows[name] = {"out_of_memory": True}
+        base.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+    if profile is not None:
+        _write_profile(model, ids, profile)
+    return {
+        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "layers": config.num_hidden_layers,
+        "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def _prefill(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    model.eval()(ids, use_cache=False, logits_to_keep=1)
+
+
+@torch.no_grad()
+def _prefill_into_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    model.eval()(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+
+
+def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Forward and backward, without an optimiser."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+
+
+def _paired(with_ttt: Callable[[], None], base: Callable[[], None], repeats: int, device: str) -> dict[str, float]:
+    def seconds(run: Callable[[], None]) -> float:
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        return time.perf_counter() - start
+
+    for run in (with_ttt, base):  # compiles, tunes, warms up
+        run()
+        run()
+    pairs = [(seconds(with_ttt), seconds(base)) for _ in range(repeats)]
+    ratios = sorted(mine / theirs for mine, theirs in pairs)
+    median = statistics.median
+    return {
+        "median": median(ratios), "min": ratios[0], "max": ratios[-1], "seconds": median(mine for mine, _ in pairs),
+        "base_seconds": median(theirs for _, theirs in pairs),
+    }  # fmt: skip
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _write_profile(model: PreTrainedModel, ids: torch.Tensor, file: str) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if ids.is_cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        _training_step(model, ids)
+        _synchronize(ids.device.type)
+    by = "self_cuda_time_total" if ids.is_cuda else "self_cpu_time_total"
+    Path(file).write_text(profiler.key_averages().table(sort_by=by, row_limit=30), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

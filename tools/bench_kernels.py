@@ -1,0 +1,129 @@
+"""Each kernel alone against what plain torch does in its place, and the two ceilings of the GPU.
+
+python tools/bench_kernels.py [--smoke]    # one JSON object a line
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, through Triton's interpreter")
+    smoke = parser.parse_args().smoke
+    if smoke:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    for row in [*ceilings(smoke), *kernels(smoke)]:
+        print(json.dumps(row), flush=True)
+
+
+def ceilings(smoke: bool) -> Iterator[dict[str, Any]]:
+    """The rate of a large bf16 product, TFLOP/s, and of a device-to-device copy, TB/s of bytes read and written."""
+    device, n, gib = ("cpu", 64, 2**-12) if smoke else ("cuda", 8192, 4)
+    a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    yield {"name": "product", "tflops": 2 * n**3 / seconds(lambda: torch.mm(a, b, out=out), device) / 1e12}
+    source = torch.ones(int(gib * 2**30), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    yield {"name": "copy", "terabytes_per_second": 2 * source.numel() / seconds(lambda: target.copy_(source), device) / 1e12}
+
+
+def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
+    """The walk, chunk norms and convolution at the widths of Qwen3-4B and of SmolLM2-135M."""
+    from inplace_ttt_kernels import conv, gram
+    from inplace_ttt_kernels.walk import walk
+
+    from inplace_ttt.layout import ChunkLayout
+    from inplace_ttt.target import _ChunkConv
+
+    device, dtype = "cpu" if smoke else "cuda", torch.bfloat16
+    for d, h, chunk in [(40, 72, 32)] if smoke else [(d, h, c) for d, h in ((2560, 9728), (576, 1536)) for c in (256, 512, 1024, 4096)]:
+        steps = 4
+        a, b = torch.randn(steps * chunk, d, device=device).to(dtype), torch.randn(steps * chunk, h, device=device).to(dtype)
+        w0 = torch.randn(d, h, device=device).to(dtype)
+        carry = torch.empty(d, h, device=device)
+        slots = torch.empty(steps, d, h, device=device, dtype=dtype)
+
+        def ours(a=a, b=b, carry=carry, slots=slots, w0=w0, chunk=chunk, steps=steps, dither=True) -> None:
+            stop = steps * chunk
+            walk(a, b, carry, slots, first=0, stop=stop, chunk=chunk, steps=steps, scale=0.1, base=w0 if dither else None, dither=dither)
+
+        def theirs(a=a, b=b, carry=carry, slots=slots, w0=w0, chunk=chunk) -> None:
+            carry.zero_()
+            for j, (values, keys) in enumerate(zip(a.split(chunk), b.split(chunk), strict=True)):
+                if smoke:
+                    carry.add_(values.float().T @ keys.float())
+                else:
+                    torch.addmm(carry, values.T, keys, out_dtype=torch.float32, out=carry)
+                torch.add(w0, carry, alpha=0.1, out=slots[j])
+
+        work = 2 * steps * chunk * d * h
+        where = {"d": d, "h": h, "chunk": chunk, "chunks": steps}
+        for name, run in (("walk, W0 + ηS", ours), ("walk, R", lambda ours=ours: ours(dither=False)), ("torch addmm into float32", theirs)):
+            taken = _try(run, device)
+            yield {"name": name, **where, "seconds": taken, "tflops": None if taken is None else work / taken / 1e12}
+        starts = torch.arange(steps, device=device) * chunk
+        deltas = {
+            "norms, Gram": lambda a=a, b=b, starts=starts, chunk=chunk: gram.squared_norms(a, b, starts, chunk),
+            "norms, torch delta": lambda a=a, b=b, chunk=chunk: [
+                torch.linalg.vector_norm(v.T @ k, dtype=torch.float32) for v, k in zip(a.split(chunk), b.split(chunk), strict=True)
+            ],
+        }
+        for name, run in deltas.items():
+            yield {"name": name, **where, "seconds": _try(run, device)}
+    tokens, d, chunk = (64, 40, 32) if smoke else (32768, 2560, 512)
+    x, taps = (torch.randn(*size, device=device).to(dtype).requires_grad_() for size in ((1, tokens, d), (d, 1, 5)))
+    ids = ChunkLayout.from_lengths([[tokens]], chunk).chunk_ids(device)
+    grad = torch.randn(1, tokens, d, device=device).to(dtype)
+    once = x.numel() * 2
+    forms = {
+        "convolution": (lambda: conv.convolve(x.detach(), taps.detach(), ids, -2), 2 * once),
+        "convolution, gradient of its taps": (lambda: conv.taps_gradient(grad, x.detach(), ids, -2, 5), 2 * once),
+        "convolution in torch, both ways": (lambda: torch.autograd.grad(_ChunkConv.apply(x, taps, ids, -2), (x, taps), grad), 6 * once),
+    }
+    for name, (run, moved) in forms.items():
+        taken = seconds(run, device)
+        yield {"name": name, "tokens": tokens, "d": d, "seconds": taken, "terabytes_per_second": moved / taken / 1e12}
+
+
+def _try(run: Callable[[], object], device: str) -> float | None:
+    """Seconds, or None where this torch has no such product."""
+    try:
+        return seconds(run, device)
+    except (RuntimeError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        print(json.dumps({"name": "refused by this torch", "error": str(error).splitlines()[0]}), flush=True)
+        return None
+
+
+def seconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
+    """Median time of a run, after two that compile, tune and warm up."""
+    for _ in range(2):
+        run()
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The kernels against the sequential reference on this machine's GPU, without pytest: every line of the table must hold.
+
+python tools/check_kernels.py [--smoke]    # exits with 1 when one does not; --smoke: tiny sizes, through Triton's interpreter
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+ETA = 0.02
+# name -> documents of each row in eighths of a chunk, and the row length with its padding
+DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
+    "one": ([[(0, 61)]], 61),
+    "packed": ([[(0, 5), (5, 40), (40, 61), (61, 62)]], 62),
+    "rows with padding": ([[(3, 50)], [(2, 19), (21, 60)], [], [(0, 1)]], 62),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU")
+    smoke = parser.parse_args().smoke
+    if smoke:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    rows = list(checks("cpu" if smoke else "cuda", smoke))
+    for row in rows:
+        print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['name']:60} worst {row['worst']:.1e} of {row['bound']:.0e} ({row['where']})")
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def checks(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """A row for each case: name, ok, the worst error relative to the largest entry, its bound and where it is."""
+    # chunk size, d, h: tiles by descriptor, with edges; by pointer, for chunks or rows that are not whole vectors
+    shapes = {"descriptors": (192, 328, 712), "pointers": (75, 129, 203), "SmolLM2-135M": (256, 576, 1536)}
+    if smoke:
+        shapes = {"descriptors": (32, 40, 72), "pointers": (13, 17, 35)}
+    dtypes = (torch.bfloat16,) if smoke else tuple(BOUND)
+    forms = ((False, False, True), (True, True, True), (True, True, False))
+    cases = [(*form, clip) for form in forms for clip in (False, True)]
+    for number, (documents, shape, dtype) in enumerate(itertools.product(DOCUMENTS, shapes, dtypes)):
+        few = smoke or dtype == torch.float16
+        every_tile = (documents, shape, dtype) == ("one", "SmolLM2-135M", torch.bfloat16)
+        chosen = [cases[number % len(cases)]] if few else cases
+        for (start, keep, w0, clip), tile in itertools.product(chosen, range(4 if every_tile else 1)):
+            chunk, d, h = shapes[shape]
+            tau = 0.9 * (chunk * d * h) ** 0.5 if clip else None  # the typical norm of a random delta: some chunks are clipped
+            given = _inputs(documents, chunk, d, h, dtype, device, start, w0)
+            expected = _run("reference", *given, tau, keep)
+            name = f"{documents}, {shape}, {str(dtype)[6:]}, state {start}, weight {w0}, clip {clip}, tile {tile}"
+            try:
+                with _poisoned(), _candidate(tile):
+                    found = _run("triton", *given, tau, keep)
+            except Exception as error:
+                where = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                yield {"name": name, "ok": False, "worst": float("nan"), "bound": BOUND[dtype], "where": where}
+                continue
+            errors = {name: _distance(found[name], expected[name]) for name in expected}
+            where = max(errors, key=lambda name: errors[name])
+            ok = all(error < BOUND[dtype] for error in errors.values())  # false of NaN
+            yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
+    yield from _convolutions(device, smoke)
+
+
+def _inputs(
+    documents: str, chunk: int, d: int, h: int, dtype: torch.dtype, device: str, start: bool, w0: bool
+) -> tuple[Any, dict[str, Tensor]]:
+    from inplace_ttt.layout import ChunkLayout
+
+    rows, length = DOCUMENTS[documents]
+    scaled = tuple(tuple((a * chunk // 8, b * chunk // 8) for a, b in row) for row in rows)
+    layout = ChunkLayout(scaled, length * chunk // 8, chunk)
+    g = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, device=device)
+
+    made = {"z": draw(layout.batch, layout.length, h), "v": draw(layout.batch, layout.length, d)}
+    made |= {"weight": draw(d, h)} if w0 else {}
+    made = {name: x.to(dtype) for name, x in made.items()}
+    made |= {"initial_state": draw(layout.batch, d, h)} if start else {}
+    return layout, {name: x.requires_grad_() for name, x in made.items()}
+
+
+def _run(backend: str, layout: Any, given: dict[str, Tensor], clip: float | None, keep: bool) -> dict[str, Tensor]:
+    from inplace_ttt.ops import fast_weight
+
+    result = fast_weight(**{"weight": None, **given}, eta=ETA, layout=layout, clip=clip, backend=backend, return_state=keep)
+    results = dict(zip(("out", "state"), result, strict=True)) if keep else {"out": result}
+    g = torch.Generator(given["z"].device).manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, generator=g, device=x.device).to(x)).sum() for x in results.values())
+    grads = torch.autograd.grad(loss, list(given.values()))
+    return {name: x.detach() for name, x in {**results, **{f"d_{name}": grad for name, grad in zip(given, grads, strict=True)}}.items()}
+
+
+@contextlib.contextmanager
+def _candidate(number: int) -> Iterator[None]:
+    """Without tuning, the tile of that number of each kernel's candidates: what runs here does not depend on the winner."""
+    from inplace_ttt_kernels import gram, tuning, walk
+
+    def tiles(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        found = tuning.tiles(*args, **kwargs)
+        return (found[number % len(found)],)
+
+    with mock.patch.dict(tuning._chosen, clear=True), mock.patch.object(walk, "tiles", tiles), mock.patch.object(gram, "tiles", tiles):
+        yield
+
+
+def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    from inplace_ttt_kernels import chunk_conv
+
+    from inplace_ttt.layout import ChunkLayout
+    from inplace_ttt.target import _ChunkConv
+
+    d = 19 if smoke else 1000
+    layout = ChunkLayout((((3, 20), (20, 41)), ()), 44, 9) if smoke else ChunkLayout((((3, 2000), (2000, 5001)), ()), 5004, 192)
+    for dtype, (first_tap, taps) in itertools.product(BOUND, ((-2, 5), (-3, 4))):
+        g = torch.Generator(device).manual_seed(2)
+        sizes = (2, layout.length, d), (2, layout.length, d), (d, 1, taps)
+        x, d_out, conv = (torch.randn(*size, generator=g, device=device) for size in sizes)
+        results = []
+        for convolve, precision in ((_ChunkConv.apply, torch.float64), (chunk_conv, dtype)):
+            leaves = [t.to(dtype).to(precision).requires_grad_() for t in (x, conv)]
+            with _poisoned():
+                out = convolve(*leaves, layout.chunk_ids(device), first_tap)
+                results.append([out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype).to(precision))])
+        errors = {name: _distance(found, wanted) for name, wanted, found in zip(("out", "d_x", "d_conv"), *results, strict=True)}
+        where = max(errors, key=lambda name: errors[name])
+        ok = all(error < BOUND[dtype] for error in errors.values())
+        name = f"convolution, {taps} taps, {str(dtype)[6:]}"
+        yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30))
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """Fresh memory is full of NaN, so that what is not written shows."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            make = getattr(owner, name)
+
+            def filled(*args: Any, _make: Any = make, **kwargs: Any) -> Tensor:
+                made = _make(*args, **kwargs)
+                return made.fill_(float("nan")) if made.is_floating_point() else made
+
+            stack.enter_context(mock.patch.object(owner, name, filled))
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
