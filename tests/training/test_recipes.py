@@ -10,6 +10,7 @@ import pytest
 from models import random_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inplace_ttt.audit import gate
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training import plan
 from inplace_ttt.training.model import build_model, meta_model
@@ -186,3 +187,10 @@ def test_the_documentation_names_every_setting() -> None:
         part = text.partition(f"### {name}\n")[2].partition("\n##")[0]
         missing = [field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part]
         assert not missing, f"docs/recipes.md does not name {missing} of {name}"
+
+
+@pytest.mark.parametrize("file", [f for f in RECIPES if load_recipe(f).audit.profile], ids=lambda file: file.stem)
+def test_deviations_are_declared(file: Path, tmp_path: Path) -> None:
+    """Or the run would not start. The gate that holds the toy model and the recipe against the recipe's profile."""
+    recipe = at_toy_size(file, tmp_path)
+    assert gate(build_model(recipe), recipe).undeclared == []
