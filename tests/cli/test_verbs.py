@@ -16,9 +16,9 @@ OPTIONS = {
         "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file "
         "--save-state --seed --temperature --ttt"
     ),
-    "audit": "--compare --format --help --json --out --profile --seed",
     "plan": "--device-memory --help --json --set",
     "train": "--from-scratch --help --json --no-audit --num-processes --set",
+    "audit": "--compare --format --help --json --out --profile --seed",
     "export": "--base --format --help --json --overwrite",
     "import-official": "--help --json --overwrite",
     "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",

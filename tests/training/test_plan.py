@@ -323,3 +323,58 @@ def test_a_hub_model_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.
     file = str(write_recipe(tmp_path, model={"path": "nobody/nothing"}))
     assert cli.main(["plan", file]) == 2
     assert "model.path: cannot read the config of nobody/nothing" in (err := capsys.readouterr().err) and "give a local model folder" in err
+
+
+def test_buckets_overlap_under_zero_3_unless_told_otherwise(tmp_path: Path) -> None:
+    for stage, buffers in ((2, 1), (3, 2)):
+        zero = {"stage": stage, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 0}
+        assert deepspeed_memory(tiny_recipe(tmp_path, deepspeed={"zero_optimization": zero}), SHAPE, STEP).buckets == buffers * 4000
+
+
+def test_the_peak_may_be_the_update(tmp_path: Path) -> None:
+    """A float32 copy of the gradient, and one more; not where the update happens on the host."""
+    little = Trace(activations=1000, step=1_700_000, logits=0, product_flops=0)
+    for zero, held in (({"stage": 2}, 8 * 800_000 // 4), ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 1000)):
+        recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.processes=4", deepspeed={"zero_optimization": zero})
+        assert deepspeed_memory(recipe, SHAPE, little).activations == held
+    assert plain_memory(SHAPE, Trace(0, 2 * 800_000, 0, 0), 2).activations == 2 * 2 * SHAPE.largest
+
+
+def test_gradients_are_there_from_the_second_micro_step_on(tmp_path: Path) -> None:
+    """Then the peak of the activations meets all of them; in the first they come as the activations go."""
+    for accumulation, activations in ((1, 51_000_000 - 3_200_000), (2, 50_000_000)):
+        recipe = tiny_recipe(tmp_path, optimisation={"steps": 1, "accumulation": accumulation}, deepspeed=1)
+        assert deepspeed_memory(recipe, SHAPE, STEP).activations == activations
+
+
+def test_gradients_count_into_a_step(tmp_path: Path) -> None:
+    """With many weights and few tokens they are what a step holds at its end."""
+    recipe = small_recipe(tmp_path, "float32", True, length=256)
+    step = trace(recipe)
+    assert step.step >= 4 * shape_of(recipe).trained > step.activations
+
+
+def test_ranks_that_share_rows_keep_a_state_for_each_layer(tmp_path: Path) -> None:
+    """The state a layer starts from, for the backward, and three while it is exchanged; one alone where layers are recomputed."""
+    state = 4 * 64 * 256
+    for checkpointing, states in ((False, 2 + 3), (True, 1 + 3)):
+        optimisation = {"steps": 1, "gradient_checkpointing": checkpointing}
+        alone = tiny_recipe(tmp_path, "parallel.processes=2", optimisation=optimisation, deepspeed=2)
+        shared = tiny_recipe(tmp_path, "parallel.processes=2", "parallel.sequence_parallel=2", optimisation=optimisation, deepspeed=2)
+        extra = deepspeed_memory(shared, SHAPE, STEP).activations - deepspeed_memory(alone, SHAPE, STEP).activations
+        assert extra == states * state
+
+
+def test_more_ranks_than_key_heads_repeat_them(tmp_path: Path) -> None:
+    """4 ranks and 2 key-value heads of 8 channels: each rank needs one, so four are sent. Nothing is wrong with that."""
+    config = {"config": CONFIG, "tokenizer": "x", "dtype": "float32"}
+    made = {
+        ranks: make_plan(
+            tiny_recipe(tmp_path, parallel={"processes": ranks, "sequence_parallel": ranks}, model=config, monitor={"save_every": 4})
+        )
+        for ranks in (2, 4)
+    }
+    sent = {ranks: plan.communication_bytes["attention"] for ranks, plan in made.items()}
+    assert made[4].warnings == []
+    assert sent[2] == 2 * 3 * 4 * 32 * 2 * (32 + 16) // 2
+    assert sent[4] == 2 * 3 * 4 * 16 * 2 * (32 + 32) * 3 // 4
