@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 	test -d .venv || $(PYTHON) -m venv .venv
 	# The CPU build of torch first, so that nothing pulls the CUDA one; install your own torch before for a GPU.
 	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet torch==2.13.0
-	$(VENV)/pip install --quiet --editable ".[tools]"
+	$(VENV)/pip install --quiet --editable ".[tools,train]"
 	touch $@
 
 .venv/installed-dev: .venv/installed

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
+from ..checkpoint import one_line
 from ..errors import InPlaceTTTError, NotSoError
 from ..surgery import config_of
 from .attention import sdpa_sees_documents
@@ -55,8 +56,8 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe)
     main = arguments.process_index == 0
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
     model = build_model(recipe)
+    tokenizer = read_tokenizer(recipe)
     chunk_size = config_of(model).chunk_size
     with arguments.main_process_first(desc="tokenising"):
         data = build_data(recipe, tokenizer, chunk_size)
@@ -66,6 +67,7 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
         for folder in remove_incomplete(output):
             logger.warning("%s was not written to its end and is removed", folder)
     if recipe.parallel.sequence_parallel > 1:
+        check_heads(model.config, recipe.parallel.sequence_parallel)
         sdpa_sees_documents()
     model.config.use_cache = False
     gradients = GradientTap(model)
@@ -104,6 +106,29 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     if main:
         (output / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def read_tokenizer(recipe: Recipe) -> Any:
+    """The recipe's tokenizer; None for data that needs none."""
+    if recipe.data.recall is not None:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(recipe.model.tokenizer_path)
+    except (OSError, ValueError) as error:
+        raise InPlaceTTTError(
+            f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); name one with model.tokenizer."
+        ) from None
+
+
+def check_heads(config: PreTrainedConfig, ranks: int) -> None:
+    """Ulysses gives each rank whole heads."""
+    text = config.get_text_config()
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise InPlaceTTTError(
+            f"sequence_parallel {ranks} does not divide the model's {heads} attention heads and {kv_heads} key-value heads; "
+            "choose a number that divides both, or is a multiple of the latter."
+        )
 
 
 def refuse_undeclared(recipe: Recipe, output: Path) -> None:

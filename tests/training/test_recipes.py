@@ -193,4 +193,5 @@ def test_the_documentation_names_every_setting() -> None:
 def test_deviations_are_declared(file: Path, tmp_path: Path) -> None:
     """Or the run would not start. The gate that holds the toy model and the recipe against the recipe's profile."""
     recipe = at_toy_size(file, tmp_path)
-    assert gate(build_model(recipe), recipe).undeclared == []
+    report = gate(build_model(recipe), recipe)
+    assert (report.undeclared, report.stale_declarations) == ([], [])

@@ -1,0 +1,107 @@
+"""What a run trains and leaves, and how it ends when it cannot go on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from inplace_ttt import load
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training.run import check_heads
+
+from .runs import checkpoint, documents, finish, recipe_file, start, weights
+
+SHARED = ("parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    checkpoint(folder / "model")
+    documents(folder / "text")
+    return folder
+
+
+def test_ttt_alone_leaves_the_base_as_it_was(made: Path, tmp_path: Path) -> None:
+    sections = {
+        "optimisation": {"train": "ttt", "conv_learning_rate": 1e-2},
+        "data": {"validation_documents": 2},
+        "monitor": {"evaluate_every": 2},
+    }
+    recipe = recipe_file(tmp_path, made / "model", made / "text", **sections)
+    report, log = finish(start(recipe))
+    before, after = weights(made / "model"), weights(Path(report["output"]))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if ".ttt." in name}
+    evaluation = report["evaluation"]
+    assert evaluation["eval_difference"] == evaluation["eval_loss"] - evaluation["eval_off_loss"] != 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert sum("eval_difference" in line for line in lines) >= 2 and log.count("inplace-ttt: error") == 0
+    assert all(set(layer["gradients"]) == {"conv", "proj"} for line in lines if "loss" in line for layer in line["layers"])
+    AutoModelForCausalLM.from_pretrained(report["output"])
+
+
+def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None:
+    sections = {"optimisation": {"train": "lora", "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}}
+    report, _ = finish(start(recipe_file(tmp_path, made / "model", made / "text", **sections)))
+    saved = weights(Path(report["output"]))
+    assert {name.split(".")[-2] for name in saved if "lora" in name} == {"lora_A", "lora_B"} and any(".ttt.conv" in name for name in saved)
+    model = PeftModel.from_pretrained(load(made / "model", dtype=torch.float32), report["output"])
+    trained = dict(model.named_parameters())
+    for name, tensor in saved.items():
+        if name.endswith("ttt.conv"):
+            inside = name.removeprefix("base_model.model.").replace("ttt.conv", "ttt.modules_to_save.default.conv")
+            (found,) = (p for n, p in trained.items() if n.endswith(inside))
+            torch.testing.assert_close(found, tensor)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_path: Path) -> None:
+    """One document holds a token whose embedding is NaN: the run ends before a weight sees it, on every rank."""
+    broken = checkpoint(tmp_path / "model")
+    (shard,) = broken.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.embed_tokens.weight"][50] = float("nan")
+    save_file(tensors, shard, {"format": "pt"})
+    recipe = recipe_file(tmp_path, broken, made / "text")
+    found, log = finish(start(recipe, f"parallel.processes={processes}"), code=1)
+    assert found["output"] is None
+    assert "inplace-ttt: error: the loss is not finite at step 1; the weights are as before it, and the last checkpoint is none" in log
+    assert not (tmp_path / "out" / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model.path=nowhere/at/all",), "nowhere/at/all does not exist"),
+        (("data.train=nothing.txt",), "nothing.txt"),
+        (("surgery={layers: [0]}",), "is converted already"),
+        (("optimisation.stepz=3",), "--set, optimisation.stepz: there is no such setting"),
+        (
+            ("deepspeed=0", "parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4"),
+            "sequence_parallel needs ZeRO stage 1, 2 or 3",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Path, tmp_path: Path) -> None:
+    process = start(recipe_file(tmp_path, made / "model", made / "text"), *settings)
+    log = process.communicate(timeout=300)[1]
+    lines = [line for line in log.splitlines() if line.startswith("inplace-ttt")]
+    assert process.returncode == 2 and message in lines[0] and "Traceback" not in log, log
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    config = MistralConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=4)
+    for ranks in (2, 4, 12):
+        check_heads(config, ranks)
+    for ranks in (5, 3, 6):
+        with pytest.raises(
+            InPlaceTTTError, match=f"sequence_parallel {ranks} does not divide the model's 12 attention heads and 4 key-value"
+        ):
+            check_heads(config, ranks)
