@@ -116,7 +116,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
         return AutoTokenizer.from_pretrained(recipe.model.tokenizer_path)
     except (OSError, ValueError) as error:
         raise InPlaceTTTError(
-            f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); name one with model.tokenizer."
+            f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); set model.tokenizer."
         ) from None
 
 
