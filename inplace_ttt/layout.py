@@ -78,24 +78,23 @@ class ChunkLayout:
     def part(self, rank: int, ranks: int) -> ChunkLayout:
         """Rank `rank`'s slice of T / `ranks` tokens, whose first and last document may go on beyond it.
 
-        Raises InPlaceTTTError where a border between ranks would cut a chunk in two.
+        Raises InPlaceTTTError, on every rank alike, where a border between ranks would cut a chunk in two.
         """
         if self.length % ranks:
             raise InPlaceTTTError(f"rows of {self.length} tokens do not divide by {ranks} ranks; pad them to a multiple of it.")
         width = self.length // ranks
-        first, last = rank * width, (rank + 1) * width
-        rows = []
-        for row, spans in enumerate(self.documents):
-            inside = []
+        for border, (row, spans) in itertools.product(range(width, self.length, width), enumerate(self.documents)):
             for start, stop in spans:
-                if start < first < stop and (first - start) % self.chunk_size:
+                if start < border < stop and (border - start) % self.chunk_size:
                     raise InPlaceTTTError(
-                        f"rank {rank} begins at token {first} of row {row}, {(first - start) % self.chunk_size} tokens into a chunk of "
-                        f"{self.chunk_size}; let documents start on multiples of the chunk, and T / ranks = {width} be one."
+                        f"rank {border // width} begins at token {border} of row {row}, {(border - start) % self.chunk_size} tokens into a "
+                        f"chunk of {self.chunk_size}; let documents start on multiples of the chunk, and T / ranks = {width} be one."
                     )
-                if start < last and stop > first:
-                    inside.append((max(start, first) - first, min(stop, last) - first))
-            rows.append(tuple(inside))
+        first, last = rank * width, (rank + 1) * width
+        rows = (
+            tuple((max(start, first) - first, min(stop, last) - first) for start, stop in spans if start < last and stop > first)
+            for spans in self.documents
+        )
         return ChunkLayout(tuple(rows), width, self.chunk_size)
 
     def links(self, ranks: int) -> Tensor:

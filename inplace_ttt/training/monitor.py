@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ..diagnostics.writes import WriteHealth, observed
@@ -47,6 +49,8 @@ class LayerMonitor(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watching.close()
+        if (state.global_step % args.logging_steps == 0 or state.global_step == 1) and dist.is_initialized():
+            self.writes = _worst(self.writes, args.device)
         check_writes(self.writes, self.recipe.monitor.stop_write_ratio, self.warnings)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -68,3 +72,10 @@ class LayerMonitor(TrainerCallback):
                 ]
             with self.file.open("a") as log:
                 log.write(json.dumps(line) + "\n")
+
+
+def _worst(writes: dict[int, WriteHealth], device: torch.device) -> dict[int, WriteHealth]:
+    """The largest of every figure over the ranks, so that all of them stop where one has to."""
+    figures = torch.tensor([list(asdict(health).values()) for health in writes.values()], dtype=torch.float32, device=device)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    return {index: WriteHealth(int(chunks), *rest) for index, (chunks, *rest) in zip(writes, figures.tolist(), strict=True)}

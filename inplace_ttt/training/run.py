@@ -115,9 +115,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
     try:
         return AutoTokenizer.from_pretrained(recipe.model.tokenizer_path)
     except (OSError, ValueError) as error:
-        raise InPlaceTTTError(
-            f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); set model.tokenizer."
-        ) from None
+        raise InPlaceTTTError(f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); set model.tokenizer.") from None
 
 
 def check_heads(config: PreTrainedConfig, ranks: int) -> None:
