@@ -221,8 +221,6 @@ class ForwardTracker:
             past=0 if cache is None else int(cache.get_seq_length()),
             group=self.group or (ulysses_group() if base.training else None),
         )
-        if self.enabled and self.current.group is not None and cache is not None:
-            raise InPlaceTTTError("a cache cannot be shared by the ranks of a sequence; pass use_cache=False.")
         return (args, {**kwargs, _KEY: self.current}) if self.travels else None
 
     def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -87,6 +87,8 @@ class FastWeight(nn.Module):
         x = self._source(context, call)
         if call.cache is None:
             return self._read_whole(z, x, context)
+        if context.group is not None:
+            raise InPlaceTTTError("a cache cannot be shared by the ranks of a sequence; pass use_cache=False.")
         stream = stream_of(call.cache, self.fast.layer, z.shape[0], self.chunk_size)
         if not self._needs_gradient(z, x):
             return stream.advance(super().forward(z), z, x, context.spans(), self)

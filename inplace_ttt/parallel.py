@@ -38,7 +38,7 @@ def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
 
 def ulysses_group() -> ProcessGroup | None:
     """DeepSpeed's sequence-parallel group of more than one rank, or None. Refuses torch's context parallelism."""
-    if getattr(sys.modules.get(_TORCH), "_replaced_functions", None):
+    if torch.nn.functional.scaled_dot_product_attention in getattr(sys.modules.get(_TORCH), "_replaced_functions", ()):
         raise InPlaceTTTError(
             "torch's context parallelism gives a rank pieces from both ends of a sequence, which the fast weight cannot follow; "
             "use DeepSpeed's sequence parallelism (sp_backend='deepspeed')."

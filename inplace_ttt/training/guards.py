@@ -16,7 +16,6 @@ from ..errors import InPlaceTTTError, NotSoError
 from ..layout import ChunkLayout
 from ..ops import fast_weight
 from ..surgery import fast_weights
-from .recipe import Monitor
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,3 @@ def note(warnings: list[str], message: str) -> None:
     if message not in warnings:
         warnings.append(message)
         logger.warning(message)
-
-
-def stop_limit(settings: Monitor) -> float:
-    return settings.stop_write_ratio
