@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -81,7 +83,7 @@ def token_budget(run: Run, expected: Any) -> Finding:
     length = recipe.data.sequence_length
     tokens = recipe.steps * recipe.rows_per_step * length
     budgets = expected.get(length, next(iter(expected.values())))
-    if recipe.model.config is not None:
+    if run.from_scratch:
         budgets += expected.get("scratch", ())
     wanted = min(budgets, key=lambda budget: abs(tokens / budget - 1))
     numbers = {"tokens": tokens, "expected": wanted, "steps": recipe.steps, "rows a step": recipe.rows_per_step}
@@ -122,15 +124,13 @@ def long_documents(run: Run, expected: Any) -> Finding:
 
 def measured_data(recipe: Recipe, chunk_size: int) -> tuple[Any, str]:
     """The report on the recipe's rows where its data is here, or None and why not."""
-    from pathlib import Path
-
     try:
         from transformers import AutoTokenizer
 
         from ..training.data import build_data
     except ImportError as error:
         return None, f"the rows cannot be built here ({error}); install the extra `train`"
-    missing = [name for name in recipe.data.train if not any(Path().glob(name)) and not Path(name).exists()] if recipe.data.train else []
+    missing = [name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))]
     if missing:
         return None, f"the documents are not here ({missing[0]})"
     try:

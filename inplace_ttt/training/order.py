@@ -22,7 +22,10 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0) -> Any:
         order = [np.random.default_rng([recipe.data.seed, epoch]).permutation(len(train)) for epoch in epochs]
     else:
         order = [np.arange(len(train)) for _ in epochs]
-    return train.select(np.concatenate(order)[read:steps])
+    # Groups of ranks that share rows each read as many batches as they have ranks, and train on them one after the other.
+    shared, batch = recipe.parallel.sequence_parallel, recipe.optimisation.batch_size
+    blocks = np.concatenate(order)[read:steps].reshape(-1, shared, recipe.parallel.world // shared, batch)
+    return train.select(blocks.swapaxes(1, 2).reshape(-1))
 
 
 def _rows_read(recipe: Recipe, steps: int) -> int:

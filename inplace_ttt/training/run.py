@@ -41,7 +41,9 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     """
     from .data import build_data
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" not in os.environ:
+        raise InPlaceTTTError("this is one process of a run; start them with `inplace-ttt train`, or with DeepSpeed's launcher.")
+    world = int(os.environ["WORLD_SIZE"])
     if world != recipe.parallel.world:
         raise InPlaceTTTError(
             f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.processes, or --num-processes."
@@ -51,7 +53,7 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     done = _steps_of(checkpoint)
     if done >= recipe.steps:
         raise InPlaceTTTError(f"{checkpoint} has run all {recipe.steps} steps already; raise optimisation.steps, or name another output.")
-    if audit and recipe.audit.profile is not None and checkpoint is None and os.environ.get("RANK", "0") == "0":
+    if audit and recipe.audit.profile is not None and checkpoint is None and os.environ["RANK"] == "0":
         refuse_undeclared(recipe, output)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe)

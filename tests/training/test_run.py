@@ -105,3 +105,17 @@ def test_heads_that_ranks_cannot_share() -> None:
             InPlaceTTTError, match=f"sequence_parallel {ranks} does not divide the model's 12 attention heads and 4 key-value"
         ):
             check_heads(config, ranks)
+
+
+def test_an_undeclared_deviation_stops_the_run_before_it_starts(made: Path, tmp_path: Path) -> None:
+    """The same run starts when it is told to, or when it says what it deviates in and why."""
+    recipe = recipe_file(tmp_path, made / "model", made / "text", audit={"profile": "paper"})
+    _, log = finish(start(recipe), code=1)
+    (refusal,) = (line for line in log.splitlines() if "the run deviates from the paper profile in" in line)
+    ids = refusal.split("profile in ")[1].split(" without")[0].split(", ")
+    assert {"chunk-size", "learning-rate", "token-budget", "stages"} <= set(ids)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"audit.html", "audit.md", "audit.json"}
+    declared = [{"id": name, "why": "a test"} for name in ids]
+    report, _ = finish(start(recipe, f"audit.deviations={json.dumps(declared)}", f"output={tmp_path}/declared"))
+    assert report["steps"] == 3 and (tmp_path / "declared" / "audit.html").exists()
+    finish(start(recipe, flags=("--no-audit",)))
