@@ -34,10 +34,15 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(binary.asm["ptx"])
-        ptxas = Path(triton.__path__[0], "backends", "nvidia", "bin", "ptxas")
         target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        command = [ptxas, "-v", f"-arch={target}", ptx, "-o", Path(folder, "kernel.cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        # The assemblers that Triton brings differ in the PTX versions they know.
+        for ptxas in sorted(Path(triton.__path__[0], "backends", "nvidia", "bin").glob("ptxas*")):
+            command = [ptxas, "-v", f"-arch={target}", ptx, "-o", Path(folder, "kernel.cubin")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if "Unsupported .version" not in done.stderr:
+                break
+        done.check_returncode()
+        said = done.stderr
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),  # type: ignore[index]
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
