@@ -1,7 +1,8 @@
 """In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models."""
 
+from .calibration import calibrate
 from .checkpoint import load, save_adapter
-from .config import DeltaClip, InPlaceTTTConfig
+from .config import DeltaClip, InPlaceTTTConfig, KeyWhitening
 from .errors import InPlaceTTTError
 from .state import FastWeightState
 from .surgery import convert, revert, ttt_disabled
@@ -12,7 +13,9 @@ __all__ = [
     "FastWeightState",
     "InPlaceTTTConfig",
     "InPlaceTTTError",
+    "KeyWhitening",
     "__version__",
+    "calibrate",
     "convert",
     "load",
     "revert",

@@ -39,10 +39,10 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 1 << 24
 _ADAPTER_FORMAT = 1
-_TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.\D*\.(?P<ttt>ttt\.(?P<kind>\w+))$")
+_TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.\D*\.(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
 
 LayerTensors = dict[int, dict[str, Tensor]]
-"""TTT layer -> its new parameters: conv [d, 1, k] and proj [d, d]."""
+"""TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions (`TargetGenerator`)."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Checkpoint:
         for name in sorted(self.weight_map):
             if (match := _TTT_NAME.search(name)) is not None:
                 found.setdefault(int(match["layer"]), {})[match["kind"]] = self.tensor(name)
-        if sorted(found) != list(self.ttt_config.layers) or any(set(pair) != {"conv", "proj"} for pair in found.values()):
+        if sorted(found) != list(self.ttt_config.layers) or any(set(pair) != kinds(self.ttt_config) for pair in found.values()):
             raise InPlaceTTTError(
                 f"{self.name} has TTT tensors for layers {sorted(found)}, its config names {list(self.ttt_config.layers)}."
             )
@@ -128,6 +128,11 @@ class Checkpoint:
     def fingerprint(self, matrices: Iterable[str]) -> str:
         """fingerprint over matrices of the checkpoint, a few MiB in memory at a time."""
         return fingerprint(block for name in matrices for block in self.blocks(name))
+
+
+def kinds(config: InPlaceTTTConfig) -> set[str]:
+    """Names of the tensors that a TTT layer adds."""
+    return {"conv", "proj"} | ({"mean"} if config.centred else set()) | ({"keys.basis", "keys.scale"} if config.whitening else set())
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Plan:
 
 def initial_tensors(checkpoint: Checkpoint, plan: Plan) -> LayerTensors:
     """The new tensors of a fresh conversion, in the dtype of W0."""
-    tensors: LayerTensors = {}
+    tensors: LayerTensors = {}  # those of the extensions are zero, for a calibration to measure
     std = initial_std(plan.model.config)
     for index, module in fast_weights(plan.model).items():
         name = plan.down_proj[index]
@@ -266,7 +271,7 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
     found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
     if known.get("fingerprint") not in (None, found):
         raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
-    tensors = {index: {"conv": layer.ttt.conv.detach().cpu(), "proj": layer.ttt.proj.detach().cpu()} for index, layer in layers.items()}
+    tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
     with new_folder(path, overwrite=overwrite) as folder:
         write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
 

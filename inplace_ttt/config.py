@@ -50,6 +50,28 @@ class DeltaClip:
 
 
 @dataclass(frozen=True)
+class KeyWhitening:
+    """Extension, not in the paper: keys K = s (Σ + ρI)^(-1/2) Z, with Σ = mean of z zᵀ over a calibration text.
+
+    The down-projection's inputs lie in few directions, so that raw keys collide and every read returns a mixture of all
+    writes. s makes the mean of ‖k‖² one: a key that was written once reads its own target back with weight about one.
+
+    rank: directions of Σ that are whitened one by one, the largest first; the rest share one scale. All of them without one.
+    ridge: ρ as a fraction of Σ's mean eigenvalue.
+    """
+
+    rank: int | None = None
+    ridge: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require(
+            self.rank is None or (type(self.rank) is int and self.rank >= 1),
+            f"whitening.rank must be an integer of at least 1, or left out for all directions, got {self.rank!r}.",
+        )
+        _require(_is_number(self.ridge) and self.ridge > 0, f"whitening.ridge must be a number above 0, got {self.ridge!r}.")
+
+
+@dataclass(frozen=True)
 class InPlaceTTTConfig:
     """Every choice of a conversion. The defaults are the `paper` preset.
 
@@ -62,6 +84,10 @@ class InPlaceTTTConfig:
     clip: bound on a chunk's delta, or None.
     detach_target: stop the gradient from the target into its source.
     decode_updates: tokens read one at a time into a non-empty cache (generated ones) write too.
+
+    Extensions, which the paper does not have:
+    whitening: whitened keys, or None for the paper's. centred: the mean over a text is taken off the
+    target's source. damping: λ of error-correcting writes (V - ZSᵀ)ᵀ(ZZᵀ + λI)⁻¹Z in place of VᵀZ, or None for the paper's.
     """
 
     layers: str | tuple[int, ...] = "every:6"
@@ -73,6 +99,9 @@ class InPlaceTTTConfig:
     clip: DeltaClip | None = None
     detach_target: bool = False
     decode_updates: bool = True
+    whitening: KeyWhitening | None = None
+    centred: bool = False
+    damping: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "eta"):
@@ -80,6 +109,8 @@ class InPlaceTTTConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.clip, Mapping):
             object.__setattr__(self, "clip", _from_mapping(DeltaClip, self.clip, "clip"))
+        if isinstance(self.whitening, Mapping):
+            object.__setattr__(self, "whitening", _from_mapping(KeyWhitening, self.whitening, "whitening"))
         self._check_layers()
         _require(
             type(self.chunk_size) is int and self.chunk_size >= 1, f"chunk_size must be an integer of at least 1, got {self.chunk_size!r}."
@@ -105,7 +136,15 @@ class InPlaceTTTConfig:
             f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'.",
         )
         _require(self.clip is None or isinstance(self.clip, DeltaClip), f"clip must be a DeltaClip or nothing, got {self.clip!r}.")
-        for name in ("detach_target", "decode_updates"):
+        _require(
+            self.whitening is None or isinstance(self.whitening, KeyWhitening),
+            f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
+        )
+        _require(
+            self.damping is None or (_is_number(self.damping) and self.damping > 0),
+            f"damping must be a number above 0, or left out for the paper's writes, got {self.damping!r}.",
+        )
+        for name in ("detach_target", "decode_updates", "centred"):
             _require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
 
     def _check_layers(self) -> None:
@@ -127,6 +166,11 @@ class InPlaceTTTConfig:
         beyond = [i for i in self.layers if i >= num_layers]
         _require(not beyond, f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.")
         return self
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration`)."""
+        return self.whitening is not None or self.centred
 
     def eta_of(self, position: int) -> float:
         """η of the TTT layer at `position` among the TTT layers."""

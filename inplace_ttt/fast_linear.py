@@ -19,6 +19,7 @@ from .config import InPlaceTTTConfig
 from .context import ForwardContext, ForwardTracker, LayerCall
 from .errors import InPlaceTTTError
 from .families import DecoderLayer, features
+from .keys import WhitenedKeys
 from .layout import ChunkLayout
 from .ops import fast_weight, state_dtype, takes_weight
 from .ops.scan import fast_weight_across_ranks
@@ -91,7 +92,7 @@ class FastWeight(nn.Module):
             raise InPlaceTTTError("a cache cannot be shared by the ranks of a sequence; pass use_cache=False.")
         stream = stream_of(call.cache, self.fast.layer, z.shape[0], self.chunk_size)
         if not self._needs_gradient(z, x):
-            return stream.advance(super().forward(z), z, x, context.spans(), self)
+            return stream.advance(super().forward(z), self.keys(z), x, context.spans(), self)
         context.spans()  # with a cache, attention sees one document a row: refuse packed ones
         stream.abandon()
         return self._read_whole(z, x, context)
@@ -112,18 +113,27 @@ class FastWeight(nn.Module):
         if not (self.training or context.layout().writes()):
             return super().forward(z)
         v, w0 = self.ttt(x, context.part()), self.matrix()
-        if w0 is not None and w0.dtype == z.dtype == v.dtype and takes_weight(z):
+        if self.ttt.keys is None and w0 is not None and w0.dtype == z.dtype == v.dtype and takes_weight(z):
             out = self._fast(z, v, w0, context)
             bias = getattr(self, "bias", None)
             return out if bias is None else out + bias
         base = super().forward(z)
-        return base + self._fast(z, v.to(z.dtype), None, context).to(base.dtype)
+        return base + self._fast(self.keys(z), v.to(z.dtype), None, context).to(base.dtype)
+
+    def keys(self, z: Tensor) -> Tensor:
+        """What is written under and read with [..., h]: z itself (the paper), or z whitened."""
+        return z if self.ttt.keys is None else self.ttt.keys(z)
 
     def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
         if self.fast.observer is not None:
             self.fast.observer(self, z, v, context)
+        damping = self.fast.config.damping
         if context.group is None:
-            return fast_weight(z, v, w0, eta=self.eta, layout=context.layout(), clip=self.tau())
+            return fast_weight(z, v, w0, eta=self.eta, layout=context.layout(), clip=self.tau(), damping=damping)
+        if damping is not None:
+            raise InPlaceTTTError(
+                "error-correcting writes are no sum that ranks could share; leave damping out, or give each rank whole rows."
+            )
         return fast_weight_across_ranks(z, v, w0, eta=self.eta, layout=context.layout(), group=context.group, clip=self.tau())
 
     def _needs_gradient(self, z: Tensor, x: Tensor) -> bool:
@@ -157,12 +167,14 @@ class FastWeight(nn.Module):
             raise InPlaceTTTError(f"a relative clip needs ‖W0‖, which {type(self).__name__} does not show; use an absolute tau.")
         return clip.tau * torch.linalg.vector_norm(w0.detach(), dtype=state_dtype(w0.dtype))
 
-    def delta(self, z: Tensor, x: Tensor) -> Tensor:
-        """c VᵀZ [d, h] of one complete chunk: keys [C, h] and target source [C, d]."""
+    def write(self, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
+        """The state [d, h] after one complete chunk: keys [C, h], target source [C, d], and the state before (None: zero)."""
         layout = ChunkLayout.from_lengths([[len(z)]], len(z))
         v = self.ttt(x[None], layout).to(z.dtype)
-        _, state = fast_weight(z[None], v, None, eta=self.eta, layout=layout, clip=self.tau(), return_state=True)
-        return state[0]
+        before = None if state is None else state[None]
+        settings: dict[str, Any] = {"eta": self.eta, "layout": layout, "clip": self.tau(), "damping": self.fast.config.damping}
+        _, after = fast_weight(z[None], v, None, initial_state=before, return_state=True, **settings)
+        return after[0]
 
 
 class FastWeightLinear(FastWeight, nn.Linear):
@@ -198,7 +210,9 @@ def install(parts: DecoderLayer, slot: FastWeightSlot, *, dtype: torch.dtype, st
     """Make a decoder layer's down-projection a fast weight, in place, and hook its attention and MLP to it."""
     down, config = parts.down_proj, slot.config
     weight = next(down.parameters())
-    target = TargetGenerator(features(down)[1], config.kernel_size, config.conv, device=weight.device, dtype=dtype)
+    (width, dim), factory = features(down), {"device": weight.device, "dtype": dtype}
+    keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.rank, **factory)
+    target = TargetGenerator(dim, config.kernel_size, config.conv, centred=config.centred, keys=keys, **factory)
     if weight.device.type != "meta":
         with gathered(target.parameters()):
             target.reset_parameters(std, seed)

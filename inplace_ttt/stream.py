@@ -25,8 +25,8 @@ class Writer(Protocol):
     def eta(self) -> float: ...
     @property
     def decode_updates(self) -> bool: ...
-    def delta(self, z: Tensor, x: Tensor) -> Tensor:
-        """c VᵀZ [d, h] of one complete chunk: keys [C, h] and target source [C, d]."""
+    def write(self, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
+        """The state [d, h] after one complete chunk: keys [C, h], target source [C, d], and the state before (None: zero)."""
 
 
 @dataclass
@@ -136,14 +136,15 @@ class FastWeightStream:
             assert self.z is not None and self.x is not None
             z = torch.cat([self.z[row, :before], z])
             x = torch.cat([self.x[row, :before], x])
-        delta = writer.delta(z, x)
+        before_write = None if self.state is None else self.state[row]
+        after = writer.write(z, x, before_write)
         if self.state is None:
-            self.state = delta.new_zeros(self.batch, *delta.shape)
+            self.state = after.new_zeros(self.batch, *after.shape)
             self._reader = self.state if self.state.dtype == z.dtype else self.state.to(z.dtype)
         assert self._reader is not None
         if undoable:
             self._undo[row] = _Undo(self.state[row].clone() if self.written[row] else None, z.clone(), x.clone())
-        self.state[row] += delta
+        self.state[row] = after
         self._refresh(row)
         self.filled[row] = 0
         self.written[row] += 1

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .config import Conv
+from .errors import InPlaceTTTError
+from .keys import WhitenedKeys
 from .layout import ChunkLayout
 from .ops import triton
 
@@ -18,13 +20,21 @@ class TargetGenerator(nn.Module):
 
     conv [d, 1, k] and proj [d, d] are its parameters. The convolution is a correlation without bias; taps that fall
     outside the token's own chunk read zero. Tap j of a token t is t + j - k//2 ("lookahead") or t + j - k + 1 ("causal").
+    With the extensions of the config, it also holds what was measured on a text: `mean` [d] of X, and the whitened keys.
     """
 
-    def __init__(self, dim: int, kernel_size: int, conv: Conv, **factory: Any) -> None:
+    mean: Tensor | None
+
+    def __init__(
+        self, dim: int, kernel_size: int, conv: Conv, *, centred: bool = False, keys: WhitenedKeys | None = None, **factory: Any
+    ) -> None:
         super().__init__()
         self.first_tap = -(kernel_size // 2) if conv == "lookahead" else 1 - kernel_size
         self.conv = nn.Parameter(torch.zeros(dim, 1, kernel_size, **factory))
         self.proj = nn.Parameter(torch.zeros(dim, dim, **factory))
+        self.register_buffer("mean", torch.zeros(dim, **factory) if centred else None)
+        self.keys = keys
+        self._is_measured = False
 
     @torch.no_grad()
     def reset_parameters(self, std: float, seed: int) -> None:
@@ -37,8 +47,20 @@ class TargetGenerator(nn.Module):
     def forward(self, x: Tensor, layout: ChunkLayout) -> Tensor:
         """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""
         x = x.to(self.conv.device, self.conv.dtype)
+        self._check_measured()
+        if self.mean is not None:
+            x = x - self.mean
         convolve = triton.chunk_conv if triton.preferred(x.device, x.dtype) else _ChunkConv.apply
         return convolve(x, self.conv, layout.chunk_ids(x.device), self.first_tap) @ self.proj
+
+    def _check_measured(self) -> None:
+        """Once: what a text should have been measured for is no longer zero."""
+        if not self._is_measured:
+            if any(not buffer.is_meta and not bool(buffer.any()) for buffer in self.buffers()):
+                raise InPlaceTTTError(
+                    "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, rows) on some text."
+                )
+            self._is_measured = True
 
 
 class _ChunkConv(torch.autograd.Function):

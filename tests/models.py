@@ -8,7 +8,7 @@ from families import FAMILIES, UNLISTED, build
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.surgery import fast_weights
 
 LAYERS = (0, 2)
@@ -20,6 +20,8 @@ def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True
     """One family, converted at layers 0 and 2 with chunks of 7 tokens; `writes` turns the writer on."""
     settings: dict[str, Any] = {"layers": LAYERS, "chunk_size": CHUNK, **config}
     model = convert(build(name, dtype=dtype), InPlaceTTTConfig(**settings))
+    if model.config.inplace_ttt["config"]["whitening"] or model.config.inplace_ttt["config"]["centred"]:
+        calibrate(model, [random_ids(1, 64, seed=2)])
     if writes:
         turn_writer_on(model)
     return model

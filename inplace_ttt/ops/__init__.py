@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from . import chunked, reference, triton
+from . import chunked, correcting, reference, triton
 from .precision import state_dtype
 
 __all__ = ["fast_weight", "state_dtype", "takes_weight"]
@@ -19,12 +19,12 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
+    clip: float | Tensor | None = ..., damping: float | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., backend: Backend = ..., return_state: Literal[True],
+    clip: float | Tensor | None = ..., damping: float | None = ..., backend: Backend = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight(
     z: Tensor,
@@ -35,6 +35,7 @@ def fast_weight(
     layout: ChunkLayout,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
+    damping: float | None = None,
     backend: Backend = "auto",
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -45,20 +46,27 @@ def fast_weight(
     layout: the documents and their chunks; tokens outside every document read W0 and write nothing.
     initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64 inputs).
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
+    damping: λ of error-correcting writes (extension): (V_j - Z_jS_jᵀ)ᵀ(Z_jZ_jᵀ + λI)⁻¹Z_j in place of V_jᵀZ_j; None is the paper.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
-    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere.
+    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere;
+        error-correcting writes have a form of their own (`ops/correcting.py`).
 
     Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight and initial_state.
     Raises InPlaceTTTError when shapes or dtypes disagree.
     """
     _check(z, v, weight, layout, initial_state)
     if backend == "reference":
-        out, state = reference.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip)
+        out, state = reference.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping)
         return (out, state) if return_state else out
     if backend not in ("auto", "chunked", "triton"):
         raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, triton, chunked or reference.")
     if backend == "triton":
         triton.require(z.device, z.dtype)
+        if damping is not None:
+            raise InPlaceTTTError("the kernels sum writes, error-correcting ones are no sum; use backend='auto' with damping.")
+    if damping is not None:
+        out, state = correcting.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping)
+        return (out, state) if return_state else out
     form = triton if backend == "triton" or (backend == "auto" and triton.preferred(z.device, z.dtype)) else chunked
     out, kept = form.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, return_state=return_state)
     return out if kept is None else (out, kept)

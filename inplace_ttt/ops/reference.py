@@ -27,6 +27,7 @@ def fast_weight(
     layout: ChunkLayout,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
+    damping: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, T, d] and final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
     accurate = state_dtype(z.dtype)
@@ -44,7 +45,16 @@ def fast_weight(
                 effective = w0 + eta * state  # apply …
                 out[row, start:stop] = chunk @ effective.T
                 if layout.is_complete((start, stop)):  # … then update
-                    delta = values[row, start:stop].T @ chunk
+                    delta = _delta(chunk, values[row, start:stop], state, damping)
                     state = state + clip_factor(delta, clip) * delta
         states.append(state)
     return out.to(z.dtype), torch.stack(states)
+
+
+def _delta(keys: Tensor, values: Tensor, state: Tensor, damping: float | None) -> Tensor:
+    """A chunk's write [d, h]: VᵀZ, or with damping λ what minimises ‖V - Z(S + Δ)ᵀ‖² + λ‖Δ‖², by its normal equations."""
+    if damping is None:
+        return values.T @ keys
+    error = values - keys @ state.T
+    gram = keys.T @ keys + damping * torch.eye(keys.shape[1], dtype=keys.dtype, device=keys.device)
+    return torch.linalg.solve(gram, keys.T @ error).T

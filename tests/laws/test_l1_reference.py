@@ -47,17 +47,19 @@ def inputs(layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool) -> di
     return {name: x.requires_grad_() for name, x in made.items()}
 
 
-def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool) -> dict[str, Tensor]:
+def run(
+    backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool, damping: float | None = None
+) -> dict[str, Tensor]:
     """Everything the op gives: outputs, state, and the gradient of each input under a random cotangent."""
     weight = given.get("weight")
     result = fast_weight(
         given["z"], given["v"], weight, eta=ETA, layout=layout, initial_state=given.get("initial_state"), clip=clip, backend=backend,
-        return_state=keep,
+        return_state=keep, damping=damping,
     )  # fmt: skip
     results = dict(zip(("out", "state"), result, strict=True)) if keep else {"out": result}
     g = torch.Generator().manual_seed(4)
     loss = sum((x * torch.randn(x.shape, generator=g).to(x.dtype)).sum() for x in results.values())
-    grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True) if loss.requires_grad else [None] * len(given)
     for name, x, grad in zip(given, given.values(), grads, strict=True):
         results[f"d_{name}"] = torch.zeros_like(x) if grad is None else grad
     return {name: x.detach() for name, x in results.items()}
@@ -79,6 +81,41 @@ def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.
             assert distance(value, expected[name]) < TOLERANCE[dtype], where
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_error_correcting_is_the_reference(documents: str, chunk_size: int, dtype: torch.dtype) -> None:
+    layout = layout_of(documents, chunk_size)
+    for clip, start, keep, w0 in CASES[1::3]:
+        given = inputs(layout, dtype, start, w0)
+        expected = run("reference", layout, given, CLIPS[clip], keep, damping=0.5)
+        found = run("auto", layout, given, CLIPS[clip], keep, damping=0.5)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
+            where = f"{name} with clip {clip}, initial_state {start}, return_state {keep}, weight {w0}"
+            assert distance(value, expected[name]) < 10 * TOLERANCE[dtype], where
+
+
+def test_damping_goes_from_the_answer_to_the_papers_rule() -> None:
+    """Little damping: a chunk's keys read its values back. Much of it: the paper's writes, with η/λ."""
+    layout = ChunkLayout.from_lengths([[9]], 3)
+    given = inputs(layout, torch.float64, start=True, w0=False)
+    _, state = fast_weight(**given, weight=None, eta=ETA, layout=layout, damping=1e-9, return_state=True)
+    assert distance(given["z"][0, 6:].detach() @ state[0].detach().T, given["v"][0, 6:].detach()) < 1e-6
+    small = {name: 1e-4 * x if name == "initial_state" else x for name, x in given.items()}
+    plain = fast_weight(**small, weight=None, eta=ETA, layout=layout).detach()
+    assert (
+        distance(
+            fast_weight(
+                **{**small, "initial_state": small["initial_state"] / 1e8}, weight=None, eta=ETA * 1e8, layout=layout, damping=1e8
+            ).detach(),
+            plain,
+        )
+        < 1e-6
+    )
+
+
 def test_the_table_bites() -> None:
     """The inputs above tell the options apart: writes change outputs, clipping changes them again, a state too."""
     layout = layout_of("unequal rows", 3)
@@ -89,6 +126,7 @@ def test_the_table_bites() -> None:
     assert distance(run("reference", layout, given, CLIPS["loose"], keep=True)["out"], free["out"]) == 0
     for clip in ("biting", "tensor"):
         assert distance(run("reference", layout, given, CLIPS[clip], keep=True)["out"], free["out"]) > 0.1
+    assert distance(run("reference", layout, given, None, True, damping=3.0)["out"], free["out"]) > 0.1
     del given["initial_state"]
     assert distance(run("reference", layout, given, None, keep=True)["out"], free["out"]) > 0.1
 

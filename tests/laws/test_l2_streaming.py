@@ -9,7 +9,7 @@ import torch
 from models import CHUNK, NAMES, converted, distance, logits, random_ids, streamed
 from transformers import DynamicCache
 
-from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, ttt_disabled
+from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
 
 LENGTH = 5 * CHUNK + 3
 SPLITS: dict[str, list[int]] = {
@@ -34,6 +34,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one chunk": {"chunk_size": LENGTH},
     "shorter than a chunk": {"chunk_size": LENGTH + 1},
     "every layer": {"layers": "every:1"},
+    "whitened keys": {"whitening": KeyWhitening(), "centred": True, "eta": 100.0},
+    "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "centred": True, "target": "hidden_states", "eta": 100.0},
+    "error-correcting": {"whitening": KeyWhitening(), "damping": 0.5, "eta": 100.0},
+    "error-correcting, raw keys, clip": {"damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
 }  # fmt: skip
 
 

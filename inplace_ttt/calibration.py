@@ -1,0 +1,116 @@
+"""What the extensions need to know of a model's activations: measured on a text, then fixed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .config import KeyWhitening
+from .errors import InPlaceTTTError
+from .families import locate
+from .fast_linear import FastWeight
+from .surgery import config_of, fast_weights, ttt_disabled
+
+TOKENS = 32_768
+"""Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
+
+
+@dataclass
+class _Sums:
+    """Over the tokens read: the sum of z zᵀ [h, h] and of the target's source x [d], float32."""
+
+    square: Tensor
+    source: Tensor
+    tokens: int = 0
+
+
+@torch.no_grad()
+def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> None:
+    """Measure what a converted model's extensions need on `rows` of token ids [1, T], and set it, in place.
+
+    The rows are read with TTT off. Raises InPlaceTTTError when the config needs no calibration, or nothing is read.
+    """
+    config = config_of(model)
+    if not config.needs_calibration:
+        raise InPlaceTTTError(
+            "this config has neither whitened keys nor a centred target, so that calibration has no effect; leave it out."
+        )
+    layers = fast_weights(model)
+    sums: dict[int, _Sums] = {}
+    with ttt_disabled(model), _summing(model, layers, sums):
+        for row in tqdm(rows, desc="calibrating", file=sys.stderr, disable=None if progress else True):
+            locate(model).base(row, use_cache=False)
+    if not sums:
+        raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
+    for index, layer in layers.items():
+        _set(layer, sums[index], config.whitening)
+
+
+@contextmanager
+def _summing(model: Any, layers: dict[int, FastWeight], sums: dict[int, _Sums]) -> Iterator[None]:
+    """Within it every forward adds to `sums`."""
+    decoder, config = locate(model), config_of(model)
+    embeddings: list[Tensor] = []
+
+    def adding(index: int, mlp_input: list[Tensor]) -> Any:
+        def add(down: nn.Module, args: tuple[Tensor]) -> None:
+            z = args[0].flatten(0, -2).float()
+            x = (embeddings if config.target == "embeddings" else mlp_input)[0].flatten(0, -2).float()
+            held = sums.setdefault(index, _Sums(z.new_zeros(z.shape[1], z.shape[1]), x.new_zeros(x.shape[1])))
+            held.square.addmm_(z.T, z)
+            held.source += x.sum(0)
+            held.tokens += len(z)
+
+        return add
+
+    handles = [decoder.layers[0].block.register_forward_pre_hook(functools.partial(_keep, embeddings), with_kwargs=True)]
+    for index, layer in layers.items():
+        mlp_input: list[Tensor] = []
+        handles.append(decoder.layers[index].mlp.register_forward_pre_hook(functools.partial(_keep, mlp_input), with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(adding(index, mlp_input)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A pre-hook that keeps a module's first argument."""
+    place[:] = [args[0] if args else kwargs["hidden_states"]]
+
+
+def _set(layer: FastWeight, sums: _Sums, whitening: KeyWhitening | None) -> None:
+    if layer.ttt.mean is not None:
+        layer.ttt.mean.copy_(sums.source / sums.tokens)
+    if layer.ttt.keys is not None and whitening is not None:
+        basis, scale = whitening_of(sums.square / sums.tokens, layer.ttt.keys.basis.shape[1], whitening.ridge)
+        layer.ttt.keys.basis.copy_(basis)
+        layer.ttt.keys.scale.copy_(scale)
+
+
+def whitening_of(second_moment: Tensor, rank: int, ridge: float) -> tuple[Tensor, Tensor]:
+    """Basis B [h, rank] and scale s of `WhitenedKeys` for Σ [h, h].
+
+    In the r largest eigendirections, u with eigenvalue λ, (Σ + ρI)^(-1/2) is what it is; the others share one eigenvalue,
+    their mean λ'. Up to scale the map is then I - Σ_u (1 - √((λ' + ρ)/(λ + ρ))) u uᵀ = I - B Bᵀ.
+    """
+    values, vectors = torch.linalg.eigh(second_moment.double())
+    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+    rho = ridge * values.mean()
+    if not rho > 0:
+        raise InPlaceTTTError(
+            "a down-projection's input was zero on the whole calibration text; give rows of a text like the one to be read."
+        )
+    rest = values[rank:].mean() if rank < len(values) else values.new_zeros(())
+    shrink = ((rest + rho) / (values[:rank] + rho)).sqrt()
+    left = torch.cat([values[:rank] * shrink.square(), values[rank:]])  # second moments of z - B Bᵀz
+    return vectors[:, :rank] * (1 - shrink).clamp(min=0).sqrt(), left.sum().rsqrt()
