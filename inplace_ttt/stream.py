@@ -248,6 +248,13 @@ class FastWeightStream:
         self._unbroken = [self._unbroken[r] for r in rows]
         self._undo = {new: self._undo[old] for new, old in enumerate(rows) if old in self._undo}
 
+    def lend(self, sources: list[int]) -> None:
+        """Give row r the state of row sources[r]; what each row has in its open chunk, and how far it is, stay its own."""
+        if self.state is not None and self._reader is not None:
+            shared = self._reader is self.state
+            self.state = self.state[sources]
+            self._reader = self.state if shared else self._reader[sources]
+
     def check_holds_memory(self) -> None:
         if self._abandoned:
             raise InPlaceTTTError("this cache was filled with gradients on, which keeps no memory; fill it under torch.no_grad().")

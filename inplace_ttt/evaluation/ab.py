@@ -1,0 +1,168 @@
+"""Do writes help, and are they memory? The same weights with TTT on, off, and reading foreign memory; and the base.
+
+On below off proves little: training may have taught the writes a constant that any document's memory holds. What is left
+of the gain when a document is read with the memory that another one wrote is such drift; own minus foreign is memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..errors import InPlaceTTTError
+from ..surgery import config_of, ttt_disabled
+from ..window import SINKS
+from .reading import own_and_foreign_losses, token_losses
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Mean of a difference over documents, its standard error (0 for one document), and their number."""
+
+    mean: float
+    stderr: float
+    n: int
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Paired:
+        n = len(differences)
+        return cls(fmean(differences), stdev(differences) / n**0.5 if n > 1 else 0.0, n)
+
+
+@dataclass
+class DocumentLosses:
+    """Token losses of one document, float32 [T - 1] each; those of foreign memory end where the other document does."""
+
+    on: Tensor
+    off: Tensor
+    foreign: Tensor | None = None
+    base: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How documents are read.
+
+    window, sinks: attention, all of the text without a window. skip: first tokens that do not count.
+    batch_size: documents at once; foreign memory needs at least two.
+    """
+
+    window: int | None = None
+    sinks: int = SINKS
+    skip: int = 0
+    batch_size: int = 4
+
+
+@dataclass
+class Comparison:
+    """What was found on every document, and what follows from it: mean losses a token in nats past `skip`."""
+
+    documents: list[DocumentLosses]
+    protocol: Protocol
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def mean(self, what: str) -> float | None:
+        found = [getattr(d, what) for d in self.documents]
+        return None if any(x is None for x in found) else fmean(float(x[self.protocol.skip :].mean()) for x in found)
+
+    def paired(self, one: str, other: str) -> Paired | None:
+        """One minus the other, document by document, over the tokens that both have."""
+        pairs = [(getattr(d, one), getattr(d, other)) for d in self.documents]
+        if any(a is None or b is None for a, b in pairs):
+            return None
+        skip = self.protocol.skip
+        return Paired.of([float((a[: len(b)] - b[: len(a)])[skip:].double().mean()) for a, b in pairs])
+
+    def positions(self, bins: int = 16) -> list[dict[str, Any]]:
+        """The same by position: bins of equal length over the longest document."""
+        longest = max(len(d.on) for d in self.documents)
+        width = max(1, -(-longest // bins))
+        return [self._bin(start, min(start + width, longest)) for start in range(0, longest, width)]
+
+    def _bin(self, start: int, stop: int) -> dict[str, Any]:
+        row: dict[str, Any] = {"start": start, "stop": stop}
+        for name in ("on", "off", "foreign", "base"):
+            parts = [getattr(d, name)[start:stop] for d in self.documents if getattr(d, name) is not None and len(getattr(d, name)) > start]
+            row[name] = fmean(float(part.mean()) for part in parts) if parts else None
+        here = [d for d in self.documents if len(d.on) > start]
+        row["difference"] = vars(Paired.of([float((d.on - d.off)[start:stop].double().mean()) for d in here]))
+        return row
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contract's JSON keys."""
+        values: dict[str, Any] = {name: self.mean(name) for name in ("on", "off", "base", "foreign")}
+        for name, pair in {
+            "difference": ("on", "off"),
+            "gain": ("on", "base"),
+            "memory": ("on", "foreign"),
+            "drift": ("foreign", "off"),
+        }.items():
+            paired = self.paired(*pair)
+            values[name] = None if paired is None else vars(paired)
+        return {**values, "positions": self.positions(), **self.extra}
+
+
+def compare(
+    model: PreTrainedModel, documents: Sequence[Tensor], protocol: Protocol, base: PreTrainedModel | None = None, *, progress: bool = False
+) -> Comparison:
+    """Read documents of token ids [T] with a converted model, TTT on, off and under foreign memory, and with `base`.
+
+    Raises InPlaceTTTError when a document is too short for anything to read what was written.
+    """
+    chunk = config_of(model).chunk_size
+    least = max(chunk, protocol.skip) + 1
+    for document in documents:
+        if len(document) <= least:
+            raise InPlaceTTTError(
+                f"a document has {len(document)} tokens, and nothing reads what was written before token {least} (chunks of {chunk}, "
+                f"the first {protocol.skip} do not count); give longer texts."
+            )
+    settings: dict[str, Any] = {"window": protocol.window, "sinks": protocol.sinks}
+    order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
+    found: dict[int, DocumentLosses] = {}
+    passes = 3 + (base is not None)
+    with tqdm(
+        total=passes * sum(map(len, documents)), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True
+    ) as bar:
+        settings["progress"] = bar.update
+        for group in _groups(order, protocol.batch_size):
+            rows = _padded([documents[i] for i in group])
+            if len(group) > 1:
+                on, foreign = own_and_foreign_losses(model, rows, piece=chunk, **settings)
+            else:
+                on, foreign = token_losses(model, rows, piece=chunk, **settings), None
+            with ttt_disabled(model):
+                off = token_losses(model, rows, **settings)
+            untouched = None if base is None else token_losses(base, rows, **settings)
+            for row, i in enumerate(group):
+                end = len(documents[i]) - 1
+                lender = len(documents[group[(row + 1) % len(group)]])
+                found[i] = DocumentLosses(
+                    on[row, :end],
+                    off[row, :end],
+                    None if foreign is None else foreign[row, : min(end, lender)],
+                    None if untouched is None else untouched[row, :end],
+                )
+    return Comparison([found[i] for i in range(len(documents))], protocol)
+
+
+def _groups(order: list[int], size: int) -> Iterator[list[int]]:
+    """Documents of like length together; nobody is left alone, since foreign memory needs another document."""
+    groups = [order[first : first + size] for first in range(0, len(order), size)]
+    if len(groups) > 1 and len(groups[-1]) == 1:
+        last = groups.pop()
+        groups[-1] = groups[-1] + last
+    yield from groups
+
+
+def _padded(documents: list[Tensor]) -> Tensor:
+    """[B, T]: what stands behind a document's end comes after all that counts of it."""
+    return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)

@@ -1,0 +1,91 @@
+"""The second-copy probe: a passage stands twice in a document, the second time beyond the attention window.
+
+Only a memory can know the second copy. What the writes change on the unrelated text between the copies, the filler, is
+the bias that recall has to beat.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..errors import InPlaceTTTError
+from ..surgery import config_of, ttt_disabled
+from .ab import Paired, Protocol
+from .reading import token_losses
+
+
+@dataclass(frozen=True)
+class Passage:
+    """length tokens that stand again `gap` tokens after their end."""
+
+    length: int = 512
+    gap: int = 1024
+
+    @property
+    def tokens(self) -> int:
+        """The shortest document that has room for it."""
+        return 2 * self.length + self.gap
+
+    def repeat(self, ids: Tensor, start: int) -> Tensor:
+        """A copy of token ids [T] in which the passage at `start` stands again."""
+        ids, again = ids.clone(), start + self.length + self.gap
+        ids[again : again + self.length] = ids[start : start + self.length]
+        return ids
+
+    def random_start(self, tokens: int, generator: random.Random) -> int:
+        return generator.randint(0, tokens - self.tokens)
+
+
+def second_copy(
+    model: PreTrainedModel,
+    documents: Sequence[Tensor],
+    protocol: Protocol,
+    passage: Passage | None = None,
+    *,
+    seed: int = 0,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Loss with TTT on minus off on the second copy and on the filler, paired over documents of token ids [T], one length.
+
+    `copy_off` and `filler_off` are the losses without writes. Raises InPlaceTTTError when a document has no room.
+    """
+    passage = passage or Passage()
+    length = min(map(len, documents))
+    if length < passage.tokens:
+        raise InPlaceTTTError(
+            f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} tokens, and the shortest document "
+            f"has {length}; give longer documents, or a shorter passage."
+        )
+    generator = random.Random(seed)
+    starts = [passage.random_start(length, generator) for _ in documents]
+    rows = torch.stack([passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)])
+    settings: dict[str, Any] = {"window": protocol.window, "sinks": protocol.sinks}
+    on, off = [], []
+    with tqdm(total=2 * rows.numel(), desc="second copy", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
+        for group in rows.split(protocol.batch_size):
+            on += [token_losses(model, group, piece=config_of(model).chunk_size, progress=bar.update, **settings)]
+            with ttt_disabled(model):
+                off += [token_losses(model, group, progress=bar.update, **settings)]
+    with_writes, without = torch.cat(on).double(), torch.cat(off).double()
+    spans = {
+        "second_copy": [(start + passage.length + passage.gap, start + passage.tokens - 1) for start in starts],
+        "filler": [(start + passage.length, start + passage.length + passage.gap - 1) for start in starts],
+    }
+    found: dict[str, Any] = {"passage": passage.length, "gap": passage.gap}
+    for name, where in spans.items():
+        pairs = [
+            (float(a[first:last].mean()), float(b[first:last].mean()))
+            for a, b, (first, last) in zip(with_writes, without, where, strict=True)
+        ]
+        found[name] = vars(Paired.of([a - b for a, b in pairs]))
+        found[f"{name}_off"] = sum(b for _, b in pairs) / len(pairs)
+    return found

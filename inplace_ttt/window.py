@@ -1,0 +1,172 @@
+"""Sliding-window attention with sink tokens, for any model that attends to everything.
+
+A model that was trained with full attention rests much of it on a document's first tokens; a plain window takes these
+away, and what then repairs the damage looks like memory. So each token sees the last `size` tokens, itself among them,
+and its document's first `sinks`. Positions stay those of the whole text. Without a cache the work grows with the window,
+not with the length; with `window_cache` the memory does too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from .errors import InPlaceTTTError
+from .parallel import ulysses_group
+
+SINKS = 4
+
+
+@contextmanager
+def attention_window(model: PreTrainedModel, size: int | None, sinks: int = SINKS) -> Iterator[None]:
+    """Within it the model attends through a window of `size` tokens and the first `sinks`; as ever where size is None.
+
+    Raises InPlaceTTTError for a window that is no window, and for models whose attention cannot be replaced.
+    """
+    if size is None:
+        yield
+        return
+    before = model.config._attn_implementation
+    set_attention_window(model, size, sinks)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) -> None:
+    """`attention_window` for good. Gradients flow; packed documents are told apart by position_ids."""
+    if size < 1 or sinks < 0 or sinks >= size:
+        raise InPlaceTTTError(
+            f"an attention window of {size} with {sinks} sink tokens does not exist; sinks go from 0 to below the window."
+        )
+    if "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise InPlaceTTTError(f"{type(model).__name__} has sliding windows of its own; leave the attention window out.")
+    name = f"window_{size}_{sinks}"
+    AttentionInterface.register(name, _Window(size, sinks))
+    AttentionMaskInterface.register(name, _no_mask)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise InPlaceTTTError(f"the attention of {type(model).__name__} cannot be replaced, so that it takes no window.")
+
+
+def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache:
+    """A cache for `attention_window`: each layer keeps the first `sinks` and the last `size` - 1 tokens."""
+    return Cache(layers=[WindowLayer(size, sinks) for _ in range(model.config.get_text_config().num_hidden_layers)])
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A cache layer that forgets what lies between the first tokens and the window."""
+
+    def __init__(self, size: int, sinks: int) -> None:
+        super().__init__(sliding_window=size)
+        self.sinks = sinks
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, kept + new, D] for this forward; keeps what the next one may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        keys, values = torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+        self.keys, self.values = self._kept(keys), self._kept(values)
+        return keys, values
+
+    def _kept(self, x: Tensor) -> Tensor:
+        recent = self.sliding_window - 1
+        if x.shape[-2] <= self.sinks + recent:
+            return x
+        return torch.cat([x[:, :, : self.sinks], x[:, :, x.shape[-2] - recent :]], dim=-2)
+
+
+def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    """A mask function of transformers: the window needs none, and takes no padding."""
+    if attention_mask is not None and not attention_mask.all():
+        raise InPlaceTTTError("the attention window does not go with padding; read rows of one length, or pack them.")
+
+
+class _Window:
+    """An attention function of transformers: query [B, H, T, D], key and value [B, H_kv, S, D] -> [B, T, H, D]."""
+
+    def __init__(self, size: int, sinks: int) -> None:
+        self.size, self.sinks = size, sinks
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None or ulysses_group() is not None:
+            what = "a mask of its own" if attention_mask is not None else "ranks that share rows"
+            raise InPlaceTTTError(f"the attention window does not go with {what}; leave either out.")
+        if unknown := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
+            raise InPlaceTTTError(
+                f"the attention window does not know {unknown[0]}, which {type(module).__name__} has; leave the window out."
+            )
+        length, positions = query.shape[2], kwargs.get("position_ids")
+        settings: dict[str, Any] = {"dropout_p": dropout if module.training else 0.0, "scale": scaling}
+        packed = positions is not None and length > 1 and bool((positions.diff(dim=-1) != 1).any())
+        if length == key.shape[2] and not packed and length > 2 * self.size:
+            return self._in_blocks(query, key, value, settings).transpose(1, 2).contiguous(), None
+        mask = self._packed_mask(positions) if packed else self._cached_mask(length, key.shape[2], query.device)
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, **settings)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether a token at index `query` sees one at index `key` of its document."""
+        return (key <= query) & ((query - key < self.size) | (key < self.sinks))
+
+    def _cached_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """[queries, keys]: the keys are the first tokens, then those that end with the queries."""
+        index = torch.arange(keys, device=device)
+        distance = index[keys - queries :, None] - index
+        return (distance >= 0) & ((distance < self.size) | (index < self.sinks))
+
+    def _packed_mask(self, positions: Tensor) -> Tensor:
+        """[B, 1, T, T] of rows of several documents, whose first tokens stand at position 0 or after a break."""
+        starts = pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
+        index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+        begin = torch.where(starts, index, 0).cummax(dim=-1).values
+        within = index - begin
+        same = begin[:, :, None] == begin[:, None, :]
+        return (same & self._sees(within[:, :, None], within[:, None, :]))[:, None]
+
+    def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
+        """Blocks of `size` queries, each against its own and the block before, and the sinks."""
+        (batch, heads, length, dim), groups, size = query.shape, key.shape[1], self.size
+        blocks = -(-length // size)
+        query, key, value = (pad(x, (0, 0, 0, blocks * size - length)) for x in (query, key, value))
+        start = torch.arange(blocks, device=query.device)[:, None] * size
+        asking = start + torch.arange(size, device=query.device)
+        near = start + torch.arange(-size, size, device=query.device)
+        first = torch.arange(self.sinks, device=query.device).expand(blocks, -1)
+        seen = (near >= self.sinks)[:, None, :] & self._sees(asking[:, :, None], near[:, None, :])
+        mask = torch.cat([first[:, None, :] <= asking[:, :, None], seen], dim=-1)  # sinks once, as the first keys
+        together = heads // groups
+        folded = query.view(batch, groups, together, blocks, size, dim).transpose(2, 3).reshape(batch, groups * blocks, -1, dim)
+        keys, values = (self._context(x, blocks).reshape(batch, groups * blocks, -1, dim) for x in (key, value))
+        mask = mask.repeat(groups, together, 1)[None]
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, **settings)
+        out = out.view(batch, groups, blocks, together, size, dim).transpose(2, 3).reshape(batch, heads, blocks * size, dim)
+        return out[:, :, :length]
+
+    def _context(self, x: Tensor, blocks: int) -> Tensor:
+        """[B, G, blocks, sinks + 2 size, D] of keys or values [B, G, T, D]."""
+        own = x.unflatten(2, (blocks, self.size))
+        before = pad(own, (0, 0, 0, 0, 1, 0))[:, :, :-1]
+        sinks = x[:, :, None, : self.sinks].expand(-1, -1, blocks, -1, -1)
+        return torch.cat([sinks, before, own], dim=3)

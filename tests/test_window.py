@@ -1,0 +1,92 @@
+"""The attention window: what sees what, by blocks, through a cache, over packed documents."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from families import build
+from models import distance, logits, random_ids
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.window import attention_window, window_cache
+
+SIZE, SINKS = 5, 2
+
+
+def masked(model: PreTrainedModel, ids: Tensor, size: int = SIZE, sinks: int = SINKS) -> Tensor:
+    """Logits under a mask written out token by token."""
+    length = ids.shape[1]
+    mask = torch.tensor([[k <= q and (q - k < size or k < sinks) for k in range(length)] for q in range(length)])
+    return logits(model, ids, attention_mask=mask.expand(len(ids), 1, -1, -1), position_ids=torch.arange(length)[None])
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 10, 11, 15, 33])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2"])
+def test_it_is_the_mask(name: str, length: int) -> None:
+    model, ids = build(name), random_ids(2, length)
+    expected, full = masked(model, ids), logits(model, ids)
+    with attention_window(model, SIZE, SINKS):
+        assert distance(logits(model, ids), expected) < 1e-5
+    assert torch.equal(logits(model, ids), full), "the window is gone"
+    assert length <= SIZE + SINKS or distance(full, expected) > 1e-3, "the window must show for this test to mean anything"
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+@pytest.mark.parametrize("pieces", [[33], [1] * 33, [4, 20, 9], [30, 1, 1, 1]], ids=str)
+def test_a_cache_keeps_what_it_needs_and_no_more(pieces: list[int], sinks: int) -> None:
+    model, ids = build("llama"), random_ids(2, 33)
+    with attention_window(model, SIZE, sinks), torch.no_grad():
+        expected = logits(model, ids)
+        cache = window_cache(model, SIZE, sinks)
+        found = torch.cat(
+            [
+                model(input_ids=ids[:, a:b], past_key_values=cache).logits
+                for a, b in pairwise([0, *torch.tensor(pieces).cumsum(0).tolist()])
+            ],
+            1,
+        )
+    assert distance(found, expected) < 1e-5
+    assert cache.layers[0].keys.shape[-2] == sinks + SIZE - 1 and cache.get_seq_length() == 33
+
+
+def test_packed_documents_have_windows_and_sinks_of_their_own() -> None:
+    model, ids = build("llama"), random_ids(1, 40)
+    lengths = [13, 4, 23]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with attention_window(model, SIZE, SINKS):
+        alone = torch.cat([logits(model, document) for document in ids.split(lengths, 1)], 1)
+        assert distance(logits(model, ids, position_ids=positions), alone) < 1e-5
+
+
+def test_gradients_flow_through_the_blocks() -> None:
+    model, ids = build("llama", dtype=torch.float64), random_ids(1, 33)
+    grads = []
+    for windowed in (False, True):
+        model.zero_grad()
+        with attention_window(model, SIZE if windowed else None, SINKS):
+            if windowed:
+                out = model(input_ids=ids, use_cache=False).logits
+            else:
+                mask = torch.tensor([[k <= q and (q - k < SIZE or k < SINKS) for k in range(33)] for q in range(33)])
+                out = model(input_ids=ids, attention_mask=mask[None, None], position_ids=torch.arange(33)[None], use_cache=False).logits
+        out.square().sum().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert all(distance(grads[1][name], grads[0][name]) < 1e-9 for name in grads[0])
+
+
+@pytest.mark.parametrize(("size", "sinks"), [(0, 0), (4, 4), (4, -1)])
+def test_no_such_window(size: int, sinks: int) -> None:
+    with pytest.raises(InPlaceTTTError, match="does not exist"), attention_window(build("llama"), size, sinks):
+        pass
+
+
+def test_what_it_does_not_go_with() -> None:
+    model, ids = build("llama"), random_ids(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    with pytest.raises(InPlaceTTTError, match="padding"), attention_window(model, SIZE, SINKS):
+        logits(model, ids, attention_mask=mask)
+    with pytest.raises(InPlaceTTTError, match="of its own"), attention_window(build("gemma3"), SIZE, SINKS):
+        pass
