@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from .config import KeyWhitening
@@ -25,11 +26,14 @@ TOKENS = 32_768
 
 @dataclass
 class _Sums:
-    """Over the tokens read: the sum of z zᵀ [h, h] and of the target's source x [d], float32."""
+    """Over the tokens read, float32: sums of z zᵀ [h, h], of the target's source x [d] and of ‖x‖²; of each row's median ‖residual‖."""
 
     square: Tensor
     source: Tensor
+    norm: Tensor
+    residual: Tensor
     tokens: int = 0
+    rows: int = 0
 
 
 @torch.no_grad()
@@ -41,7 +45,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     config = config_of(model)
     if not config.needs_calibration:
         raise InPlaceTTTError(
-            "this config has neither whitened keys nor a centred target, so that calibration has no effect; leave it out."
+            "this config has neither whitened keys nor standardised targets, so that calibration has no effect; leave it out."
         )
     layers = fast_weights(model)
     sums: dict[int, _Sums] = {}
@@ -58,24 +62,32 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
 def _summing(model: Any, layers: dict[int, FastWeight], sums: dict[int, _Sums]) -> Iterator[None]:
     """Within it every forward adds to `sums`."""
     decoder, config = locate(model), config_of(model)
-    embeddings: list[Tensor] = []
 
-    def adding(index: int, mlp_input: list[Tensor]) -> Any:
+    def adding(index: int, stream: list[Tensor], mlp_input: list[Tensor]) -> Any:
         def add(down: nn.Module, args: tuple[Tensor]) -> None:
             z = args[0].flatten(0, -2).float()
             x = (embeddings if config.target == "embeddings" else mlp_input)[0].flatten(0, -2).float()
-            held = sums.setdefault(index, _Sums(z.new_zeros(z.shape[1], z.shape[1]), x.new_zeros(x.shape[1])))
+            zero = z.new_zeros(())
+            held = sums.setdefault(index, _Sums(z.new_zeros(z.shape[1], z.shape[1]), x.new_zeros(x.shape[1]), zero, zero))
             held.square.addmm_(z.T, z)
             held.source += x.sum(0)
-            held.tokens += len(z)
+            held.norm = held.norm + x.square().sum()
+            held.residual = held.residual + stream[0].float().norm(dim=-1).median()
+            held.tokens, held.rows = held.tokens + len(z), held.rows + 1
 
         return add
 
-    handles = [decoder.layers[0].block.register_forward_pre_hook(functools.partial(_keep, embeddings), with_kwargs=True)]
+    def keeping(module: nn.Module) -> list[Tensor]:
+        """The first argument of a module's last call."""
+        place: list[Tensor] = []
+        handles.append(module.register_forward_pre_hook(functools.partial(_keep, place), with_kwargs=True))
+        return place
+
+    handles: list[RemovableHandle] = []
+    embeddings = keeping(decoder.layers[0].block)
     for index, layer in layers.items():
-        mlp_input: list[Tensor] = []
-        handles.append(decoder.layers[index].mlp.register_forward_pre_hook(functools.partial(_keep, mlp_input), with_kwargs=True))
-        handles.append(layer.register_forward_pre_hook(adding(index, mlp_input)))
+        parts = decoder.layers[index]
+        handles.append(layer.register_forward_pre_hook(adding(index, keeping(parts.block), keeping(parts.mlp))))
     try:
         yield
     finally:
@@ -89,8 +101,15 @@ def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 def _set(layer: FastWeight, sums: _Sums, whitening: KeyWhitening | None) -> None:
-    if layer.ttt.mean is not None:
-        layer.ttt.mean.copy_(sums.source / sums.tokens)
+    if layer.ttt.mean is not None and layer.ttt.gain is not None:
+        mean = sums.source / sums.tokens
+        size = (sums.norm / sums.tokens - mean.square().sum()).clamp(min=0).sqrt()
+        if not size > 0:
+            raise InPlaceTTTError(
+                "the target's source did not vary over the calibration text; give rows of a text like the one to be read."
+            )
+        layer.ttt.mean.copy_(mean)
+        layer.ttt.gain.copy_(sums.residual / sums.rows / size)
     if layer.ttt.keys is not None and whitening is not None:
         basis, scale = whitening_of(sums.square / sums.tokens, layer.ttt.keys.basis.shape[1], whitening.ridge)
         layer.ttt.keys.basis.copy_(basis)

@@ -132,7 +132,11 @@ class Checkpoint:
 
 def kinds(config: InPlaceTTTConfig) -> set[str]:
     """Names of the tensors that a TTT layer adds."""
-    return {"conv", "proj"} | ({"mean"} if config.centred else set()) | ({"keys.basis", "keys.scale"} if config.whitening else set())
+    return (
+        {"conv", "proj"}
+        | ({"mean", "gain"} if config.standardised else set())
+        | ({"keys.basis", "keys.scale"} if config.whitening else set())
+    )
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def initial_tensors(checkpoint: Checkpoint, plan: Plan) -> LayerTensors:
         if list(shape) != list(module.weight.shape):  # type: ignore[arg-type]
             raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {list(module.weight.shape)}.")  # type: ignore[arg-type]
         target = module.ttt.to_empty(device="cpu").to(dtype if dtype.is_floating_point else torch.bfloat16)
-        target.reset_parameters(std, SEED + index)
+        target.reset_parameters(std, SEED + index, plan.config.proj_init)
         tensors[index] = dict(target.state_dict())
     return tensors
 

@@ -86,8 +86,9 @@ class InPlaceTTTConfig:
     decode_updates: tokens read one at a time into a non-empty cache (generated ones) write too.
 
     Extensions, which the paper does not have:
-    whitening: whitened keys, or None for the paper's. centred: the mean over a text is taken off the
-    target's source. damping: λ of error-correcting writes (V - ZSᵀ)ᵀ(ZZᵀ + λI)⁻¹Z in place of VᵀZ, or None for the paper's.
+    whitening: whitened keys, or None for the paper's. standardised: the target's source is centred
+    and brought to the size of the layer's residual stream, both measured on a text. proj_init: P starts as that multiple of the
+    identity. damping: λ of error-correcting writes (V - ZSᵀ)ᵀ(ZZᵀ + λI)⁻¹Z in place of VᵀZ, or None for the paper's.
     """
 
     layers: str | tuple[int, ...] = "every:6"
@@ -100,7 +101,8 @@ class InPlaceTTTConfig:
     detach_target: bool = False
     decode_updates: bool = True
     whitening: KeyWhitening | None = None
-    centred: bool = False
+    standardised: bool = False
+    proj_init: float | None = None
     damping: float | None = None
 
     def __post_init__(self) -> None:
@@ -141,10 +143,14 @@ class InPlaceTTTConfig:
             f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
         )
         _require(
+            self.proj_init is None or (_is_number(self.proj_init) and self.proj_init != 0),
+            f"proj_init must be a number other than 0, or left out for the paper's random diagonal, got {self.proj_init!r}.",
+        )
+        _require(
             self.damping is None or (_is_number(self.damping) and self.damping > 0),
             f"damping must be a number above 0, or left out for the paper's writes, got {self.damping!r}.",
         )
-        for name in ("detach_target", "decode_updates", "centred"):
+        for name in ("detach_target", "decode_updates", "standardised"):
             _require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
 
     def _check_layers(self) -> None:
@@ -170,7 +176,7 @@ class InPlaceTTTConfig:
     @property
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration`)."""
-        return self.whitening is not None or self.centred
+        return self.whitening is not None or self.standardised
 
     def eta_of(self, position: int) -> float:
         """η of the TTT layer at `position` among the TTT layers."""

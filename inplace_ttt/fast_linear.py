@@ -212,10 +212,10 @@ def install(parts: DecoderLayer, slot: FastWeightSlot, *, dtype: torch.dtype, st
     weight = next(down.parameters())
     (width, dim), factory = features(down), {"device": weight.device, "dtype": dtype}
     keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.rank, **factory)
-    target = TargetGenerator(dim, config.kernel_size, config.conv, centred=config.centred, keys=keys, **factory)
+    target = TargetGenerator(dim, config.kernel_size, config.conv, standardised=config.standardised, keys=keys, **factory)
     if weight.device.type != "meta":
         with gathered(target.parameters()):
-            target.reset_parameters(std, seed)
+            target.reset_parameters(std, seed, config.proj_init)
     plain = type(down)
     _become(down, _PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {}))
     down.ttt, down.fast = target, slot  # type: ignore[assignment]

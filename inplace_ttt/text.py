@@ -1,9 +1,11 @@
-"""A text file as a row of tokens: as much of it as is needed, and no more."""
+"""Text files as rows of tokens: as much of each as is needed, and no more."""
 
 from __future__ import annotations
 
 import codecs
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,17 @@ def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tens
     if not text.strip():
         raise InPlaceTTTError(f"{path} holds no text; give something to read.")
     return torch.tensor([ids[:tokens]], dtype=torch.int64)
+
+
+def files_in(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The files named, and for a folder the .txt files in it and below, sorted."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            raise InPlaceTTTError(f"{path} has no .txt files; name the texts themselves.")
+        found += files
+    return found
 
 
 def _start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:

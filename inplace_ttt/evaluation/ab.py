@@ -96,6 +96,15 @@ class Comparison:
         row["difference"] = vars(Paired.of([float((d.on - d.off)[start:stop].double().mean()) for d in here]))
         return row
 
+    def per_document(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """The same for every document."""
+        skip, rows = self.protocol.skip, []
+        for name, d in zip(names, self.documents, strict=True):
+            own = None if d.foreign is None else float((d.on[: len(d.foreign)] - d.foreign)[skip:].double().mean())
+            difference = float((d.on - d.off)[skip:].double().mean())
+            rows.append({"name": name, "tokens": len(d.on) + 1, "on_minus_off": difference, "own_minus_foreign": own})
+        return rows
+
     def to_dict(self) -> dict[str, Any]:
         """The contract's JSON keys."""
         values: dict[str, Any] = {name: self.mean(name) for name in ("on", "off", "base", "foreign")}

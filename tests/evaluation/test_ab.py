@@ -20,7 +20,7 @@ from inplace_ttt.surgery import fast_weights
 from inplace_ttt.window import attention_window
 
 LENGTH = 6 * CHUNK + 3
-STABLE = {"whitening": KeyWhitening(), "damping": 0.5, "centred": True, "eta": 100.0}
+STABLE = {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "eta": 3.0}
 
 
 @torch.no_grad()
@@ -61,14 +61,14 @@ def test_foreign_memory_is_the_state_another_document_had_at_that_chunk(options:
     assert distance(foreign, own) > 1e-3
 
 
-class reading:  # noqa: N801 - a context manager
+class reading:
     """Within it every TTT layer adds η K Sᵀ of given states to its output."""
 
     def __init__(self, model: PreTrainedModel, states: dict) -> None:
         self.layers, self.states = fast_weights(model), states
 
     def __enter__(self) -> None:
-        def add(layer, args, out):  # noqa: ANN001, ANN202
+        def add(layer, args, out):
             state = self.states.get(layer.fast.layer)
             return out if state is None else out + layer.eta * linear(layer.keys(args[0]), state[0].to(out.dtype))
 

@@ -34,9 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one chunk": {"chunk_size": LENGTH},
     "shorter than a chunk": {"chunk_size": LENGTH + 1},
     "every layer": {"layers": "every:1"},
-    "whitened keys": {"whitening": KeyWhitening(), "centred": True, "eta": 100.0},
-    "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "centred": True, "target": "hidden_states", "eta": 100.0},
-    "error-correcting": {"whitening": KeyWhitening(), "damping": 0.5, "eta": 100.0},
+    "whitened keys": {"whitening": KeyWhitening(), "standardised": True, "eta": 3.0},
+    "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
+    "error-correcting": {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "eta": 10.0},
     "error-correcting, raw keys, clip": {"damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
 }  # fmt: skip
 

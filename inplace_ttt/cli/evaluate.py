@@ -1,0 +1,152 @@
+"""`inplace-ttt evaluate PATH --text F…`"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..checkpoint import load_base
+from ..errors import InPlaceTTTError
+from ..evaluation.ab import Protocol, compare
+from ..evaluation.contexts import growing_context
+from ..evaluation.plots import write_plots
+from ..evaluation.probe import Passage, second_copy
+from ..folder import new_folder
+from ..surgery import config_of
+from ..text import files_in, tokens_of
+from ..window import SINKS
+from . import Result
+from .generate import load_with_tokenizer
+
+EXAMPLES = """examples:
+  inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
+  inplace-ttt evaluate runs/x/final --text a.txt b.txt --base ./smollm2 --window 256 --second-copy
+  inplace-ttt evaluate runs/x/final --text books/ --contexts 1024,4096,8192 --out evaluation
+
+on, off: the same weights with and without writes. foreign: each document read with the memory that another one wrote.
+memory = on - foreign is what a document's own text did; what foreign memory keeps of the gain is drift.
+
+exit code: 0 done, whatever the numbers say; 2 bad input"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument(
+        "--text", required=True, nargs="+", metavar="F", help="UTF-8 text files, or folders of .txt; one file is one document"
+    )
+    parser.add_argument("--base", metavar="B", help="model to compare with: the untouched base, or one trained as long without TTT")
+    parser.add_argument("--documents", type=int, metavar="N", help="read the first N that are long enough (default: all, which must be)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to read of each (default: the model's context)")
+    parser.add_argument(
+        "--window", type=int, metavar="W", help="attend to the last W tokens and the sinks only (default: as the model does)"
+    )
+    parser.add_argument("--sinks", type=int, default=SINKS, metavar="S", help=f"first tokens that stay visible (default: {SINKS})")
+    parser.add_argument("--skip", type=int, metavar="N", help="first tokens that do not count (default: a chunk, or the window if longer)")
+    parser.add_argument("--second-copy", action="store_true", help="also the probe: a passage repeated beyond the window")
+    parser.add_argument(
+        "--passage", default="512,1024", metavar="L,G", help="its length and the gap between the copies (default: 512,1024)"
+    )
+    parser.add_argument("--contexts", metavar="N,…", help="also the loss on a fixed last block after so many tokens of context")
+    parser.add_argument("--block", type=int, default=512, metavar="N", help="tokens of that block (default: 512)")
+    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="documents at once; foreign memory needs two (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the passages' places (default: 0)")
+    parser.add_argument("--out", metavar="DIR", help="new folder for evaluation.json and the plots")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
+    parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    for name in ("documents", "tokens", "batch_size", "block"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InPlaceTTTError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    if args.out and Path(args.out).exists() and not args.overwrite:
+        raise InPlaceTTTError(f"--out {args.out} exists already; choose another name, or pass --overwrite to replace it.")
+    contexts = _numbers(args.contexts, "--contexts") if args.contexts else []
+    passage = _numbers(args.passage, "--passage")
+    if len(passage) != 2 or min(passage) < 1:
+        raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
+    model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
+    base = None if args.base is None else load_base(args.base, dtype=model.dtype).to(model.device)
+    protocol = Protocol(args.window, args.sinks, _skip(args, model), args.batch_size)
+    names, documents = _documents(args, model, tokenizer, protocol)
+    result = compare(model, documents, protocol, base, progress=True)
+    if args.second_copy:
+        result.extra["second_copy"] = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, progress=True)
+    if contexts:
+        result.extra["contexts"] = growing_context(model, documents, contexts, protocol, block=args.block, base=base, progress=True)
+    values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
+    if args.out:
+        with new_folder(args.out, overwrite=args.overwrite) as folder:
+            (folder / "evaluation.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            write_plots(folder, values)
+        values["output"] = args.out
+    return values, 0
+
+
+def render(result: dict[str, Any]) -> str:
+    lines = [f"{len(result['documents'])} documents, nats a token past token {result['protocol']['skip']}"]
+    lines += [f"  {name:8}{result[name]:9.4f}" for name in ("on", "off", "base", "foreign") if result[name] is not None]
+    meaning = {"difference": "on - off", "gain": "on - base", "drift": "foreign - off", "memory": "on - foreign"}
+    lines += [f"  {text:14}{_with_error(result[name])}" for name, text in meaning.items() if result[name] is not None]
+    if result["foreign"] is None:
+        lines.append("  one document alone: no foreign memory to read, so that this says nothing about memory; give two or more")
+    if "second_copy" in result:
+        probe = result["second_copy"]
+        lines.append(f"  second copy of {probe['passage']} tokens, {probe['gap']} later: on - off {_with_error(probe['second_copy'])}")
+        lines.append(f"  the text between the copies:      on - off {_with_error(probe['filler'])}")
+    for row in result.get("contexts", []):
+        base = f", base {row['base']:.4f}" if "base" in row else ""
+        lines.append(
+            f"  after {row['context']:7,} tokens: on {row['on']:.4f}, off {row['off']:.4f}{base}; {_with_error(row['difference'])}"
+        )
+    return "\n".join(lines + ([f"wrote {result['output']}"] if "output" in result else []))
+
+
+def _with_error(paired: dict[str, Any]) -> str:
+    return f"{paired['mean']:+.4f} ± {paired['stderr']:.4f} (n {paired['n']})"
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InPlaceTTTError(f"{option} takes numbers like 512,1024, got {text!r}.") from None
+
+
+def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
+    if args.skip is not None:
+        if args.skip < 0:
+            raise InPlaceTTTError(f"--skip must be 0 or more, got {args.skip}.")
+        return args.skip
+    return max(config_of(model).chunk_size, args.window or 0)
+
+
+def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol) -> tuple[list[str], list[Tensor]]:
+    """The texts' names and token ids [T]; those too short are passed over where --documents asks for a number."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**15
+    vocabulary = model.get_input_embeddings().num_embeddings
+    least = max(config_of(model).chunk_size, protocol.skip) + 2
+    names, documents = [], []
+    for path in files_in(args.text):
+        ids = tokens_of(path, tokenizer, args.tokens or context)[0]
+        if len(ids) and int(ids.max()) >= vocabulary:
+            raise InPlaceTTTError(
+                f"the tokenizer gives token {int(ids.max())} for {path}, and the model knows {vocabulary}; use the model's own tokenizer."
+            )
+        if args.documents is not None and len(ids) < (args.tokens or least):
+            continue
+        names, documents = [*names, str(path)], [*documents, ids.to(model.device)]
+        if len(documents) == args.documents:
+            break
+    if args.documents is not None and len(documents) < args.documents:
+        length = args.tokens or least
+        raise InPlaceTTTError(
+            f"only {len(documents)} of the texts have {length} tokens, --documents asks for {args.documents}; ask for less."
+        )
+    return names, documents

@@ -1,0 +1,90 @@
+"""What an evaluation looks like: loss by position, document by document, and by context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import InPlaceTTTError
+
+_COLOURS = {"on": "#2a6fdb", "off": "#8a8f98", "base": "#444b55", "foreign": "#d9822b"}
+_NAMES = {"on": "TTT on", "off": "TTT off", "base": "base", "foreign": "foreign memory"}
+
+
+def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:
+    """Draw what an evaluation's JSON object holds into PNG files; gives their names. Raises InPlaceTTTError without matplotlib."""
+    try:
+        from matplotlib import pyplot
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InPlaceTTTError("plots need matplotlib; install inplace-ttt[plots], or leave --out away.") from None
+
+    def save(figure: Figure, name: str) -> str:
+        figure.tight_layout()
+        figure.savefig(folder / name, dpi=130)
+        pyplot.close(figure)
+        return name
+
+    written = [save(_positions(result), "positions.png"), save(_documents(result), "documents.png")]
+    if result.get("contexts"):
+        written.append(save(_contexts(result), "contexts.png"))
+    return written
+
+
+def _positions(result: dict[str, Any]) -> Any:
+    """Each reading's loss minus that without writes, by position, with the standard error of on minus off."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    rows = result["positions"]
+    middle = [(row["start"] + row["stop"]) / 2 for row in rows]
+    for name in ("on", "foreign", "base"):
+        points = [(x, row[name] - row["off"]) for x, row in zip(middle, rows, strict=True) if row[name] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_COLOURS[name], label=_NAMES[name])
+    low = [row["difference"]["mean"] - row["difference"]["stderr"] for row in rows]
+    high = [row["difference"]["mean"] + row["difference"]["stderr"] for row in rows]
+    axes.fill_between(middle, low, high, color=_COLOURS["on"], alpha=0.15, linewidth=0)
+    axes.axhline(0, color=_COLOURS["off"], linewidth=1)
+    axes.set(xlabel="position in the document (tokens)", ylabel="loss minus TTT off (nats a token)", title=_headline(result))
+    axes.legend(frameon=False)
+    return figure
+
+
+def _headline(result: dict[str, Any]) -> str:
+    difference, memory = result["difference"], result["memory"]
+    text = f"on − off {difference['mean']:+.4f} ± {difference['stderr']:.4f}"
+    return text if memory is None else f"{text}, of which memory {memory['mean']:+.4f} ± {memory['stderr']:.4f}"
+
+
+def _documents(result: dict[str, Any]) -> Any:
+    """Each document's differences, sorted."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    kinds = {"on − off": "on_minus_off", "own − foreign": "own_minus_foreign"}
+    for (label, key), colour in zip(kinds.items(), (_COLOURS["on"], _COLOURS["foreign"]), strict=True):
+        values = sorted(d[key] for d in result["documents"] if d[key] is not None)
+        if values:
+            better = sum(value < 0 for value in values)
+            axes.plot(values, marker="o", markersize=4, color=colour, label=f"{label}: below zero in {better} of {len(values)}")
+    axes.axhline(0, color=_COLOURS["off"], linewidth=1)
+    axes.set(xlabel="documents, the most helped first", ylabel="difference (nats a token)", title="Is it the rule, or a few documents?")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _contexts(result: dict[str, Any]) -> Any:
+    """Perplexity of the last block against the context before it."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    rows = result["contexts"]
+    for name in ("on", "off", "base"):
+        points = [(row["context"], row[f"{name}_perplexity"]) for row in rows if f"{name}_perplexity" in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", color=_COLOURS[name], label=_NAMES[name])
+    axes.set(xlabel="context before the block (tokens)", ylabel="perplexity of the block", title="The same block, with more before it")
+    axes.set_xscale("log", base=2)
+    axes.legend(frameon=False)
+    return figure
