@@ -122,7 +122,7 @@ class _Window:
         packed = positions is not None and length > 1 and bool((positions.diff(dim=-1) != 1).any())
         if length == key.shape[2] and not packed and length > 2 * self.size:
             return self._in_blocks(query, key, value, settings).transpose(1, 2).contiguous(), None
-        mask = self._packed_mask(positions) if packed else self._cached_mask(length, key.shape[2], query.device)
+        mask = self._packed_mask(positions) if packed and positions is not None else self._cached_mask(length, key.shape[2], query.device)
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, **settings)
         return out.transpose(1, 2).contiguous(), None
 

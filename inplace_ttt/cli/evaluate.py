@@ -132,7 +132,8 @@ def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any,
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**15
     vocabulary = model.get_input_embeddings().num_embeddings
     least = max(config_of(model).chunk_size, protocol.skip) + 2
-    names, documents = [], []
+    names: list[str] = []
+    documents: list[Tensor] = []
     for path in files_in(args.text):
         ids = tokens_of(path, tokenizer, args.tokens or context)[0]
         if len(ids) and int(ids.max()) >= vocabulary:

@@ -96,7 +96,7 @@ def test_the_four_numbers() -> None:
     assert values["difference"]["mean"] == pytest.approx(float(differences.mean()), abs=1e-4)
     assert values["difference"]["stderr"] == pytest.approx(float(differences.std() / 5**0.5), abs=1e-4)
     assert values["memory"]["n"] == 5 and values["gain"] == values["difference"]
-    assert [row["start"] for row in values["positions"]][0] == 0 and values["positions"][-1]["stop"] == LENGTH - 1
+    assert values["positions"][0]["start"] == 0 and values["positions"][-1]["stop"] == LENGTH - 1
 
 
 def test_documents_must_be_long_enough() -> None:
