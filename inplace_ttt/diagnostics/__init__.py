@@ -1,1 +1,1 @@
-"""What writes and gradients do, measured."""
+"""What writes and gradients do, measured; and what is wrong with them, found by ablation."""
