@@ -56,8 +56,7 @@ class Subject:
                 "the tokenizer is another model's; use the one of this checkpoint."
             )
         if labels is None:
-            mask = inputs.get("attention_mask")
-            labels = ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
+            labels = _own_next_tokens(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
         return cls(model, inputs, labels, layers)
 
     @property
@@ -96,3 +95,14 @@ class Subject:
 
     def forward(self, **kwargs: Any) -> Any:
         return self.model(**self.inputs, use_cache=False, **kwargs)
+
+
+def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    """The labels of plain text: the ids, without pads and without each document's first token, which nothing of its own predicts."""
+    labels = ids.clone()
+    if mask is not None:
+        labels[mask == 0] = _IGNORED
+        labels[:, 1:][mask[:, :-1] == 0] = _IGNORED
+    elif positions is not None:
+        labels[:, 1:][positions.expand(len(ids), -1).diff(dim=-1) != 1] = _IGNORED
+    return labels
