@@ -11,9 +11,10 @@ from typing import Any
 from tqdm import tqdm
 
 from ..diagnostics.diagnosis import diagnose
-from ..diagnostics.report import PAGE, summary, write_report
+from ..diagnostics.report import PAGE, summary, write_into
 from ..diagnostics.text import tokens_of
 from ..errors import InPlaceTTTError
+from ..folder import new_folder
 from ..surgery import config_of, fast_weights
 from . import Result
 from .generate import load_with_tokenizer
@@ -56,14 +57,17 @@ def run(args: argparse.Namespace) -> Result:
             f"later token reads; give a text of more than {chunk} tokens, better several chunks."
         )
     _choose_trained(model, args.train)
-    with tqdm(total=1, desc="diagnose", unit="pass", file=sys.stderr, disable=None) as bar:
+    with (
+        new_folder(args.out, overwrite=args.overwrite) as folder,
+        tqdm(total=1, desc="diagnose", unit="pass", file=sys.stderr, disable=None) as bar,
+    ):
 
         def progress(done: int, total: int, title: str) -> None:
             bar.total, bar.n = total, done
             bar.set_postfix_str(title, refresh=True)
 
         diagnosis = diagnose(model, {"input_ids": ids}, learning_rates=args.learning_rate, name=args.path, progress=progress)
-    write_report(diagnosis, args.out, overwrite=args.overwrite)
+        write_into(folder, diagnosis)
     return {**diagnosis.to_dict(), "summary": summary(diagnosis), "output": args.out}, 0
 
 

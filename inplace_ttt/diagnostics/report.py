@@ -37,11 +37,16 @@ _GROUPS = {"conv": "conv", "proj": "P", "weight": "W_down (TTT layers)", "embedd
 def write_report(diagnosis: Diagnosis, out: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Write `out`/report.html, diagnose.json and the plots, whole or not at all."""
     with new_folder(out, overwrite=overwrite) as folder:
-        drawn = plots.draw_all(diagnosis, folder) if plots.available() else []
-        images = [(plot.caption, (folder / plot.file).read_bytes()) for plot in drawn]
-        (folder / PAGE).write_text(page(diagnosis, images), encoding="utf-8")
-        (folder / NUMBERS).write_text(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_into(folder, diagnosis)
     return Path(out)
+
+
+def write_into(folder: Path, diagnosis: Diagnosis) -> None:
+    """The same into a folder that is there."""
+    drawn = plots.draw_all(diagnosis, folder) if plots.available() else []
+    images = [(plot.caption, (folder / plot.file).read_bytes()) for plot in drawn]
+    (folder / PAGE).write_text(page(diagnosis, images), encoding="utf-8")
+    (folder / NUMBERS).write_text(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def summary(diagnosis: Diagnosis) -> str:
