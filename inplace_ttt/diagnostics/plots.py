@@ -238,8 +238,9 @@ def _sweeps(figure: Any, d: Diagnosis) -> None:
         axes.set_yscale("symlog", linthresh=0.01)
         axes.axhline(0, color=_INK, linewidth=0.8)
         for point, value in zip(sweep.points, y, strict=True):
+            top = value + 2 * (point.loss.stderr or 0)
             axes.annotate(
-                f"{point.state_ratio:.2g}", (point.value, value), (0, 9), textcoords="offset points", ha="center", fontsize=8, color=_SOFT
+                f"{point.state_ratio:.2g}", (point.value, top), (0, 4), textcoords="offset points", ha="center", fontsize=8, color=_SOFT
             )
         if sweep.safe is not None:
             axes.axvspan(x[0] / 2, sweep.safe * 1.25, color=_GREEN, alpha=0.08, zorder=0)
