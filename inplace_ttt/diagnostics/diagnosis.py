@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..context import ForwardContext
 from ..fast_linear import FastWeight
 from ..layout import ChunkLayout
-from ..surgery import config_of
+from ..surgery import causal_lm, config_of
 from .ablation import with_values
 from .advisor import Sweep, sweep_eta, sweep_init
 from .effects import Scored, effects, read, read_off
@@ -126,7 +126,7 @@ def _measure(subject: Subject, rates: Rates, tick: Callable[[str], None]) -> Mea
         on = read(subject, keep_logits=True)
     tick("keys")
     off = read_off(subject, keys_of_all_layers(subject.model, _real_tokens(baseline.layout, subject), keys))
-    writing = {index: w for index, w in writes.items() if w.state_ratio > 0}
+    writing = any(w.effective_rank > 0 for w in writes.values())
     by_layer = effects(subject, scored, on, tick) if reads and writing else {}
     sweeps: list[Sweep] = []
     if reads:
@@ -146,7 +146,7 @@ def _measure(subject: Subject, rates: Rates, tick: Callable[[str], None]) -> Mea
         keys=keys,
         states=_states(subject, baseline.layout),
         sweeps=tuple(sweeps),
-        chance=math.log(subject.model.get_output_embeddings().weight.shape[0]),  # type: ignore[operator]
+        chance=math.log(causal_lm(subject.model).config.get_text_config().vocab_size),
         loss_off=float(off.losses[subject.next_tokens != -100].mean()),
     )
 

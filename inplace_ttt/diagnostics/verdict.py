@@ -172,7 +172,7 @@ def _writes(subject: Subject, m: Measured) -> list[Finding]:
         effect = m.effects.get(index)
         change = None if effect is None else effect.loss
         said = "" if change is None else f"; its writes change the loss by {change.loss:+.3g} nats a token"
-        if not writes.state_ratio <= BURIES:
+        if writes.state_ratio > BURIES:
             helps = change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance
             safe = next((s.safe for s in m.sweeps if s.name == "eta"), None)
             advice = "" if safe is None or helps else f"; up to eta {safe:.2g} the loss is not above that without writes"

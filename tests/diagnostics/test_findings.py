@@ -18,6 +18,11 @@ def test_the_page_lists_every_finding_with_its_remedy() -> None:
         assert severity.split()[0] in ("severe", "warning", "info"), name
 
 
+def test_diagnosis_needs_no_training_code() -> None:
+    for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py"):
+        assert not re.search(r"import.*Trainer|from \.\.training", file.read_text(encoding="utf-8")), file
+
+
 def test_every_finding_is_raised_somewhere() -> None:
     source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py"))
     for name in CATALOGUE:

@@ -77,6 +77,14 @@ def test_gradients_are_those_of_a_plain_backward(model: nn.Module, found: Diagno
     assert values["groups"]["conv"]["gradient"] == pytest.approx(math.hypot(*conv), rel=1e-5)
 
 
+def test_gradients_under_checkpointing_are_the_same(model: nn.Module, found: Diagnosis) -> None:
+    twin = copy.deepcopy(model)
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    again = diagnose(twin, rows()).measured.gradients
+    assert again.norms == pytest.approx(found.measured.gradients.norms, rel=1e-4)
+    assert again.by_chunk[2] == pytest.approx(found.measured.gradients.by_chunk[2], rel=1e-4)
+
+
 def test_adams_first_step_is_that_of_adam(model: nn.Module, found: Diagnosis) -> None:
     twin = copy.deepcopy(model).train()
     ids = rows()["input_ids"]
