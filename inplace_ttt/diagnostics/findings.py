@@ -81,7 +81,7 @@ CATALOGUE: dict[str, Kind] = {
     ),
     "gradient-vanishing": Kind(
         "The writer's gradient vanishes",
-        "Conv and P get less than a thousandth of W_down's gradient, and no suspect, removed, brings it back.",
+        "Conv and P get less than a hundredth of W_down's gradient, and no suspect, removed, brings it back.",
         "Look at the gradient that reaches each chunk and at the sizes of keys and targets.",
     ),
     "zero-init": Kind(

@@ -16,8 +16,8 @@ from .subject import WRITER, Key, Subject
 from .writes import longest_document, observing, write_health
 
 ADAM_EPSILON = 1e-8
-VANISHED = 1e-3
-"""Of W_down's gradient; that of a healthy writer is of the same order or above."""
+LOW, VANISHED = 1e-1, 1e-2
+"""Of W_down's gradient: worth a search for the cause, and lost. A healthy writer's is of the same order or above."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,15 @@ class Gradients:
         weight = self.norms.get((layer, "weight"), 0.0)
         return self.of_writer(layer) / weight if weight > 0 else None
 
+    def low(self, layer: int) -> bool:
+        return self._below(layer, LOW)
+
     def vanished(self, layer: int) -> bool:
+        return self._below(layer, VANISHED)
+
+    def _below(self, layer: int, limit: float) -> bool:
         ratio = self.ratio(layer)
-        return self.of_writer(layer) == 0 or (ratio is not None and ratio < VANISHED)
+        return self.of_writer(layer) == 0 or (ratio is not None and ratio < limit)
 
     def total_of_writers(self) -> float:
         return sum(norm**2 for (_, name), norm in self.norms.items() if name in WRITER) ** 0.5

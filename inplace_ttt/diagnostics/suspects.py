@@ -1,4 +1,4 @@
-"""Why a writer's gradient vanishes: every suspect that is there is removed in turn, and the gradient measured again."""
+"""Why a writer's gradient is low or gone: every suspect that is there is removed in turn, and the gradient measured again."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Raised:
     after: float
 
 
-def causes_of_vanishing(subject: Subject, found: Gradients, rates: Rates) -> list[Finding]:
-    """Findings for the layers whose writer has lost its gradient; none where no layer has."""
-    vanished = [index for index in subject.layers if index not in found.cut and found.vanished(index)]
-    if not vanished:
+def causes_of_low_gradient(subject: Subject, found: Gradients, rates: Rates) -> list[Finding]:
+    """Findings for the layers whose writer has lost its gradient or most of it; none where no layer has."""
+    low = [index for index in subject.layers if index not in found.cut and found.low(index)]
+    if not low:
         return []
-    present = [s for s in SUSPECTS if set(s.present(subject, found)) & set(vanished)]
-    raised = [r for s in present if (r := _without(subject, found, [s], vanished, rates)) is not None]
+    present = [s for s in SUSPECTS if set(s.present(subject, found)) & set(low)]
+    raised = [r for s in present if (r := _without(subject, found, s, low, rates)) is not None]
     if not raised and len(present) > 1:
-        raised = _put_back(subject, found, present, vanished, rates)
+        raised = _put_back(subject, found, present, low, rates)
     findings = [_finding(subject, found, r) for r in raised]
-    unexplained = sorted(set(vanished) - {index for r in raised for index in r.layers})
+    unexplained = sorted({index for index in low if found.vanished(index)} - {index for r in raised for index in r.layers})
     if unexplained:
         sizes = ", ".join(f"{found.of_writer(i):.2g} against {found.norms.get((i, 'weight'), 0.0):.2g}" for i in unexplained)
         message = (
@@ -64,30 +64,29 @@ def causes_of_vanishing(subject: Subject, found: Gradients, rates: Rates) -> lis
     return findings
 
 
-def _without(subject: Subject, found: Gradients, suspects: list[Suspect], vanished: list[int], rates: Rates) -> Raised | None:
-    """The gradient with suspects removed; None where that raises no vanished layer enough."""
-    again = _measured(subject, suspects, rates)
-    layers = [i for i in vanished if i in _layers_of(suspects, subject, found) and _rise(found, again, i) >= EXPLAINS]
-    if not layers:
-        return None
-    least = min(layers, key=lambda i: _rise(found, again, i))
-    factor = _rise(found, again, least)
-    return Raised(suspects[0], layers, None if factor == float("inf") else factor, again.of_writer(least))
+def _without(subject: Subject, found: Gradients, suspect: Suspect, low: list[int], rates: Rates) -> Raised | None:
+    """The gradient with a suspect removed; None where that raises no low layer enough."""
+    again = _measured(subject, [suspect], rates)
+    return _raised(suspect, [i for i in low if i in suspect.present(subject, found)], found, again)
 
 
-def _put_back(subject: Subject, found: Gradients, present: list[Suspect], vanished: list[int], rates: Rates) -> list[Raised]:
+def _put_back(subject: Subject, found: Gradients, present: list[Suspect], low: list[int], rates: Rates) -> list[Raised]:
     """No single removal helps: remove all, then put each back alone; those that take the gradient are causes together."""
     healthy = _measured(subject, present, rates)
     raised = []
     for suspect in present:
-        others = [s for s in present if s is not suspect]
-        alone = _measured(subject, others, rates)
-        layers = [i for i in vanished if i in suspect.present(subject, found) and _rise(alone, healthy, i) >= EXPLAINS]
-        if layers:
-            least = min(layers, key=lambda i: _rise(alone, healthy, i))
-            factor = _rise(alone, healthy, least)
-            raised.append(Raised(suspect, layers, None if factor == float("inf") else factor, healthy.of_writer(least)))
-    return raised
+        alone = _measured(subject, [s for s in present if s is not suspect], rates)
+        raised.append(_raised(suspect, [i for i in low if i in suspect.present(subject, found)], alone, healthy))
+    return [r for r in raised if r is not None]
+
+
+def _raised(suspect: Suspect, layers: list[int], before: Gradients, after: Gradients) -> Raised | None:
+    """What the suspect takes in those of the layers where it takes enough to be a cause."""
+    rises = {i: rise for i in layers if (rise := _rise(before, after, i)) >= EXPLAINS}
+    if not rises:
+        return None
+    least = min(rises, key=lambda i: rises[i])
+    return Raised(suspect, list(rises), None if rises[least] == float("inf") else rises[least], after.of_writer(least))
 
 
 def _measured(subject: Subject, suspects: list[Suspect], rates: Rates) -> Gradients:
@@ -96,10 +95,6 @@ def _measured(subject: Subject, suspects: list[Suspect], rates: Rates) -> Gradie
             subject, change = suspect.removed(subject)
             stack.enter_context(change)
         return gradients(subject, rates)
-
-
-def _layers_of(suspects: list[Suspect], subject: Subject, found: Gradients) -> set[int]:
-    return {index for suspect in suspects for index in suspect.present(subject, found)}
 
 
 def _rise(before: Gradients, after: Gradients, layer: int) -> float:
@@ -124,7 +119,8 @@ def _finding(subject: Subject, found: Gradients, raised: Raised) -> Finding:
         f"without this cause {raised.after:.2g}"
     )
     numbers = {"gradient": found.of_writer(index), "over_weight": ratio, "without_cause": raised.after, "factor": raised.factor}
-    return Finding(raised.suspect.id, "severe", message, tuple(raised.layers), numbers)
+    lost = any(found.vanished(index) for index in raised.layers)
+    return Finding(raised.suspect.id, "severe" if lost else "warning", message, tuple(raised.layers), numbers)
 
 
 # The suspects.

@@ -17,7 +17,7 @@ from .findings import Finding, named
 from .gradients import Gradients, Rates, first_step, gradients
 from .keys import KeyHealth
 from .subject import WRITER, Key, Subject
-from .suspects import causes_of_vanishing
+from .suspects import causes_of_low_gradient
 from .writes import Writes
 
 BURIES, RIVALS = 1.0, 0.1
@@ -86,16 +86,17 @@ def _gradient_flow(subject: Subject, m: Measured, rates: Rates, tick: Callable[[
         frozen = sorted({key[0] for key, trains in m.trained.items() if key[1] in WRITER and not trains and key[0] is not None})
         if frozen:
             found.append(_frozen(m, frozen))
-    if vanished := any(g.vanished(index) for index in subject.layers if index not in g.cut):
+    low = any(g.low(index) for index in subject.layers if index not in g.cut)
+    if low:
         tick("removing suspects")
-        found += causes_of_vanishing(subject, g, rates)
-    elif m.after_step is not None and any(m.after_step.vanished(index) for index in subject.layers):
+        found += causes_of_low_gradient(subject, g, rates)
+    elif m.after_step is not None and any(m.after_step.low(index) for index in subject.layers):
         tick("removing suspects after the first step")
         found += _after_first_step(subject, m, rates)
     if config_of(subject.model).detach_target:
         tick("source attached")
         found.append(_detached(subject, m, rates))
-    if not vanished and (one := _dominant(g)) is not None:
+    if not low and (one := _dominant(g)) is not None:
         tick(f"layer {one} off")
         found.append(_dominates(subject, m, one, rates))
     return found
@@ -126,7 +127,7 @@ def _after_first_step(subject: Subject, m: Measured, rates: Rates) -> list[Findi
     with with_values(first_step(subject, m.gradients, rates)):
         return [
             Finding(f.id, f.severity, f"after Adam's first step, {f.message}", f.layers, f.numbers)
-            for f in causes_of_vanishing(subject, m.after_step, rates)
+            for f in causes_of_low_gradient(subject, m.after_step, rates)
         ]
 
 

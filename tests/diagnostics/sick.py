@@ -143,6 +143,7 @@ SICK: dict[str, Sick] = {
     "rows of one chunk": Sick("one-chunk", healthy, batch=lambda: rows(CHUNK)),
     "conv and P both zero": Sick("zero-times-zero", lambda: changed(zero)),
     "eta 1e-6": Sick("eta-too-small", lambda: healthy(eta=1e-6)),
+    "eta 0.01": Sick("eta-too-small", lambda: healthy(eta=0.01), severity="warning"),
     "P a millionth of the paper's": Sick("init-too-small", tiny_p),
     "eta 30": Sick("writes-too-large", lambda: healthy(eta=30.0)),
     "detached source": Sick("target-detached", lambda: healthy(detach_target=True), severity="warning"),
