@@ -35,7 +35,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     config: an `InPlaceTTTConfig`; the `paper` preset without one. The model may be wrapped by PEFT or quantised.
     Returns the model. Raises InPlaceTTTError for layers that do not exist, experts, and models converted already.
     """
-    lm = _causal_lm(model)
+    lm = causal_lm(model)
     if is_converted(lm):
         raise InPlaceTTTError(f"this {type(lm).__name__} is converted already; revert(model) first.")
     decoder = locate(lm)
@@ -62,7 +62,7 @@ def initial_std(config: PreTrainedConfig) -> float:
 
 def revert(model: AnyModel) -> AnyModel:
     """Take the fast weights out again, in place: every parameter of the base is what it is now, and nothing is left."""
-    lm = _causal_lm(model)
+    lm = causal_lm(model)
     layers = fast_weights(lm)
     if not layers:
         raise InPlaceTTTError(f"this {type(lm).__name__} is not converted; there is nothing to revert.")
@@ -129,7 +129,7 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _causal_lm(model: nn.Module) -> Any:
+def causal_lm(model: nn.Module) -> Any:
     """The transformers model itself, without PEFT's wrapper."""
     get_base = getattr(model, "get_base_model", None)
     return get_base() if get_base is not None else model

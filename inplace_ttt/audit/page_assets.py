@@ -130,8 +130,8 @@ table.numbers td:last-child { font-variant-numeric: tabular-nums; }
 .v.conforms { color: var(--conforms); }
 .ref { color: var(--soft); font-size: 13.5px; }
 @media print {
+  tr.detail { display: table-row; }
 }
-tr.detail { display: table-row; }
 """
 
 SCRIPT = """

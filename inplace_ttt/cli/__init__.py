@@ -18,6 +18,7 @@ VERBS = {
     "info": "say what a converted checkpoint is",
     "generate": "read a text, write its memory, continue it",
     "audit": "hold a checkpoint or a recipe against the paper, item by item",
+    "diagnose": "measure gradients and writes on a text, and say what is wrong with them",
     "plan": "say what a training run will take, and what in it will not fit or not train",
     "train": "continue a model's training by a recipe",
     "export": "write a converted checkpoint in another form",

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     _refuse_contradictions(args)
     prompt = _read(args.prompt_file)
-    model, tokenizer = _load(args.path, args.base, args.dtype)
+    model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     state = FastWeightState.load(args.load_state, model) if args.load_state else FastWeightState(model)
     before, written_before = (0 if state.tokens is None else state.tokens.shape[1]), state.chunks_written
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not before).input_ids.to(model.device)
@@ -99,7 +99,8 @@ def _read(prompt_file: str) -> str:
         raise InPlaceTTTError(f"cannot read the prompt {prompt_file}: {one_line(error)}; give a UTF-8 text file.") from None
 
 
-def _load(path: str, base: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_with_tokenizer(path: str, base: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A converted model on this machine's device, and the tokenizer it was saved with."""
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise InPlaceTTTError(f"--dtype {dtype} is not a torch dtype; try float32 or bfloat16.")
     device = "cuda" if torch.cuda.is_available() else "cpu"

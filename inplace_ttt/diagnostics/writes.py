@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,9 +12,14 @@ from torch import Tensor, nn
 
 from ..context import ForwardContext
 from ..fast_linear import FastWeight
+from ..layout import ChunkLayout, Span
 from ..ops import state_dtype
 from ..ops.reference import clip_factor
 from ..surgery import fast_weights
+from .keys import participation
+from .precision import UpdateLost, rounding_of_output, running_sums
+
+Observer = Callable[[FastWeight, Tensor, Tensor, ForwardContext], None]
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,58 @@ class WriteHealth:
     clipped: float
 
 
+@dataclass(frozen=True)
+class ChunkWrite:
+    """One chunk's write: sizes as in WriteHealth, after this chunk; alignment: cosine with the chunk before's, if both are not zero."""
+
+    write_ratio: float
+    state_ratio: float
+    clipped: bool
+    alignment: float | None
+
+
+@dataclass(frozen=True)
+class Writes:
+    """One layer's writes over the longest document of a forward, chunk by chunk.
+
+    effective_rank: participation ratio of SSᵀ. growth: slope of log ‖S‖ over log chunks: 0.5 where writes are unrelated, 1 where
+    they repeat each other; None below three chunks. lost: how much of the update rounding takes.
+    """
+
+    by_chunk: tuple[ChunkWrite, ...]
+    effective_rank: float
+    growth: float | None
+    lost: UpdateLost
+
+    @property
+    def state_ratio(self) -> float:
+        return self.by_chunk[-1].state_ratio if self.by_chunk else 0.0
+
+    @property
+    def clipped(self) -> float:
+        return sum(chunk.clipped for chunk in self.by_chunk) / max(1, len(self.by_chunk))
+
+    @property
+    def alignment(self) -> float | None:
+        """Mean over the chunks that have one."""
+        known = [chunk.alignment for chunk in self.by_chunk if chunk.alignment is not None]
+        return sum(known) / len(known) if known else None
+
+
+@contextmanager
+def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Within it every fast-weight read of a forward shows its layer, keys, targets and context to `observer`."""
+    layers = fast_weights(model).values()
+    before = [(layer.fast, layer.fast.observer) for layer in layers]
+    for layer in layers:
+        layer.fast.observer = observer
+    try:
+        yield
+    finally:
+        for slot, was in before:
+            slot.observer = was
+
+
 @contextmanager
 def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
     """Within it every forward of a converted model leaves its writes' health in `found`, layer by layer."""
@@ -37,30 +95,72 @@ def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
     def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
         found[layer.fast.layer] = write_health(layer, z, v, context)
 
-    layers = fast_weights(model).values()
-    for layer in layers:
-        layer.fast.observer = observe
-    try:
+    with observing(model, observe):
         yield
-    finally:
-        for layer in layers:
-            layer.fast.observer = None
 
 
 @torch.no_grad()
 def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> WriteHealth:
     """Health of a layer's writes with keys [B, T, h] and targets [B, T, d], while its weight is at hand."""
-    layout, accurate, tau = context.part(), state_dtype(z.dtype), layer.tau()
-    row, span = max(((r, s) for r, spans in enumerate(layout.documents) for s in spans), key=lambda at: at[1][1] - at[1][0])
-    state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
+    state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=state_dtype(z.dtype))
     largest, clipped, chunks = state.new_zeros(()), 0, 0
+    for _, delta, factor in _deltas(layer, z, v, context.part()):
+        largest = torch.maximum(largest, torch.linalg.vector_norm(delta))
+        state.add_(delta)
+        clipped, chunks = clipped + int(factor < 1), chunks + 1
+    scale = _scale(layer, state.dtype)
+    return WriteHealth(chunks, scale * float(torch.linalg.vector_norm(state)), scale * float(largest), clipped / max(1, chunks))
+
+
+@torch.no_grad()
+def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> Writes:
+    """The same in full: every chunk's write, what they add up to, and what rounding would take of it."""
+    layout, w0 = context.part(), layer.matrix()
+    accurate = state_dtype(z.dtype)
+    state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
+    scale, before, norm_before = _scale(layer, accurate), torch.zeros_like(state), 0.0
+    sums = running_sums(state, w0, layer.eta, z.dtype)
+    found: list[ChunkWrite] = []
+    for _, delta, factor in _deltas(layer, z, v, layout):
+        norm = float(torch.linalg.vector_norm(delta))
+        alignment = float((delta * before).sum()) / (norm * norm_before) if norm * norm_before > 0 else None
+        state.add_(delta)
+        sums.add(delta)
+        found.append(ChunkWrite(scale * norm, scale * float(torch.linalg.vector_norm(state)), bool(factor < 1), alignment))
+        before, norm_before = delta, norm
+    row, (start, stop) = longest_document(layout)
+    tail = z[row, max(start, stop - layout.chunk_size) : stop]
+    lost = sums.lost(state, rounding_of_output(tail, w0, layer.eta, state))
+    return Writes(tuple(found), participation(state @ state.T), _growth([chunk.state_ratio for chunk in found]), lost)
+
+
+def longest_document(layout: ChunkLayout) -> tuple[int, Span]:
+    """Its row and span; an empty one where everything is padding."""
+    documents = [(row, span) for row, spans in enumerate(layout.documents) for span in spans]
+    return max(documents, key=lambda at: at[1][1] - at[1][0], default=(0, (0, 0)))
+
+
+def _deltas(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout) -> Iterator[tuple[Span, Tensor, Tensor]]:
+    """Each complete chunk of the longest document: its span, c VᵀZ [d, h] and c."""
+    accurate, tau = state_dtype(z.dtype), layer.tau()
+    row, span = longest_document(layout)
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
         delta = v[row, here].to(accurate).T @ z[row, here].to(accurate)
         factor = clip_factor(delta, tau)
-        largest = torch.maximum(largest, factor * torch.linalg.vector_norm(delta))
-        state.add_(delta.mul_(factor))
-        clipped, chunks = clipped + int(factor < 1), chunks + 1
+        yield chunk, delta.mul_(factor), factor
+
+
+def _scale(layer: FastWeight, accurate: torch.dtype) -> float:
+    """η/‖W0‖; not a number where the weight does not show."""
     w0 = layer.matrix()
-    scale = layer.eta / float(torch.linalg.vector_norm(w0, dtype=accurate)) if w0 is not None else float("nan")
-    return WriteHealth(chunks, scale * float(torch.linalg.vector_norm(state)), scale * float(largest), clipped / max(1, chunks))
+    return float("nan") if w0 is None else layer.eta / float(torch.linalg.vector_norm(w0, dtype=accurate))
+
+
+def _growth(ratios: list[float]) -> float | None:
+    if len(ratios) < 3 or not all(0 < ratio < math.inf for ratio in ratios):
+        return None
+    x = [math.log(n + 1) for n in range(len(ratios))]
+    y = [math.log(ratio) for ratio in ratios]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)

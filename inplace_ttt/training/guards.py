@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
+from ..diagnostics.precision import states_in_training
 from ..diagnostics.writes import WriteHealth
 from ..errors import InPlaceTTTError, NotSoError
-from ..layout import ChunkLayout
-from ..ops import fast_weight
 from ..surgery import fast_weights
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,17 @@ class GradientTap:
             for name, parameter in [*named, ("weight", getattr(layer, "weight", None))]:
                 if parameter is not None and parameter.requires_grad:
                     self.handles.append(parameter.register_hook(_keeper(norms, name)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it a backward that is not the run's leaves the norms as they are."""
+        before = {index: dict(norms) for index, norms in self.norms.items()}
+        try:
+            yield
+        finally:
+            for index, norms in before.items():
+                self.norms[index].clear()
+                self.norms[index].update(norms)
 
     def read(self) -> dict[int, dict[str, float]]:
         return {index: {name: float(norm) for name, norm in norms.items()} for index, norms in self.norms.items()}
@@ -72,12 +84,9 @@ class FirstStep(TrainerCallback):
 
 def check_state_precision(model: nn.Module) -> None:
     """The state that a write goes into must be float32 at least, whatever the model's dtype."""
-    for index, layer in fast_weights(model).items():
-        dtype = next(layer.parameters()).dtype
-        one = torch.ones(1, 1, 1, dtype=dtype if dtype.is_floating_point else torch.bfloat16)
-        _, state = fast_weight(one, one, None, eta=1.0, layout=ChunkLayout.from_lengths([[1]], 1), return_state=True)
-        if torch.finfo(state.dtype).bits < 32:
-            raise InPlaceTTTError(f"layer {index} keeps its state in {state.dtype}, which loses small writes; use the package's own op.")
+    for index, dtype in states_in_training(fast_weights(model)).items():
+        if torch.finfo(dtype).bits < 32:
+            raise InPlaceTTTError(f"layer {index} keeps its state in {dtype}, which loses small writes; use the package's own op.")
 
 
 def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[str]) -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import TrainerCallback
 
-from ..diagnostics.writes import WriteHealth, observed
+from ..diagnostics.diagnosis import diagnose
+from ..diagnostics.gradients import Rates
+from ..diagnostics.report import write_report
+from ..diagnostics.writes import WriteHealth, longest_document, observed
+from ..errors import InPlaceTTTError
+from ..layout import ChunkLayout
 from ..surgery import fast_weights
-from .guards import GradientTap, check_gradient, check_writes
+from .guards import GradientTap, check_gradient, check_writes, note
 from .recipe import Recipe
+
+_ROWS_TO_CHOOSE_FROM = 16
 
 
 class EtaWarmup(TrainerCallback):
@@ -72,6 +82,38 @@ class LayerMonitor(TrainerCallback):
                 ]
             with self.file.open("a") as log:
                 log.write(json.dumps(line) + "\n")
+
+
+class DiagnoseCallback(TrainerCallback):
+    """Every so many steps the diagnosis of one document, always the same, written to `folder`/step-N; nothing of it reaches the run."""
+
+    def __init__(self, recipe: Recipe, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path) -> None:
+        self.recipe, self.ids, self.gradients, self.warnings, self.folder = recipe, ids, gradients, warnings, folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.recipe.monitor.diagnose_every:
+            return
+        o, name = self.recipe.optimisation, f"step-{state.global_step}"
+        rates = Rates(o.conv_learning_rate or o.learning_rate, o.proj_learning_rate or o.learning_rate, o.learning_rate)
+        with self.gradients.paused():
+            diagnosis = diagnose(kwargs["model"], {"input_ids": self.ids}, learning_rates=rates, name=f"{self.recipe.output}, {name}")
+        try:
+            write_report(diagnosis, self.folder / name, overwrite=True)
+        except InPlaceTTTError as error:
+            note(self.warnings, f"the diagnosis of {name} is not kept: {error}")
+        for finding in diagnosis.of("severe"):
+            note(self.warnings, f"{name}: {finding.message} ({finding.id}); {finding.kind.remedy}")
+
+
+def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Tensor:
+    """The start [1, n] of the longest document among the first rows: 2,048 tokens, or four chunks and one token if that is more."""
+    longest: list[int] = []
+    for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM):
+        ids = torch.as_tensor(row["input_ids"])
+        _, (start, stop) = longest_document(ChunkLayout.from_position_ids(torch.as_tensor(row["position_ids"])[None], chunk_size))
+        if stop - start > len(longest):
+            longest = ids[start:stop].tolist()
+    return torch.tensor([longest[: max(2048, 4 * chunk_size + 1)]], dtype=torch.int64)
 
 
 def _worst(writes: dict[int, WriteHealth], device: torch.device) -> dict[int, WriteHealth]:

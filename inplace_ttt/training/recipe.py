@@ -171,11 +171,12 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Monitor:
-    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, checkpoints."""
+    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a diagnosis, checkpoints."""
 
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_rows: int = 8
+    diagnose_every: int = 0
     save_every: int = 500
     keep: int = 2
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
@@ -184,7 +185,8 @@ class Monitor:
     def __post_init__(self) -> None:
         for name in ("log_every", "save_every", "keep", "evaluate_rows"):
             require(getattr(self, name) >= 1, name, "must be at least 1")
-        require(self.evaluate_every >= 0, "evaluate_every", "must be at least 0")
+        for name in ("evaluate_every", "diagnose_every"):
+            require(getattr(self, name) >= 0, name, "must be at least 0")
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,11 @@ class Recipe:
             self.monitor.save_every * self.optimisation.accumulation % shared == 0,
             "monitor",
             f"save_every x accumulation must be a multiple of sequence_parallel = {shared}, so that a resumed run meets the same rows",
+        )
+        require(
+            not self.monitor.diagnose_every or (stage <= 2 and shared == 1),
+            "monitor",
+            "diagnose_every needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
         )
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
 

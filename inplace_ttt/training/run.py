@@ -21,7 +21,7 @@ from ..surgery import config_of
 from .attention import sdpa_sees_documents
 from .guards import FirstStep, GradientTap
 from .model import build_model
-from .monitor import EtaWarmup, LayerMonitor
+from .monitor import DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose
 from .order import rows_to_come
 from .recipe import Recipe
 from .trainer import FastWeightTrainer, last_checkpoint, remove_incomplete
@@ -77,6 +77,9 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
     if recipe.optimisation.eta_warmup_steps:
         callbacks.insert(0, EtaWarmup(recipe.optimisation.eta_warmup_steps))
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
+    if recipe.monitor.diagnose_every and main:
+        document = document_to_diagnose(data.train if held_out is None else held_out, chunk_size)
+        callbacks.append(DiagnoseCallback(recipe, document, gradients, warnings, output / "diagnose"))
     trainer = FastWeightTrainer(
         recipe,
         checkpoint,

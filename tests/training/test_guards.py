@@ -10,10 +10,10 @@ import torch
 from models import converted, random_ids
 from torch import nn
 
+from inplace_ttt.diagnostics import precision
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.training import guards
 from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
 from inplace_ttt.training.monitor import EtaWarmup
 from inplace_ttt.training.parameters import parameter_groups, schedule
@@ -63,7 +63,7 @@ def test_a_frozen_writer_is_refused() -> None:
 def test_a_half_precision_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted("llama", torch.bfloat16)
     check_state_precision(model)
-    monkeypatch.setattr(guards, "fast_weight", lambda *args, **kwargs: (None, torch.zeros(1, dtype=torch.bfloat16)))
+    monkeypatch.setattr(precision, "fast_weight", lambda *args, **kwargs: (None, torch.zeros(1, dtype=torch.bfloat16)))
     with pytest.raises(InPlaceTTTError, match=r"layer 0 keeps its state in torch\.bfloat16"):
         check_state_precision(model)
 

@@ -1,0 +1,82 @@
+"""`inplace-ttt diagnose PATH --text F --out DIR`"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..diagnostics.diagnosis import diagnose
+from ..diagnostics.report import PAGE, summary, write_into
+from ..diagnostics.text import tokens_of
+from ..errors import InPlaceTTTError
+from ..folder import new_folder
+from ..surgery import config_of, fast_weights
+from . import Result
+from .generate import load_with_tokenizer
+
+EXAMPLES = """examples:
+  inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis
+  inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis --train ttt --learning-rate 1e-3
+
+exit code: 0 the report is written, whatever it says; 2 bad input"""
+
+_TOKENS = 2048
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--text", required=True, metavar="F", help="UTF-8 text, read as one document from its start")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for report.html, diagnose.json and the plots")
+    parser.add_argument("--tokens", type=int, metavar="N", help=f"tokens of the text to read (default: {_TOKENS}, at least two chunks)")
+    parser.add_argument("--train", choices=("all", "ttt"), default="all", help="what counts as trained (default: all)")
+    parser.add_argument("--learning-rate", type=float, default=5e-6, metavar="R", help="for Adam's first step (default: 5e-6, the paper's)")
+    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
+
+
+def run(args: argparse.Namespace) -> Result:
+    if args.tokens is not None and args.tokens < 1:
+        raise InPlaceTTTError(f"--tokens must be at least 1, got {args.tokens}.")
+    if not 0 < args.learning_rate < math.inf:
+        raise InPlaceTTTError(f"--learning-rate must be above 0, got {args.learning_rate:g}.")
+    if Path(args.out).exists() and not args.overwrite:
+        raise InPlaceTTTError(f"--out {args.out} exists already; choose another name, or pass --overwrite to replace it.")
+    model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
+    chunk = config_of(model).chunk_size
+    ids = tokens_of(args.text, tokenizer, args.tokens or max(_TOKENS, 2 * chunk))
+    if ids.shape[1] <= chunk:
+        asked = f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""
+        raise InPlaceTTTError(
+            f"{args.text} gives {ids.shape[1]} tokens{asked}, which is no more than one chunk of {chunk}: nothing is written that a "
+            f"later token reads; give a text of more than {chunk} tokens, better several chunks."
+        )
+    _choose_trained(model, args.train)
+    with (
+        new_folder(args.out, overwrite=args.overwrite) as folder,
+        tqdm(total=1, desc="diagnose", unit="pass", file=sys.stderr, disable=None) as bar,
+    ):
+
+        def progress(done: int, total: int, title: str) -> None:
+            bar.total, bar.n = total, done
+            bar.set_postfix_str(title, refresh=True)
+
+        diagnosis = diagnose(model, {"input_ids": ids}, learning_rates=args.learning_rate, name=args.path, progress=progress)
+        write_into(folder, diagnosis)
+    return {**diagnosis.to_dict(), "summary": summary(diagnosis), "output": args.out}, 0
+
+
+def render(result: dict[str, Any]) -> str:
+    found = [f"{finding['severity']:8} {finding['id']}: {finding['message']}" for finding in result["findings"]]
+    return "\n".join([result["summary"], *found, f"wrote {Path(result['output']) / PAGE}"])
+
+
+def _choose_trained(model: Any, trained: str) -> None:
+    model.requires_grad_(trained == "all")
+    for layer in fast_weights(model).values():
+        layer.ttt.requires_grad_(True)

@@ -1,0 +1,96 @@
+"""What η and what start of conv are safe here: the loss over a sweep of each, against the writes off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..surgery import initial_std
+from .ablation import with_eta, with_values
+from .effects import Change, Reading, Scored, read
+from .subject import Subject
+from .suspects import random_like
+from .writes import WriteHealth, observed
+
+HARM = 0.01
+"""Nats a token above the loss with the writes off that still count as none."""
+
+_ETA_FACTORS = (0.1, 0.3, 3.0, 10.0)
+_CONV_STDS = (1e-4, 1e-3, 1e-2, 1e-1)
+
+
+@dataclass(frozen=True)
+class Point:
+    """value: η, or the standard deviation of conv. state_ratio: the largest η‖S‖/‖W0‖ of all layers."""
+
+    value: float
+    loss: Change
+    state_ratio: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Measured points from small to large. now: where the model stands, if on this curve."""
+
+    name: Literal["eta", "init"]
+    points: tuple[Point, ...]
+    now: float | None
+
+    @property
+    def safe(self) -> float | None:
+        """The largest value up to which no point raises the loss; None where the smallest does."""
+        best = None
+        for point in self.points:
+            if math.isnan(point.loss.loss) or point.loss.exceeds(HARM):
+                break
+            best = point.value
+        return best
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a point beyond the safe ones was measured."""
+        return self.safe != self.points[-1].value
+
+    def to_dict(self) -> dict[str, Any]:
+        points = [
+            {"value": p.value, "loss_change": p.loss.loss, "stderr": p.loss.stderr, "state_ratio": p.state_ratio} for p in self.points
+        ]
+        return {"now": self.now, "safe": self.safe, "bounded": self.bounded, "points": points}
+
+
+def sweep_eta(subject: Subject, scored: Scored, on: tuple[Reading, float], off: Reading, tick: Callable[[str], None]) -> Sweep:
+    """η of all layers times a factor, with the model's own writer. on: the reading as it is, and its largest state ratio.
+
+    The curve is in terms of the largest η of the layers.
+    """
+    now = max(layer.eta for layer in subject.layers.values())
+    points = [Point(now, scored.change(on[0], off), on[1])]
+    for factor in _ETA_FACTORS:
+        tick(f"eta × {factor:g}")
+        etas = {index: layer.eta * factor for index, layer in subject.layers.items()}
+        points.append(_point(now * factor, subject, scored, off, with_eta(subject.layers, etas)))
+    return Sweep("eta", tuple(sorted(points, key=lambda p: p.value)), now)
+
+
+def sweep_init(subject: Subject, scored: Scored, off: Reading, tick: Callable[[str], None]) -> Sweep:
+    """conv drawn from N(0, s²) in every layer, P as the paper draws it, the model's own η: how large an untrained start may be."""
+    parameters, points = subject.parameters(), []
+    sigma = initial_std(subject.model.config)
+    for std in _CONV_STDS:
+        tick(f"conv N(0, {std:g}²)")
+        values = {}
+        for index in subject.layers:
+            conv, proj = parameters[index, "conv"], parameters[index, "proj"]
+            values[conv] = random_like(conv, *conv.shape) * std
+            values[proj] = (random_like(proj, proj.shape[0]) * sigma).diag()
+        points.append(_point(std, subject, scored, off, with_values(values)))
+    return Sweep("init", tuple(points), None)
+
+
+def _point(value: float, subject: Subject, scored: Scored, off: Reading, change: Any) -> Point:
+    writes: dict[int, WriteHealth] = {}
+    with change, observed(subject.model, writes):
+        reading = read(subject)
+    return Point(value, scored.change(reading, off), max((w.state_ratio for w in writes.values()), default=0.0))

@@ -1,0 +1,237 @@
+"""`diagnose`: every measurement of one model on some rows, and what they amount to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..context import ForwardContext
+from ..fast_linear import FastWeight
+from ..layout import ChunkLayout
+from ..surgery import causal_lm, config_of
+from .ablation import with_values
+from .advisor import Sweep, sweep_eta, sweep_init
+from .effects import Scored, effects, read, read_off
+from .findings import SEVERITIES, Finding
+from .gradients import Rates, first_step, gradients, summed
+from .keys import KeyHealth, keys_of_all_layers
+from .precision import states_in_reading, states_in_training
+from .subject import WRITER, Key, Subject
+from .verdict import Measured, judge
+from .writes import Writes, longest_document, observing, writes_by_chunk
+
+Progress = Callable[[int, int, str], None]
+_GROUPS = ("conv", "proj", "weight", "embeddings")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was measured and found, in order of severity. tokens: of the longest document; rows: [B, T]."""
+
+    subject: str
+    measured: Measured
+    findings: tuple[Finding, ...]
+    rows: tuple[int, int]
+
+    def worst(self) -> str | None:
+        return self.findings[0].severity if self.findings else None
+
+    def of(self, severity: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == severity]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: numbers that are not finite become null."""
+        m = self.measured
+        return _plain(
+            {
+                "subject": self.subject,
+                "rows": list(self.rows),
+                "chunk_size": m.layout.chunk_size,
+                "chunks_read": m.layout.writes(),
+                "loss": m.gradients.loss,
+                "groups": {name: _group(m, name) for name in _GROUPS},
+                "layers": [_layer(m, index) for index in m.etas],
+                "effect_of_all_writes": None if m.all_writes is None else asdict(m.all_writes),
+                "keys_of_all_layers": {str(index): asdict(keys) for index, keys in sorted(m.keys.items())},
+                "advisor": {sweep.name: sweep.to_dict() for sweep in m.sweeps},
+                "findings": [finding.to_dict() for finding in self.findings],
+            }
+        )
+
+
+def diagnose(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    learning_rates: Rates | float = 5e-6,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Gradient flow, write health, precision and safe ranges of a converted model on rows of tokens.
+
+    batch: input_ids [B, T], and attention_mask, position_ids, labels where there are any. What requires a gradient is what
+    counts as trained. The model is changed for the measurements and put back bit by bit: parameters, `.grad`, modes, generators.
+    learning_rates: for Adam's first step (default: the paper's continued training).
+    Raises InPlaceTTTError for a model that is not converted or has partitioned weights, and for rows that do not fit it.
+    """
+    subject = Subject.of(model, batch)
+    rates = learning_rates if isinstance(learning_rates, Rates) else Rates(learning_rates, learning_rates, learning_rates)
+    steps = _Steps(progress, 3 + len(subject.layers) + 10)
+    measured = _measure(subject, rates, steps)
+    found = judge(subject, measured, rates, steps)
+    steps.finish()
+    findings = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+    return Diagnosis(name or type(model).__name__, measured, tuple(findings), tuple(subject.inputs["input_ids"].shape))  # type: ignore[arg-type]
+
+
+class _Steps:
+    """Passes done, for a progress bar; there are more where something is wrong."""
+
+    def __init__(self, progress: Progress | None, expected: int) -> None:
+        self.progress, self.expected, self.done = progress, expected, 0
+
+    def __call__(self, title: str) -> None:
+        if self.progress is not None:
+            self.progress(self.done, max(self.expected, self.done + 1), title)
+        self.done += 1
+
+    def finish(self) -> None:
+        if self.progress is not None:
+            self.progress(self.done, self.done, "")
+
+
+def _measure(subject: Subject, rates: Rates, tick: Callable[[str], None]) -> Measured:
+    tick("gradients")
+    baseline = gradients(subject, rates, keep=("conv", "embeddings") if config_of(subject.model).detach_target else ("conv",))
+    after_step = None
+    if moved := first_step(subject, baseline, rates):
+        tick("gradients after Adam's first step")
+        with with_values(moved):
+            after_step = gradients(subject, rates)
+    writes: dict[int, Writes] = {}
+    keys: dict[int, KeyHealth] = {}
+
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
+        writes[layer.fast.layer] = writes_by_chunk(layer, z, v, context)
+
+    scored = Scored.of(subject, baseline.layout)
+    reads = bool(scored.mask.any())
+    tick("writes")
+    with observing(subject.model, observe):
+        on = read(subject, keep_logits=True)
+    tick("keys")
+    off = read_off(subject, keys_of_all_layers(subject.model, _real_tokens(baseline.layout, subject), keys))
+    writing = any(w.effective_rank > 0 for w in writes.values())
+    by_layer = effects(subject, scored, on, tick) if reads and writing else {}
+    sweeps: list[Sweep] = []
+    if reads:
+        if writing:
+            sweeps.append(sweep_eta(subject, scored, (on, max(w.state_ratio for w in writes.values())), off, tick))
+        sweeps.append(sweep_init(subject, scored, off, tick))
+    return Measured(
+        layout=baseline.layout,
+        etas={index: layer.eta for index, layer in subject.layers.items()},
+        sizes={key: float(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)) for key, p in subject.parameters().items()},
+        trained={key: p.requires_grad for key, p in subject.parameters().items()},
+        gradients=baseline,
+        after_step=after_step,
+        writes=writes,
+        all_writes=scored.change(on, off) if reads and writing else None,
+        effects=by_layer,
+        keys=keys,
+        states=_states(subject, baseline.layout),
+        sweeps=tuple(sweeps),
+        chance=math.log(causal_lm(subject.model).config.get_text_config().vocab_size),
+        loss_off=float(off.losses[subject.next_tokens != -100].mean()),
+    )
+
+
+def _real_tokens(layout: ChunkLayout, subject: Subject) -> Tensor | None:
+    """[B, T]: tokens of documents; None where all are."""
+    real = layout.chunk_ids(subject.inputs["input_ids"].device) >= 0
+    return None if bool(real.all()) else real
+
+
+def _states(subject: Subject, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
+    """Every dtype that a layer's state is kept in: as the op makes it, and in a session that reads a chunk and one token."""
+    found = {index: {dtype} for index, dtype in states_in_training(subject.layers).items()}
+    row, (start, stop) = longest_document(layout)
+    if stop - start > layout.chunk_size:
+        with subject.mode(training=False):
+            ids = subject.inputs["input_ids"][row : row + 1, start : start + layout.chunk_size + 1]
+            for index, dtype in states_in_reading(subject.model, ids).items():
+                found[index].add(dtype)
+    return found
+
+
+def _group(m: Measured, name: str) -> dict[str, Any]:
+    """A kind of parameter, over all layers."""
+    g = m.gradients
+    return {
+        "parameter": summed(m.sizes, name),
+        "gradient": summed(g.norms, name),
+        "adam_step": summed(g.steps, name),
+        "step_over_parameter": _over(summed(g.steps, name), summed(m.sizes, name)),
+        "gradient_over_weight": _over(summed(g.norms, name), summed(g.norms, "weight")),
+        "trained": any(trains for (_, kind), trains in m.trained.items() if kind == name),
+    }
+
+
+def _parameter(m: Measured, key: Key) -> dict[str, Any]:
+    g = m.gradients
+    return {
+        "parameter": m.sizes[key],
+        "gradient": g.norms.get(key),
+        "adam_step": g.steps.get(key),
+        "step_over_parameter": _over(g.steps.get(key), m.sizes[key]),
+        "gradient_over_weight": _over(g.norms.get(key), g.norms.get((key[0], "weight"))),
+        "trained": m.trained[key],
+    }
+
+
+def _layer(m: Measured, index: int) -> dict[str, Any]:
+    writes, keys, effect = m.writes.get(index), m.keys.get(index), m.effects.get(index)
+    after = None if m.after_step is None else {name: m.after_step.norms.get((index, name)) for name in (*WRITER, "weight")}
+    return {
+        "layer": index,
+        "eta": m.etas[index],
+        "parameters": {name: _parameter(m, (index, name)) for name in (*WRITER, "weight") if (index, name) in m.sizes},
+        "gradients_after_first_step": after,
+        "gradient_by_chunk": m.gradients.by_chunk.get(index, []),
+        "clipped_in_training": m.gradients.clipped.get(index, 0.0),
+        "writes": None
+        if writes is None
+        else {
+            "state_ratio": writes.state_ratio,
+            "growth": writes.growth,
+            "clipped": writes.clipped,
+            "alignment": writes.alignment,
+            "effective_rank": writes.effective_rank,
+            "by_chunk": [asdict(chunk) for chunk in writes.by_chunk],
+        },
+        "keys": None if keys is None else asdict(keys),
+        "effect": None
+        if effect is None
+        else {"loss_change": effect.loss.loss, "stderr": effect.loss.stderr, "logit_change": effect.logits},
+        "precision": {
+            "state": sorted(str(dtype).removeprefix("torch.") for dtype in m.states[index]),
+            "lost": None if writes is None else asdict(writes.lost),
+        },
+    }
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

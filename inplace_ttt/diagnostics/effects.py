@@ -1,0 +1,112 @@
+"""What writes do to the model's predictions: with all of them, with one layer's off, with none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import ChunkLayout
+from ..surgery import ttt_disabled
+from .ablation import with_eta
+from .subject import Subject
+
+_SLICE = 256
+"""Tokens whose logits are held in full precision at a time."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of the mean loss (nats a token) over the tokens that can read a write, paired by chunk. stderr: None for a single chunk."""
+
+    loss: float
+    stderr: float | None
+
+    def exceeds(self, nats: float) -> bool:
+        """Above it, and above twice its own error."""
+        return self.loss > max(nats, 2 * (self.stderr or 0.0))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One layer's writes: loss with them minus loss without; RMS of the change of the logits, each token's mean taken off."""
+
+    loss: Change
+    logits: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Losses [B, T] in nats, float32, zero where nothing is predicted; logits [B, T, V] if they were kept."""
+
+    losses: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The tokens that can read a write, and the chunk that each is in: [B, T] booleans and numbers."""
+
+    mask: Tensor
+    chunk: Tensor
+
+    @classmethod
+    def of(cls, subject: Subject, layout: ChunkLayout) -> Scored:
+        labels = subject.next_tokens
+        mask = torch.zeros_like(labels, dtype=torch.bool)
+        for row, spans in enumerate(layout.documents):
+            for start, stop in spans:
+                mask[row, start + layout.chunk_size : stop - 1] = True  # the last token predicts another document's first
+        ids = layout.chunk_ids(labels.device).long()
+        rows = torch.arange(len(ids), device=labels.device)[:, None] * (int(ids.max()) + 1)
+        return cls(mask & (labels != -100), ids + rows)
+
+    def change(self, on: Reading, off: Reading) -> Change:
+        """Mean of on − off, its error from the means of the chunks."""
+        difference, chunk = (on.losses - off.losses)[self.mask].double(), self.chunk[self.mask]
+        numbers, place = chunk.unique(return_inverse=True)
+        count = torch.zeros(len(numbers), dtype=torch.float64, device=place.device).index_add_(0, place, torch.ones_like(difference))
+        means = torch.zeros_like(count).index_add_(0, place, difference) / count
+        return Change(float(difference.mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else None)
+
+    def logit_change(self, on: Reading, off: Reading) -> float:
+        assert on.logits is not None and off.logits is not None
+        total = 0.0
+        for first in range(0, self.mask.shape[1], _SLICE):
+            here = slice(first, first + _SLICE)
+            moved = (on.logits[:, here] - off.logits[:, here])[self.mask[:, here]].float()
+            total += float((moved - moved.mean(-1, keepdim=True)).square().mean(-1).sum())
+        return (total / int(self.mask.sum())) ** 0.5
+
+
+@torch.no_grad()
+def read(subject: Subject, within: AbstractContextManager[Any] | None = None, *, keep_logits: bool = False) -> Reading:
+    """A forward in eval mode."""
+    with subject.mode(training=False), within or nullcontext():
+        logits = subject.forward().logits
+    labels, losses = subject.next_tokens, torch.zeros(logits.shape[:2], device=logits.device)
+    for first in range(0, logits.shape[1], _SLICE):
+        here = slice(first, first + _SLICE)
+        flat = torch.nn.functional.cross_entropy(logits[:, here].flatten(0, 1).float(), labels[:, here].flatten(), reduction="none")
+        losses[:, here] = flat.view(len(losses), -1)
+    return Reading(losses, logits if keep_logits else None)
+
+
+def read_off(subject: Subject, within: AbstractContextManager[Any] | None = None) -> Reading:
+    """The same weights with every layer's writes off."""
+    with ttt_disabled(subject.model):
+        return read(subject, within)
+
+
+def effects(subject: Subject, scored: Scored, on: Reading, tick: Callable[[str], None]) -> dict[int, Effect]:
+    """Each layer's, by turning its writes off alone; `on` with its logits."""
+    found = {}
+    for index in subject.layers:
+        tick(f"layer {index} off")
+        off = read(subject, with_eta(subject.layers, {index: 0.0}), keep_logits=True)
+        found[index] = Effect(scored.change(on, off), scored.logit_change(on, off))
+    return found

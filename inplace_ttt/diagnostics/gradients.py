@@ -1,0 +1,131 @@
+"""Where the gradient goes: its norm in every parameter of the writer, and what of it reaches each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..context import ForwardContext
+from ..fast_linear import FastWeight
+from ..layout import ChunkLayout
+from .ablation import requiring_grad
+from .subject import WRITER, Key, Subject
+from .writes import longest_document, observing, write_health
+
+ADAM_EPSILON = 1e-8
+LOW, VANISHED = 1e-1, 1e-2
+"""Of W_down's gradient: worth a search for the cause, and lost. A healthy writer's is of the same order or above."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of the writer's conv and P, and of everything else."""
+
+    conv: float
+    proj: float
+    rest: float
+
+    def of(self, key: Key) -> float:
+        return {"conv": self.conv, "proj": self.proj}.get(key[1], self.rest)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One backward pass. Norms are Frobenius; a parameter that the loss does not reach has none.
+
+    steps: norm of Adam's first step. by_chunk: for each layer ‖∂L/∂V_j‖ of the longest document's chunks, in order.
+    cut: layers whose targets take no gradient to conv and P. clipped: fraction of clipped chunks, in training. kept: ∂L/∂· itself.
+    """
+
+    loss: float
+    layout: ChunkLayout
+    norms: dict[Key, float]
+    steps: dict[Key, float]
+    by_chunk: dict[int, list[float]]
+    cut: tuple[int, ...]
+    clipped: dict[int, float]
+    kept: dict[Key, Tensor]
+
+    def of_writer(self, layer: int) -> float:
+        return max(self.norms.get((layer, name), 0.0) for name in WRITER)
+
+    def ratio(self, layer: int) -> float | None:
+        """The larger of conv's and P's gradient over W_down's; None where W_down has none to compare with."""
+        weight = self.norms.get((layer, "weight"), 0.0)
+        return self.of_writer(layer) / weight if weight > 0 else None
+
+    def low(self, layer: int) -> bool:
+        return self._below(layer, LOW)
+
+    def vanished(self, layer: int) -> bool:
+        return self._below(layer, VANISHED)
+
+    def _below(self, layer: int, limit: float) -> bool:
+        ratio = self.ratio(layer)
+        return self.of_writer(layer) == 0 or (ratio is not None and ratio < limit)
+
+    def total_of_writers(self) -> float:
+        return sum(norm**2 for (_, name), norm in self.norms.items() if name in WRITER) ** 0.5
+
+
+def gradients(subject: Subject, rates: Rates, keep: Collection[str] = ()) -> Gradients:
+    """A backward pass in training mode, frozen parameters included; every `.grad` and generator stays as it was.
+
+    keep: the kinds of parameter whose gradients are handed on themselves.
+    Targets without a graph get their gradient all the same, so that it shows where it was cut.
+    """
+    wanted = subject.parameters()
+    values: dict[int, Tensor] = {}
+    cut: list[int] = []
+    clipped: dict[int, float] = {}
+    layout: list[ChunkLayout] = []
+
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
+        index = layer.fast.layer
+        if not v.requires_grad:
+            v.requires_grad_()
+            cut.append(index)
+        values[index] = v
+        layout.append(context.part())
+        clipped[index] = write_health(layer, z, v, context).clipped if layer.tau() is not None else 0.0
+
+    with subject.mode(training=True), torch.enable_grad(), requiring_grad(wanted.values()), observing(subject.model, observe):
+        loss = subject.forward(labels=subject.labels).loss
+        targets = dict(values)
+        found = torch.autograd.grad(loss, [*wanted.values(), *targets.values()], allow_unused=True)
+    by_parameter = dict(zip(wanted, found, strict=False))
+    row, document = longest_document(layout[0])
+    by_chunk = {}
+    for index, d_v in zip(targets, found[len(wanted) :], strict=True):
+        chunks = layout[0].chunks(document)
+        by_chunk[index] = [0.0 if d_v is None else float(_norm(d_v[row, start:stop])) for start, stop in chunks]
+    reached = {key: g for key, g in by_parameter.items() if g is not None}
+    return Gradients(
+        float(loss.detach()),
+        layout[0],
+        {key: float(_norm(g)) for key, g in reached.items()},
+        {key: rates.of(key) * float(_norm(g.float() / (g.float().abs() + ADAM_EPSILON))) for key, g in reached.items()},
+        by_chunk,
+        tuple(sorted(set(cut))),
+        clipped,
+        {key: g for key, g in reached.items() if key[1] in keep},
+    )
+
+
+def first_step(subject: Subject, found: Gradients, rates: Rates) -> dict[nn.Parameter, Tensor]:
+    """conv after Adam's first step (its rate against the gradient's sign) where it is zero and will move; `found` keeps conv's."""
+    convs = {subject.parameters()[key]: gradient for key, gradient in found.kept.items() if key[1] == "conv"}
+    return {conv: -rates.conv * gradient.sign() for conv, gradient in convs.items() if not bool(conv.any()) and bool(gradient.any())}
+
+
+def summed(values: Mapping[Key, float], name: str) -> float | None:
+    """The norm over all layers of a kind of parameter, or None where there is none."""
+    squares = [value**2 for (_, kind), value in values.items() if kind == name]
+    return sum(squares) ** 0.5 if squares else None
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,71 @@
+"""How many directions a layer's keys span, and how much they collide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..families import locate
+from ..surgery import causal_lm
+
+_AT_MOST = 1024
+"""Tokens of a row that are compared with each other."""
+
+
+@dataclass(frozen=True)
+class KeyHealth:
+    """Keys Z of one layer. effective: participation ratio of ZᵀZ, from 1 to min(tokens, h); collision: RMS cosine of two tokens' keys.
+
+    cosine: mean cosine of two tokens' keys. width: h.
+    """
+
+    effective: float
+    collision: float
+    cosine: float
+    width: int
+
+
+@torch.no_grad()
+def key_health(z: Tensor) -> KeyHealth:
+    """Of keys [n, h]; evenly spread tokens where there are many."""
+    z = z[:: -(-len(z) // _AT_MOST)].float()
+    gram = z @ z.T
+    directions = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=1e-30)
+    cosines = directions @ directions.T
+    pairs = max(1, len(z) * (len(z) - 1))
+    return KeyHealth(
+        participation(gram),
+        float(((cosines.square().sum() - cosines.diagonal().square().sum()) / pairs).clamp(min=0).sqrt()),
+        float((cosines.sum() - cosines.diagonal().sum()) / pairs),
+        z.shape[1],
+    )
+
+
+def participation(gram: Tensor) -> float:
+    """(Σλ)² / Σλ² of a symmetric matrix: how many of its directions carry its weight; 0 for nothing."""
+    square = float(gram.square().sum())
+    return float(gram.trace()) ** 2 / square if square > 0 else 0.0
+
+
+@contextmanager
+def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, KeyHealth]) -> Iterator[None]:
+    """Within it a forward leaves the keys' health of every decoder layer, converted or not; rows: [B, T], the tokens that count."""
+
+    def hook_of(index: int) -> object:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            z = args[0].detach()
+            found[index] = key_health(z.flatten(0, -2) if rows is None else z[rows])
+
+        return hook
+
+    layers = locate(causal_lm(model)).layers
+    handles = [parts.down_proj.register_forward_pre_hook(hook_of(i)) for i, parts in enumerate(layers)]  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

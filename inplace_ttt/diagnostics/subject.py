@@ -1,0 +1,108 @@
+"""The model and the rows that are diagnosed, and ways to run it that leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InPlaceTTTError
+from ..fast_linear import FastWeight
+from ..surgery import fast_weights
+from ..zero3 import is_partitioned
+
+WRITER = ("conv", "proj")
+Key = tuple[int | None, str]
+"""A parameter: TTT layer and "conv", "proj" or "weight"; or None and "embeddings"."""
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A converted model and rows for it: input_ids [B, T], and attention_mask, position_ids, labels where there are any."""
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    labels: Tensor
+    layers: dict[int, FastWeight] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> Subject:
+        """Raises InPlaceTTTError for a model that is not converted, partitioned weights, and rows that do not fit it."""
+        layers = fast_weights(model)
+        if not layers:
+            raise InPlaceTTTError(f"this {type(model).__name__} is not converted; convert(model, config) it first.")
+        if any(is_partitioned(p) for p in model.parameters()):
+            raise InPlaceTTTError("the weights are partitioned (ZeRO-3), so that no single process can diagnose them; use ZeRO 2 or less.")
+        if any(layer.fast.tracker.group is not None for layer in layers.values()):
+            raise InPlaceTTTError("the ranks share these rows, so that no single process can diagnose them; diagnose the checkpoint.")
+        if unknown := sorted(set(batch) - {"input_ids", "attention_mask", "position_ids", "labels"}):
+            raise InPlaceTTTError(f"a batch to diagnose has no {unknown[0]!r}; give input_ids, attention_mask, position_ids, labels.")
+        device = next(model.parameters()).device
+        inputs = {name: torch.as_tensor(value).to(device) for name, value in batch.items() if value is not None}
+        labels = inputs.pop("labels", None)
+        ids = inputs["input_ids"]
+        rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        if ids.dim() != 2 or ids.numel() == 0:
+            raise InPlaceTTTError(f"input_ids must be [B, T] with at least one token, got {list(ids.shape)}.")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+            raise InPlaceTTTError(
+                f"token ids go from {int(ids.min())} to {int(ids.max())}, but the model has {rows} embeddings: "
+                "the tokenizer is another model's; use the one of this checkpoint."
+            )
+        if labels is None:
+            labels = _own_next_tokens(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
+        return cls(model, inputs, labels, layers)
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """What each position predicts, int64 [B, T]; -100 where nothing."""
+        return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=_IGNORED)
+
+    def without(self, *names: str) -> Subject:
+        """The same with inputs left out."""
+        return Subject(self.model, {k: v for k, v in self.inputs.items() if k not in names}, self.inputs["input_ids"], self.layers)
+
+    def parameters(self) -> dict[Key, nn.Parameter]:
+        """conv, P and W0 of every TTT layer and the embeddings, where they are plain floating-point parameters."""
+        found: dict[Key, nn.Parameter] = {}
+        for index, layer in self.layers.items():
+            for name, parameter in layer.ttt.named_parameters():  # under PEFT the trained copy comes last
+                found[index, name.rpartition(".")[2]] = parameter
+            if layer.matrix() is not None:
+                found[index, "weight"] = layer.weight  # type: ignore[assignment]
+        found[None, "embeddings"] = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        return {key: p for key, p in found.items() if p.is_floating_point()}
+
+    @contextmanager
+    def mode(self, training: bool) -> Iterator[None]:
+        """Train or eval mode under a fixed seed; modes and generators are put back."""
+        before = [(module, module.training) for module in self.model.modules()]
+        devices = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda" and p.device.index is not None})
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            self.model.train(training)
+            try:
+                yield
+            finally:
+                for module, was in before:
+                    module.training = was
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.model(**self.inputs, use_cache=False, **kwargs)
+
+
+def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    """The labels of plain text: the ids, without pads and without each document's first token, which nothing of its own predicts."""
+    labels = ids.clone()
+    if mask is not None:
+        labels[mask == 0] = _IGNORED
+        labels[:, 1:][mask[:, :-1] == 0] = _IGNORED
+    elif positions is not None:
+        labels[:, 1:][positions.expand(len(ids), -1).diff(dim=-1) != 1] = _IGNORED
+    return labels

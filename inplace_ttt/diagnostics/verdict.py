@@ -1,0 +1,242 @@
+"""From measurements to findings: what is wrong, how bad it is, and the number that says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..layout import ChunkLayout
+from ..surgery import config_of
+from .ablation import with_config, with_eta, with_values
+from .advisor import HARM, Sweep
+from .effects import Change, Effect
+from .findings import Finding, named
+from .gradients import Gradients, Rates, first_step, gradients
+from .keys import KeyHealth
+from .subject import WRITER, Key, Subject
+from .suspects import causes_of_low_gradient
+from .writes import Writes
+
+BURIES, RIVALS = 1.0, 0.1
+"""η‖S‖/‖W0‖ after a document: as large as the weight; enough to look at."""
+DOMINATES = 0.99
+"""Of the writers' squared gradient norm, in one layer: ten times that of all others together."""
+ALIGNED = 0.9
+"""Mean cosine of successive writes."""
+FEW_DIRECTIONS = 10.0
+"""Participation ratio of the keys; of SmolLM2-135M's layers the last has 4 to 7, the others 40 and more."""
+ROUNDED_AWAY = 0.5
+NOTICED = 0.01
+"""Of the embeddings' gradient, lost by detaching the targets' source."""
+UNDONE = 1e-4
+"""η‖S‖/‖W0‖ that changes nothing."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured, layer by layer.
+
+    after_step: the gradients after Adam's first step, where conv started at zero. states: dtypes that the state is kept in.
+    all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off. chance: ln of the
+    vocabulary, above which a loss says nothing about help.
+    """
+
+    layout: ChunkLayout
+    etas: dict[int, float]
+    sizes: dict[Key, float]
+    trained: dict[Key, bool]
+    gradients: Gradients
+    after_step: Gradients | None
+    writes: dict[int, Writes]
+    all_writes: Change | None
+    effects: dict[int, Effect]
+    keys: dict[int, KeyHealth]
+    states: dict[int, set[torch.dtype]]
+    sweeps: tuple[Sweep, ...]
+    loss_off: float
+    chance: float
+
+
+def judge(subject: Subject, m: Measured, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
+    """Every finding; ablations that only a suspicion needs run here."""
+    if not math.isfinite(m.gradients.loss):
+        return [_not_finite(m), *_precision(m)]
+    flow = _gradient_flow(subject, m, rates, tick)
+    return [*flow, *_writes(subject, m), *_keys(m), *_precision(m), *_advice(m)]
+
+
+def _not_finite(m: Measured) -> Finding:
+    off = f"{m.loss_off:.3f} with the writes off, so they are the cause" if math.isfinite(m.loss_off) else "so it is with the writes off"
+    return Finding("not-finite", "severe", f"the loss is {m.gradients.loss}; {off}", numbers={"loss_off": m.loss_off})
+
+
+def _gradient_flow(subject: Subject, m: Measured, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
+    found: list[Finding] = []
+    g = m.gradients
+    if g.cut:
+        reaching = max((max(g.by_chunk[i], default=0.0) for i in g.cut), default=0.0)
+        message = f"{named(g.cut)}: a gradient of up to {reaching:.2g} reaches the targets, and none of it reaches conv and P"
+        found.append(Finding("writer-detached", "severe", message, g.cut, {"reaches_targets": reaching}))
+    if m.after_step is not None:
+        found.append(_zero_init(m, m.after_step))
+    if any(p.requires_grad for p in subject.model.parameters()):
+        frozen = sorted({key[0] for key, trains in m.trained.items() if key[1] in WRITER and not trains and key[0] is not None})
+        if frozen:
+            found.append(_frozen(m, frozen))
+    low = any(g.low(index) for index in subject.layers if index not in g.cut)
+    if low:
+        tick("removing suspects")
+        found += causes_of_low_gradient(subject, g, rates)
+    elif m.after_step is not None and any(m.after_step.low(index) for index in subject.layers):
+        tick("removing suspects after the first step")
+        found += _after_first_step(subject, m, rates)
+    if config_of(subject.model).detach_target:
+        tick("source attached")
+        found.append(_detached(subject, m, rates))
+    if not low and (one := _dominant(g)) is not None:
+        tick(f"layer {one} off")
+        found.append(_dominates(subject, m, one, rates))
+    return found
+
+
+def _zero_init(m: Measured, after: Gradients) -> Finding:
+    g = m.gradients
+    layers = tuple(index for index in m.etas if m.sizes[index, "conv"] == 0)
+    conv, proj = (max(x.norms.get((i, name), 0.0) for i in layers) for x, name in ((g, "conv"), (after, "proj")))
+    message = (
+        f"{named(layers)}: conv is zero, so that nothing is written yet and P has no gradient; conv's is up to {conv:.2g}, "
+        f"and after Adam's first step P's is up to {proj:.2g}"
+    )
+    return Finding("zero-init", "info", message, layers, {"conv": conv, "proj_after_step": proj})
+
+
+def _frozen(m: Measured, layers: list[int]) -> Finding:
+    names = {index: [name for name in WRITER if not m.trained.get((index, name), True)] for index in layers}
+    said = sorted({" and ".join({"conv": "conv", "proj": "P"}[n] for n in ns) for ns in names.values()})
+    after = m.after_step or m.gradients
+    norm = max(after.norms.get((index, name), 0.0) for index, ns in names.items() for name in ns)
+    message = f"{named(layers)}: {', '.join(said)} requires no gradient while other parameters train; thawed, it would get {norm:.2g}"
+    return Finding("writer-frozen", "severe", message, tuple(layers), {"gradient_thawed": norm})
+
+
+def _after_first_step(subject: Subject, m: Measured, rates: Rates) -> list[Finding]:
+    assert m.after_step is not None
+    with with_values(first_step(subject, m.gradients, rates)):
+        return [
+            Finding(f.id, f.severity, f"after Adam's first step, {f.message}", f.layers, f.numbers)
+            for f in causes_of_low_gradient(subject, m.after_step, rates)
+        ]
+
+
+def _detached(subject: Subject, m: Measured, rates: Rates) -> Finding:
+    """What the embeddings would get through the targets, by attaching them."""
+    with with_config(subject.layers.values(), detach_target=False):
+        attached = gradients(subject, rates, keep=("embeddings",)).kept.get((None, "embeddings"))
+    detached, layers = m.gradients.kept.get((None, "embeddings")), tuple(subject.layers)
+    lost = 0.0
+    if attached is not None and detached is not None and bool(attached.any()):
+        lost = float((attached - detached).float().norm() / attached.float().norm())
+    message = (
+        f"{named(layers)}: no gradient flows from the targets into their source; attached, {lost:.2%} of the embeddings' is of that way"
+    )
+    return Finding("target-detached", "warning" if lost > NOTICED else "info", message, layers, {"lost": lost})
+
+
+def _dominant(g: Gradients) -> int | None:
+    """The layer with nearly all of the writers' gradient, where there are several."""
+    total = g.total_of_writers() ** 2
+    shares = {index: sum(g.norms.get((index, name), 0.0) ** 2 for name in WRITER) / total for index in g.by_chunk} if total > 0 else {}
+    one = max(shares, key=lambda index: shares[index], default=None)
+    return one if one is not None and len(shares) > 1 and shares[one] > DOMINATES else None
+
+
+def _dominates(subject: Subject, m: Measured, layer: int, rates: Rates) -> Finding:
+    with with_eta(subject.layers, {layer: 0.0}):
+        without = gradients(subject, rates)
+    total, left = m.gradients.total_of_writers(), without.total_of_writers()
+    share = 1 - (sum(m.gradients.of_writer(i) ** 2 for i in subject.layers if i != layer) ** 0.5 / total) ** 2
+    effect = m.effects.get(layer)
+    moved = "" if effect is None else f"; its writes move the logits by {effect.logits:.2g} (RMS)"
+    message = (
+        f"layer {layer} has {share:.2%} of the squared gradient of all conv and P: their norm is {total:.3g}, "
+        f"with its writes off {left:.3g}{moved}"
+    )
+    return Finding("layer-dominates", "severe", message, (layer,), {"share": share, "total": total, "total_without": left})
+
+
+def _writes(subject: Subject, m: Measured) -> list[Finding]:
+    found = []
+    for index, writes in m.writes.items():
+        effect = m.effects.get(index)
+        change = None if effect is None else effect.loss
+        said = "" if change is None else f"; its writes change the loss by {change.loss:+.3g} nats a token"
+        if writes.state_ratio > BURIES:
+            helps = change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance
+            safe = next((s.safe for s in m.sweeps if s.name == "eta"), None)
+            advice = "" if safe is None or helps else f"; up to eta {safe:.2g} the loss is not above that without writes"
+            message = f"layer {index}: a document's writes add up to {writes.state_ratio:.3g} of ‖W0‖{said}{advice}"
+            numbers = {"state_ratio": writes.state_ratio, "loss_change": change and change.loss, "safe_eta": safe}
+            found.append(Finding("writes-too-large", "warning" if helps else "severe", message, (index,), numbers))
+        elif change is not None and change.exceeds(HARM):
+            error = "" if change.stderr is None else f" ± {change.stderr:.1g}"
+            message = f"layer {index}: the loss is {change.loss:.3g}{error} nats a token higher with its writes"
+            found.append(Finding("writes-hurt", "warning", message, (index,), {"loss_change": change.loss, "stderr": change.stderr}))
+        if writes.alignment is not None and writes.alignment > ALIGNED and len(writes.by_chunk) > 2:
+            growth = "" if writes.growth is None else f", and ‖S‖ grows as chunks^{writes.growth:.2f}"
+            message = f"layer {index}: the mean cosine of successive writes is {writes.alignment:.3f}{growth}"
+            found.append(Finding("writes-aligned", "warning", message, (index,), {"alignment": writes.alignment, "growth": writes.growth}))
+    clip = config_of(subject.model).clip
+    undone = [i for i, w in m.writes.items() if clip is not None and w.clipped == 1 and w.state_ratio < UNDONE]
+    if undone:
+        ratio = max(m.writes[i].state_ratio for i in undone)
+        message = f"{named(undone)}: every chunk is clipped, and a whole document moves the weight by {ratio:.1e} of its norm at most"
+        found.append(Finding("clip-at-inference", "warning", message, tuple(undone), {"state_ratio": ratio}))
+    return found
+
+
+def _keys(m: Measured) -> list[Finding]:
+    found = []
+    for index in m.etas:
+        keys = m.keys[index]
+        if keys.effective < FEW_DIRECTIONS:
+            others = {i: k.effective for i, k in m.keys.items() if i not in m.etas and k.effective >= FEW_DIRECTIONS}
+            best = sorted(others, key=lambda i: -others[i])[:3]
+            better = f"; layers {', '.join(map(str, sorted(best)))} have most" if best else ""
+            message = (
+                f"layer {index}: its keys have {keys.effective:.1f} effective dimensions of {keys.width} and a cosine of "
+                f"{keys.collision:.2f} (RMS) with each other{better}"
+            )
+            found.append(Finding("keys-collide", "warning", message, (index,), {"effective": keys.effective, "collision": keys.collision}))
+    return found
+
+
+def _precision(m: Measured) -> list[Finding]:
+    found = []
+    low = {i: sorted(str(d).removeprefix("torch.") for d in dtypes if torch.finfo(d).bits < 32) for i, dtypes in m.states.items()}
+    if layers := tuple(index for index, names in low.items() if names):
+        lost = max((w.lost.state or 0.0 for i, w in m.writes.items() if i in layers), default=0.0)
+        message = f"{named(layers)}: the state is kept in {low[layers[0]][0]}, where these writes lose {lost:.1%} of what they add up to"
+        found.append(Finding("state-precision", "severe", message, layers, {"lost": lost}))
+    hidden = {i: w.lost.output for i, w in m.writes.items() if w.lost.output is not None and w.lost.output > ROUNDED_AWAY}
+    if hidden:
+        message = f"{named(list(hidden))}: rounding takes {max(hidden.values()):.0%} of what the writes add to the output"
+        found.append(Finding("compute-precision", "warning", message, tuple(hidden), {"lost": max(hidden.values())}))
+    return found
+
+
+def _advice(m: Measured) -> list[Finding]:
+    found = []
+    for sweep in m.sweeps:
+        what = {"eta": "eta", "init": "an untrained conv's standard deviation"}[sweep.name]
+        ends = f"{sweep.points[0].value:.2g} to {sweep.points[-1].value:.2g}"
+        if sweep.safe is None:
+            message = f"{what}: of {ends}, even {sweep.points[0].value:.2g} raises the loss by {sweep.points[0].loss.loss:.2g} nats a token"
+        else:
+            bound = "is the largest that does not raise the loss" if sweep.bounded else "and all below do not raise it; no limit was met"
+            message = f"{what}: of {ends}, {sweep.safe:.2g} {bound}"
+        now = "" if sweep.now is None else f" (now {sweep.now:.2g})"
+        found.append(Finding("safe-range", "info", message + now, tuple(m.etas), {"sweep": sweep.name, "safe": sweep.safe}))
+    return found

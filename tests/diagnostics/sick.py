@@ -1,0 +1,157 @@
+"""A healthy little model, and the same with one thing wrong: what is planted, and what must be found."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from families import build
+from models import converted, random_ids
+from torch import Tensor, nn
+
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
+from inplace_ttt.fast_linear import FastWeight
+from inplace_ttt.surgery import fast_weights
+from inplace_ttt.target import TargetGenerator
+
+CHUNK, ROW = 7, 50
+
+
+def rows(length: int = ROW, **more: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": random_ids(2, length), **more}
+
+
+def healthy(**config: Any) -> nn.Module:
+    """Layers 0 and 2 of three, chunks of 7, the writer on."""
+    return converted("llama", **config)
+
+
+@dataclass(frozen=True)
+class Sick:
+    """planted: the cause, by id. layers: where. batch: rows. within: what else is wrong while the model runs."""
+
+    planted: str
+    model: Callable[[], nn.Module]
+    severity: str = "severe"
+    layers: tuple[int, ...] = (0, 2)
+    batch: Callable[[], dict[str, Tensor]] = rows
+    within: Callable[[], Any] | None = None
+
+
+@torch.no_grad()
+def changed(change: Callable[[nn.Module, FastWeight, int], None], **config: Any) -> nn.Module:
+    model = healthy(**config)
+    for index, layer in fast_weights(model).items():
+        change(model, layer, index)
+    return model
+
+
+def zero(model: nn.Module, layer: FastWeight, index: int) -> None:
+    layer.ttt.conv.zero_()
+    layer.ttt.proj.zero_()
+
+
+def frozen_p(model: nn.Module, layer: FastWeight, index: int) -> None:
+    layer.ttt.proj.requires_grad_(False)
+
+
+def no_embeddings(model: nn.Module, layer: FastWeight, index: int) -> None:
+    model.get_input_embeddings().weight.zero_()  # type: ignore[operator]
+
+
+def half_state_model() -> nn.Module:
+    return healthy(eta=1.0).to(torch.bfloat16)
+
+
+@contextmanager
+def half_state() -> Iterator[None]:
+    """A stream whose deltas, and so its state, are in bfloat16, as in the public code."""
+    real = FastWeight.delta
+
+    def rounded(self: FastWeight, z: Tensor, x: Tensor) -> Tensor:
+        return real(self, z, x).to(torch.bfloat16)
+
+    with patch.object(FastWeight, "delta", rounded):
+        yield
+
+
+@contextmanager
+def generator_without_graph() -> Iterator[None]:
+    real = TargetGenerator.forward
+
+    def detached(self: TargetGenerator, *args: Any) -> Tensor:
+        return real(self, *args).detach()
+
+    with patch.object(TargetGenerator, "forward", detached):
+        yield
+
+
+def padded() -> dict[str, Tensor]:
+    """Rows of 50 tokens of which 6 are text."""
+    mask = torch.zeros(2, ROW, dtype=torch.int64)
+    mask[:, -6:] = 1
+    return rows(attention_mask=mask)
+
+
+def packed_short() -> dict[str, Tensor]:
+    """Rows of 50 tokens that hold ten documents of 5."""
+    return rows(position_ids=(torch.arange(ROW) % 5).expand(2, ROW))
+
+
+def at_the_papers_start(**config: Any) -> nn.Module:
+    return convert(build("llama"), InPlaceTTTConfig(layers=(0, 2), chunk_size=CHUNK, **config))
+
+
+@torch.no_grad()
+def tiny_p() -> nn.Module:
+    model = at_the_papers_start()
+    for layer in fast_weights(model).values():
+        layer.ttt.proj.mul_(1e-6)
+    return model
+
+
+@torch.no_grad()
+def loud_last() -> nn.Module:
+    """The same function, but the last layer's keys are 30 times as large: the gradient of its conv goes with their square."""
+    model = at_the_papers_start()
+    mlp = model.model.layers[2].mlp  # type: ignore[union-attr, index]
+    mlp.up_proj.weight.mul_(30)
+    mlp.down_proj.weight.div_(30)
+    return model
+
+
+@torch.no_grad()
+def both_small() -> nn.Module:
+    """eta and P too small for the gradient, each of them by itself."""
+    model = at_the_papers_start(eta=1e-5)
+    for layer in fast_weights(model).values():
+        layer.ttt.proj.mul_(1e-5)
+    return model
+
+
+@torch.no_grad()
+def zero_in_one_chunk() -> nn.Module:
+    """Two causes, of which neither's removal alone helps."""
+    return changed(zero)
+
+
+SICK: dict[str, Sick] = {
+    "clip in training": Sick("clip-saturated", lambda: healthy(clip=DeltaClip(1e-5, when="always"))),
+    "clip at the paper's start": Sick("clip-saturated", lambda: at_the_papers_start(clip=DeltaClip(1e-12, when="always"))),
+    "rows of one chunk": Sick("one-chunk", healthy, batch=lambda: rows(CHUNK)),
+    "conv and P both zero": Sick("zero-times-zero", lambda: changed(zero)),
+    "eta 1e-6": Sick("eta-too-small", lambda: healthy(eta=1e-6)),
+    "eta 0.01": Sick("eta-too-small", lambda: healthy(eta=0.01), severity="warning"),
+    "P a millionth of the paper's": Sick("init-too-small", tiny_p),
+    "eta 30": Sick("writes-too-large", lambda: healthy(eta=30.0)),
+    "detached source": Sick("target-detached", lambda: healthy(detach_target=True), severity="warning"),
+    "generator without a graph": Sick("writer-detached", healthy, within=generator_without_graph),
+    "frozen P": Sick("writer-frozen", lambda: changed(frozen_p)),
+    "bf16 state": Sick("state-precision", half_state_model, within=half_state),
+    "padding": Sick("padding", healthy, batch=padded),
+    "short packed documents": Sick("padding", healthy, batch=packed_short),
+    "last layer dominating": Sick("layer-dominates", loud_last, layers=(2,)),
+    "zeroed embeddings": Sick("source-zero", lambda: changed(no_embeddings)),
+}

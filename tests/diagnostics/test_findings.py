@@ -1,0 +1,29 @@
+"""The page on diagnosis lists every finding as the code has it; every one of them can be raised."""
+
+import re
+from pathlib import Path
+
+from inplace_ttt.diagnostics.findings import CATALOGUE
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_lists_every_finding_with_its_remedy() -> None:
+    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8").partition("## Findings")[2].partition("\n## ")[0]
+    rows = {cells[0]: cells[1:] for line in re.findall(r"^\| `(.+) \|$", page, flags=re.MULTILINE) if (cells := line.split(" | "))}
+    assert [name.rstrip("`") for name in rows] == list(CATALOGUE)
+    for name, (severity, what, _, remedy) in rows.items():
+        kind = CATALOGUE[name.rstrip("`")]
+        assert what == f"{kind.title}. {kind.meaning}" and remedy == kind.remedy, name
+        assert severity.split()[0] in ("severe", "warning", "info"), name
+
+
+def test_diagnosis_needs_no_training_code() -> None:
+    for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py"):
+        assert not re.search(r"import.*Trainer|from \.\.training", file.read_text(encoding="utf-8")), file
+
+
+def test_every_finding_is_raised_somewhere() -> None:
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py"))
+    for name in CATALOGUE:
+        assert source.count(f'"{name}"') >= 2, f"{name} is in the catalogue alone"

@@ -1,0 +1,213 @@
+"""The figures of a diagnosis against sums made another way, and that measuring leaves no trace."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from models import CHUNK, converted, random_ids
+from torch import Tensor, nn
+
+from inplace_ttt import DeltaClip, InPlaceTTTError
+from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
+from inplace_ttt.diagnostics.effects import Change
+from inplace_ttt.diagnostics.keys import key_health
+from inplace_ttt.diagnostics.precision import running_sums
+from inplace_ttt.surgery import fast_weights, ttt_disabled
+
+from .sick import at_the_papers_start, healthy, rows
+
+ROW = 50
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return healthy()
+
+
+@pytest.fixture(scope="module")
+def found(model: nn.Module) -> Diagnosis:
+    return diagnose(model, rows(), learning_rates=1e-3)
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    state = {name: (p.detach().clone(), p.requires_grad, p.grad) for name, p in model.named_parameters()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    hooks = {name: (len(m._forward_pre_hooks), len(m._forward_hooks)) for name, m in model.named_modules()}
+    slots = {
+        i: (layer.fast.eta, layer.fast.config, layer.fast.observer, layer.fast.tracker.chunk_size)
+        for i, layer in fast_weights(model).items()
+    }
+    return {"parameters": state, "modes": modes, "hooks": hooks, "slots": slots}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("start", [lambda: healthy(clip=DeltaClip(1e-5, when="always")), lambda: at_the_papers_start(detach_target=True)])
+def test_nothing_is_left_behind(start: Any, training: bool) -> None:
+    """Parameters, `.grad`, requires_grad, modes, hooks, settings and the generator, through every kind of ablation."""
+    model = start().train(training)
+    next(model.parameters()).requires_grad_(False)
+    fast_weights(model)[2].ttt.conv.grad = torch.full_like(fast_weights(model)[2].ttt.conv, 3.0)
+    before, generator = everything(model), torch.get_rng_state()
+    diagnose(model, rows())
+    after = everything(model)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert {k: v for k, v in after.items() if k != "parameters"} == {k: v for k, v in before.items() if k != "parameters"}
+    for name, (value, trains, grad) in before["parameters"].items():
+        assert torch.equal(value, after["parameters"][name][0]), name
+        assert (trains, grad) == after["parameters"][name][1:], name
+
+
+def test_gradients_are_those_of_a_plain_backward(model: nn.Module, found: Diagnosis) -> None:
+    twin = copy.deepcopy(model).train()
+    ids = rows()["input_ids"]
+    loss = twin(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    values = found.to_dict()
+    assert values["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for layer in values["layers"]:
+        own = fast_weights(twin)[layer["layer"]]
+        for name, parameter in (("conv", own.ttt.conv), ("proj", own.ttt.proj), ("weight", own.weight)):
+            entry = layer["parameters"][name]
+            assert entry["gradient"] == pytest.approx(parameter.grad.norm().item(), rel=1e-4)
+            assert entry["parameter"] == pytest.approx(parameter.norm().item(), rel=1e-5)
+    conv = [layer["parameters"]["conv"]["gradient"] for layer in values["layers"]]
+    assert values["groups"]["conv"]["gradient"] == pytest.approx(math.hypot(*conv), rel=1e-5)
+
+
+def test_gradients_under_checkpointing_are_the_same(model: nn.Module, found: Diagnosis) -> None:
+    twin = copy.deepcopy(model)
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    again = diagnose(twin, rows()).measured.gradients
+    assert again.norms == pytest.approx(found.measured.gradients.norms, rel=1e-4)
+    assert again.by_chunk[2] == pytest.approx(found.measured.gradients.by_chunk[2], rel=1e-4)
+
+
+def test_adams_first_step_is_that_of_adam(model: nn.Module, found: Diagnosis) -> None:
+    twin = copy.deepcopy(model).train()
+    ids = rows()["input_ids"]
+    twin(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    conv = fast_weights(twin)[0].ttt.conv
+    before = conv.detach().clone()
+    torch.optim.Adam([conv], lr=1e-3).step()
+    step = next(layer for layer in found.to_dict()["layers"] if layer["layer"] == 0)["parameters"]["conv"]["adam_step"]
+    assert step == pytest.approx((conv - before).norm().item(), rel=1e-3)
+
+
+def test_writes_are_those_of_the_rule(model: nn.Module, found: Diagnosis) -> None:
+    """η‖S‖/‖W0‖ after each chunk of layer 0, from keys and targets caught on the way."""
+    caught: list[tuple[Tensor, Tensor]] = []
+    layer = fast_weights(model)[0]
+    layer.fast.observer = lambda own, z, v, context: caught.append((z.detach(), v.detach()))
+    with torch.no_grad():
+        model.eval()(**rows(), use_cache=False)
+    layer.fast.observer = None
+    z, v = (x[0].double() for x in caught[0])
+    state, ratios, deltas = torch.zeros(32, 48, dtype=torch.float64), [], []
+    for start in range(0, ROW - CHUNK + 1, CHUNK):
+        deltas.append(v[start : start + CHUNK].T @ z[start : start + CHUNK])
+        state = state + deltas[-1]
+        ratios.append(float(layer.eta * state.norm() / layer.weight.double().norm()))  # type: ignore[operator]
+    writes = next(entry for entry in found.to_dict()["layers"] if entry["layer"] == 0)["writes"]
+    assert [c["state_ratio"] for c in writes["by_chunk"]] == pytest.approx(ratios, rel=1e-4)
+    cosine = float((deltas[0] * deltas[1]).sum() / deltas[0].norm() / deltas[1].norm())
+    assert writes["by_chunk"][1]["alignment"] == pytest.approx(cosine, abs=1e-4)
+    singular = torch.linalg.svdvals(state)
+    assert writes["effective_rank"] == pytest.approx(float(singular.square().sum() ** 2 / (singular**4).sum()), rel=1e-3)
+
+
+def test_effects_are_differences_of_losses(model: nn.Module, found: Diagnosis) -> None:
+    """All writes on minus off, over the tokens past each row's first chunk, averaged by hand."""
+    ids = rows()["input_ids"]
+
+    def loss() -> Tensor:
+        with torch.no_grad():
+            logits = model.eval()(input_ids=ids, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, -1)[
+            :, CHUNK:
+        ]
+
+    on = loss()
+    with ttt_disabled(model):
+        off = loss()
+    all_writes = found.to_dict()["effect_of_all_writes"]
+    assert all_writes["loss"] == pytest.approx(float((on - off).mean()), rel=1e-3)
+    both = sum(layer["effect"]["loss_change"] for layer in found.to_dict()["layers"])
+    assert both == pytest.approx(all_writes["loss"], abs=0.05) and both != 0
+
+
+def test_the_last_chunk_gets_no_gradient(found: Diagnosis) -> None:
+    """50 tokens in chunks of 7: the eighth chunk is not complete, and what reads the seventh predicts nothing."""
+    for layer in found.to_dict()["layers"]:
+        reached = layer["gradient_by_chunk"]
+        assert len(reached) == 8 and all(g > 0 for g in reached[:6]) and reached[6:] == [0, 0]
+
+
+@pytest.mark.parametrize(("dims", "effective"), [(1, 1.0), (4, 4.0)])
+def test_keys_in_few_directions(dims: int, effective: float) -> None:
+    z = torch.eye(16)[torch.arange(64) % dims]
+    health = key_health(z)
+    assert health.effective == pytest.approx(effective)
+    same = (64 / dims - 1) / 63  # of all pairs
+    assert health.cosine == pytest.approx(same, abs=1e-5) and health.collision == pytest.approx(same**0.5, abs=1e-5)
+
+
+def test_random_keys_span_what_they_can() -> None:
+    health = key_health(torch.randn(512, 64, generator=torch.Generator().manual_seed(0)))
+    assert 50 < health.effective < 64 and health.collision == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_a_running_weight_in_bf16_loses_what_the_evidence_says() -> None:
+    """Chunks that each move W by 0.1 % and 0.03 % of its norm: most of the update is lost; float32 would lose 1e-7."""
+    generator = torch.Generator().manual_seed(0)
+    w0, lost = torch.randn(256, 512, generator=generator) * 0.02, []
+    for move in (1e-3, 3e-4):
+        state, sums = torch.zeros(256, 512), running_sums(torch.zeros(256, 512), w0, 1.0, torch.bfloat16)
+        for _ in range(32):
+            delta = torch.randn(256, 512, generator=generator) * 0.02 * move
+            state += delta
+            sums.add(delta)
+        lost.append(sums.lost(state, None))
+    assert lost[0].weight is not None and lost[1].weight is not None and lost[0].state is not None
+    assert 0.6 < lost[0].weight < lost[1].weight and lost[0].state < 0.02
+
+
+def test_a_change_counts_when_it_is_above_its_error() -> None:
+    assert Change(0.1, 0.01).exceeds(0.05) and not Change(0.1, 0.06).exceeds(0.05) and not Change(0.04, None).exceeds(0.05)
+
+
+def test_padding_is_no_key_and_no_token() -> None:
+    """A padded row is diagnosed as the row alone."""
+    model = converted("llama")
+    ids = random_ids(1, 40)
+    alone = diagnose(model, {"input_ids": ids}).to_dict()
+    padded = torch.cat([torch.zeros(1, 9, dtype=torch.int64), ids], 1)
+    mask = (torch.arange(49) >= 9).long()[None]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    batch = diagnose(model, {"input_ids": padded, "attention_mask": mask, "position_ids": positions}).to_dict()
+    assert batch["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    for a, b in zip(alone["layers"], batch["layers"], strict=True):
+        for section in ("writes", "keys", "effect"):
+            flat_a, flat_b = (json.loads(json.dumps(x[section]), parse_float=lambda s: round(float(s), 3)) for x in (a, b))
+            assert flat_a == flat_b, section
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": torch.full((1, 20), 97)}, "token ids go from 97 to 97, but the model has 97 embeddings"),
+        ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "at least one token"),
+        ({"input_ids": torch.zeros(20, dtype=torch.int64)}, r"must be \[B, T\]"),
+        ({"input_ids": random_ids(1, 20), "tokens": torch.ones(1)}, "has no 'tokens'"),
+    ],
+)
+def test_rows_that_do_not_fit(model: nn.Module, batch: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(InPlaceTTTError, match=message):
+        diagnose(model, batch)
+
+
+def test_a_model_that_is_not_converted() -> None:
+    with pytest.raises(InPlaceTTTError, match="not converted"):
+        diagnose(nn.Linear(3, 3), rows())

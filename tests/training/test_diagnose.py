@@ -1,0 +1,64 @@
+"""A run that diagnoses itself: the folders that it leaves, and that the run is otherwise the same to the bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training.monitor import document_to_diagnose
+
+from .runs import CHUNK, checkpoint, documents, finish, logged, recipe_file, start, weights
+from .tiny import tiny_recipe
+
+EVERY = "monitor.diagnose_every=2"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diagnose")
+    checkpoint(folder / "model")
+    documents(folder / "text")
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "processes"), [(1, 1), (2, 2)])
+def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_path: Path) -> None:
+    """Between two optimiser steps and their micro-steps: weights, losses and logged gradients are those of the plain run."""
+    recipe = recipe_file(tmp_path, made / "model", made / "text", data={"validation_documents": 2})
+    settings = (f"deepspeed={stage}", f"parallel.processes={processes}")
+    plain, _ = finish(start(recipe, *settings, f"output={tmp_path}/plain"))
+    diagnosed, _ = finish(start(recipe, *settings, EVERY, f"output={tmp_path}/diagnosed"))
+    before, after = weights(Path(plain["output"])), weights(Path(diagnosed["output"]))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    for key in ("loss", "grad_norm", "layers"):
+        assert logged(tmp_path / "plain", key) == logged(tmp_path / "diagnosed", key)
+    assert [folder.name for folder in (tmp_path / "diagnosed" / "diagnose").iterdir()] == ["step-2"]
+    folder = tmp_path / "diagnosed" / "diagnose" / "step-2"
+    assert {"report.html", "diagnose.json", "gradients.png", "writes.png"} <= {file.name for file in folder.iterdir()}
+    found = json.loads((folder / "diagnose.json").read_text())
+    assert found["chunks_read"] > 1 and found["groups"]["conv"]["gradient"] > 0
+    assert not [finding for finding in found["findings"] if finding["severity"] == "severe"], found["findings"]
+    assert not (tmp_path / "plain" / "diagnose").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [("deepspeed=3",), ("deepspeed=1", "parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4")]
+)
+def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(InPlaceTTTError, match="diagnose_every needs whole weights and whole rows on a process"):
+        tiny_recipe(tmp_path, EVERY, *settings)
+
+
+def test_the_longest_document_is_diagnosed() -> None:
+    lengths = [(5, 40, 3), (20, 28), (48,)]
+    rows = [
+        {"input_ids": torch.arange(48) + 100 * n, "position_ids": torch.cat([torch.arange(length) for length in row])}
+        for n, row in enumerate(lengths)
+    ]
+    assert document_to_diagnose(rows[:2], CHUNK).tolist() == [list(range(5, 45))]
+    assert document_to_diagnose(rows, CHUNK).tolist() == [list(range(200, 248))]
+    long = {"input_ids": torch.zeros(5000, dtype=torch.int64), "position_ids": torch.arange(5000)}
+    assert document_to_diagnose([long], CHUNK).shape == (1, 2048)
+    assert document_to_diagnose([long], 1024).shape == (1, 4097)
