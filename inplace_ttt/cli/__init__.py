@@ -20,6 +20,7 @@ VERBS = {
     "audit": "hold a checkpoint or a recipe against the paper, item by item",
     "plan": "say what a training run will take, and what in it will not fit or not train",
     "train": "continue a model's training by a recipe",
+    "ruler": "score long-context tasks of the RULER benchmark, TTT on, off and the base",
     "export": "write a converted checkpoint in another form",
     "import-official": "read a checkpoint of the public reference code",
     "bench": "time the op against the plain linear and the public formulation",
