@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint import is_adapter, load, load_base, read_adapter
+from ..checkpoint import Checkpoint, is_adapter, load, load_base, read_adapter
 from ..errors import InPlaceTTTError
 from ..evaluation.ruler import TASKS
 from ..evaluation.ruler import table as tables
@@ -22,7 +22,7 @@ from ..evaluation.ruler.material import Material
 from ..evaluation.ruler.prompt import Draft, Prompter, samples
 from ..evaluation.ruler.run import Results, Settings, Variant, run_cells
 from ..folder import new_folder
-from ..surgery import config_of, fingerprint_of, is_converted, ttt_disabled
+from ..surgery import config_of, fingerprint_of, ttt_disabled
 from . import Result
 
 EXAMPLES = """examples:
@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", metavar="T,…", help="RULER's names (default: all, qa_1 and qa_2 where --qa gives their files)")
     parser.add_argument("--samples", type=int, default=100, metavar="N", help="a task and length (default: 100; the benchmark's own: 500)")
     parser.add_argument("--haystack", metavar="F", help="UTF-8 text to hide needles in; RULER has Paul Graham's essays")
-    parser.add_argument("--qa", nargs="+", default=[], metavar="F", help="questions of qa_1, then of qa_2: SQuAD's JSON, HotpotQA's, or ours")
+    parser.add_argument("--qa", nargs="+", default=[], metavar="F", help="questions of qa_1, then of qa_2 (see docs/ruler.md)")
     parser.add_argument("--base", metavar="B", help="unconverted checkpoint to compare with; of an adapter, where its base is")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the samples (default: 0)")
     parser.add_argument("--chat", action="store_true", help="ask in the tokenizer's chat template")
     parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
     parser.add_argument("--out", metavar="DIR", help="keep each result as it comes; the same command goes on where it stopped")
-    parser.add_argument("--write-samples", metavar="DIR", help="write the samples as JSON lines instead, with PATH's tokenizer and no model")
+    parser.add_argument("--write-samples", metavar="DIR", help="write the samples as JSON lines instead; needs PATH's tokenizer alone")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> Result:
         print(f"warning: {note}", file=sys.stderr)
     base = None if is_adapter(args.path) else args.base
     if base is not None:
+        if Checkpoint.open(base).section is not None:
+            raise InPlaceTTTError(f"{base} is a converted checkpoint; --base takes what it was converted from.")
         _refuse_other_tokenizer(_tokenizer(base, None), prompter, base)
     results, names = Results(args.out), ["on", "off"] if base is None else ["on", "off", "base"]
     total = len(list(settings.cells())) * settings.count * len(names)
@@ -153,7 +155,7 @@ def _dtype(name: str) -> Any:
 
 
 def _to_device(model: PreTrainedModel) -> PreTrainedModel:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _tokenizer_source(args: argparse.Namespace) -> str:
@@ -192,6 +194,4 @@ def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
 
 def _base(path: str, dtype: str) -> Variant:
     model = _to_device(load_base(path, dtype=_dtype(dtype)))
-    if is_converted(model):
-        raise InPlaceTTTError(f"{path} is a converted checkpoint; --base takes what it was converted from.")
     return Variant("base", model, fingerprint_of(model), nullcontext)

@@ -75,9 +75,13 @@ class Material:
 
     @cached_property
     def words(self) -> list[str]:
-        """Different words to list: nouns, adjectives and verbs, then those of the haystack."""
-        listed = dict.fromkeys(sorted({*self.nouns, *self.adjectives, *_listed("verb")}))
-        return list(listed | dict.fromkeys(re.findall(r"\b[a-z]{3,}\b", self._haystack)))
+        """Nouns, adjectives and verbs, each word once."""
+        return sorted({*self.nouns, *self.adjectives, *_listed("verb")})
+
+    @cached_property
+    def further_words(self) -> list[str]:
+        """The haystack's words that are not among `words`."""
+        return sorted({*re.findall(r"\b[a-z]{3,}\b", self._haystack)}.difference(self.words))
 
 
 def _listed(category: str) -> list[str]:
@@ -130,7 +134,7 @@ def _listed_questions(values: Sequence[dict[str, Any]]) -> tuple[list[Question],
             answers: tuple[str, ...] = (value["answer"],)
         else:
             documents, answers = _texts(value["documents"]), _texts(value["answers"])
-        questions.append(Question(*_texts([value["question"]]), answers, documents))
+        questions.append(Question(_texts([value["question"]])[0], answers, documents))
     return questions, [text for question in questions for text in question.documents]
 
 

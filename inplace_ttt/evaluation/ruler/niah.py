@@ -39,7 +39,7 @@ class Needles:
 
     def puzzle(self, random: Random, material: Material, length: int, index: int) -> Puzzle:
         """Sizes: sentences of noise, words of the text, or needles that nobody asks for."""
-        draw = _Draw(random, material)
+        draw = _Draw(random, material, avoid_text=self.haystack == "essay")
         told = {draw.new(self.key): [draw.new(self.value) for _ in range(self.values)] for _ in range(self.keys)}
         needles = [_NEEDLE.format(kind=self.value, key=key, value=value) for key, values in told.items() for value in values]
         random.shuffle(needles)
@@ -68,13 +68,13 @@ class Needles:
 
 
 class _Draw:
-    """Keys and values, none twice and none in the haystack."""
+    """Keys and values, none twice and none in the text around them."""
 
-    def __init__(self, random: Random, material: Material) -> None:
-        self.random, self.material, self.drawn = random, material, set[str]()
+    def __init__(self, random: Random, material: Material, avoid_text: bool) -> None:
+        self.random, self.material, self.avoid_text, self.drawn = random, material, avoid_text, set[str]()
 
     def new(self, kind: str) -> str:
-        while (drawn := self._any(kind)) in self.drawn or self.material.mentions(drawn):
+        while (drawn := self._any(kind)) in self.drawn or (self.avoid_text and self.material.mentions(drawn)):
             pass
         self.drawn.add(drawn)
         return drawn

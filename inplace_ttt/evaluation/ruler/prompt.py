@@ -69,7 +69,7 @@ class Prompter:
         probe = "grass 0123456789 abcdef-ABCDEF"
         written = tokenizer.decode(tokenizer(probe).input_ids, skip_special_tokens=True)
         if "".join(written.split()) != "".join(probe.split()):
-            raise InPlaceTTTError(f"the tokenizer turns {probe!r} into {written!r}, so that it cannot write the answers; use the model's own.")
+            raise InPlaceTTTError(f"the tokenizer turns {probe!r} into {written!r} and could not write the answers; use the model's own.")
 
     def ids(self, draft: Draft) -> list[int]:
         text = draft.prompt + draft.answer_prefix
@@ -93,9 +93,7 @@ def samples(task: Task, length: int, count: int, seed: int, material: Material, 
         yield Sample(task.name, length, index, draft, ids)
 
 
-def _fit(
-    puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None
-) -> tuple[int, Draft, list[int]]:
+def _fit(puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None) -> tuple[int, Draft, list[int]]:
     """The size whose prompt fills `room` tokens best without exceeding it: secants inside a shrinking bracket."""
     first = puzzle.draft(puzzle.least)
     best = puzzle.least, first, prompter.ids(first)

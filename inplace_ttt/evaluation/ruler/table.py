@@ -30,16 +30,20 @@ def table(settings: Settings, names: Sequence[str], results: Results) -> dict[st
 
 def render(result: dict[str, Any]) -> str:
     """The table in plain text."""
+
+    def line(name: str, values: dict[str, Any]) -> str:
+        return name.ljust(20) + "".join(_cell(values[column], column).rjust(16) for column in columns)
+
     names = [name for name in VARIANTS if name in result["averages"][0]]
     columns = [*names, "difference"]
     heads = [*names, "on - off"]
     lines = []
     for mean in result["averages"]:
-        lines.append(f"{mean['length']:,} tokens{'':6}".ljust(20) + "".join(head.rjust(16) for head in heads))
+        lines.append(f"{mean['length']:,} tokens".ljust(20) + "".join(head.rjust(16) for head in heads))
         for row in result["rows"]:
             if row["length"] == mean["length"]:
-                lines.append(row["task"].ljust(20) + "".join(_cell(row[column], column).rjust(16) for column in columns))
-        lines.append(f"average of {mean['on']['n']}".ljust(20) + "".join(_cell(mean[column], column).rjust(16) for column in columns) + "\n")
+                lines.append(line(row["task"], row))
+        lines.append(line(f"average of {mean['on']['n']}", mean) + "\n")
     lines.append(f"scores of 100, ± standard error over {result['samples']} samples a task, seed {result['seed']}")
     return "\n".join(lines)
 

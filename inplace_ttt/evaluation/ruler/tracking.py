@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from itertools import pairwise
 from random import Random
 
 from .material import Material
@@ -52,7 +53,7 @@ def _names(random: Random, letters: int, taken: set[str]) -> tuple[str, ...]:
 
 def _question(lines: list[str], names: tuple[str, ...], value: int, random: Random) -> Draft:
     chain = [f"VAR {names[0]} = {value}"]
-    chain += [f"VAR {later} = VAR {earlier}" for earlier, later in zip(names, names[1:], strict=False)]
+    chain += [f"VAR {later} = VAR {earlier}" for earlier, later in pairwise(names)]
     lines = [f"{line}\n" for line in lines]
     places = sorted(random.sample(range(len(lines)), len(chain)))
     for done, (place, assignment) in enumerate(zip(places, chain, strict=True)):

@@ -32,6 +32,7 @@ def common(random: Random, material: Material, length: int, index: int) -> Puzzl
     often, seldom = (30, 3) if length >= _LONG else (6, 1)
     example_words, example_often, example_seldom = (40, 10, 3) if length >= _LONG else (20, 3, 1)
     vocabulary = random.sample(material.words, len(material.words))
+    vocabulary += random.sample(material.further_words, len(material.further_words))  # at 256k tokens the first ones run out
     example, vocabulary = vocabulary[:example_words], vocabulary[example_words:]
     solved = (
         _COMMON.format(context=_numbered(example, example_often, example_seldom, random))
@@ -45,7 +46,7 @@ def common(random: Random, material: Material, length: int, index: int) -> Puzzl
         context = _numbered(vocabulary[:size], often, seldom, Random(order))
         return Draft(f"{solved}\n{_COMMON.format(context=context)}", _COMMON_PREFIX, tuple(vocabulary[:_COMMON_WORDS]))
 
-    lacks = f"there are {len(material.words):,} words to list (add to them with a --haystack of more different words)"
+    lacks = f"there are {len(vocabulary):,} words to list (a --haystack of more different words adds to them)"
     return Puzzle(_COMMON_WORDS + 1, len(vocabulary), draft, lacks)
 
 
