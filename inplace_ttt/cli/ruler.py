@@ -71,13 +71,13 @@ def run(args: argparse.Namespace) -> Result:
             bar.update(done)
 
         go = partial(run_cells, settings, material=material, prompter=prompter, results=results, progress=progress)
-        print_of = fingerprint_of(model)
-        go([Variant("on", model, print_of, nullcontext), Variant("off", model, print_of, partial(ttt_disabled, model))])
-        chunk_size = config_of(model).chunk_size
+        weights, config = fingerprint_of(model), config_of(model)
+        off = partial(ttt_disabled, model)
+        go([Variant("on", model, weights, config.to_dict(), nullcontext), Variant("off", model, weights, None, off)])
         if base is not None:
-            del model, go.keywords["progress"]
+            del model, off  # the base takes its place
             gc.collect()
-            go([_base(base, args.dtype)], progress=progress)
+            go([_base(base, args.dtype)])
     return {
         "path": args.path,
         "base": base,
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> Result:
         "samples": settings.count,
         "seed": settings.seed,
         "chat": args.chat,
-        "chunk_size": chunk_size,
+        "chunk_size": config.chunk_size,
         "warnings": notes,
         **tables.table(settings, names, results),
     }, 0
@@ -194,4 +194,4 @@ def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
 
 def _base(path: str, dtype: str) -> Variant:
     model = _to_device(load_base(path, dtype=_dtype(dtype)))
-    return Variant("base", model, fingerprint_of(model), nullcontext)
+    return Variant("base", model, fingerprint_of(model), None, nullcontext)

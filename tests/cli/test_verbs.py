@@ -19,6 +19,7 @@ OPTIONS = {
     "plan": "--device-memory --help --json --set",
     "train": "--from-scratch --help --json --no-audit --num-processes --set",
     "audit": "--compare --format --help --json --out --profile --seed",
+    "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
     "export": "--base --format --help --json --overwrite",
     "import-official": "--help --json --overwrite",
     "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",

@@ -97,7 +97,7 @@ def test_a_run_that_was_stopped_goes_on(capsys: pytest.CaptureFixture[str], tmp_
     answered: list[str] = []
 
     def counted(model: Any, tokenizer: Any, batch: Any, budget: int) -> list[str]:
-        if len(answered) == 4:
+        if len(answered) == 8:
             raise KeyboardInterrupt
         answered.extend(sample.task for sample in batch)
         return answer(model, tokenizer, batch, budget)
@@ -105,12 +105,12 @@ def test_a_run_that_was_stopped_goes_on(capsys: pytest.CaptureFixture[str], tmp_
     monkeypatch.setattr(run, "answer", counted)
     arguments = ["--haystack", "book.txt", "--qa", "questions.jsonl", *QUICK, "--out", str(tmp_path / "part")]
     assert cli.main(["ruler", "ttt", *arguments]) == 130
-    assert list(predictions(tmp_path / "part")) == [f"on-fwe-{LENGTH}"]
+    assert list(predictions(tmp_path / "part")) == [f"off-fwe-{LENGTH}", f"on-fwe-{LENGTH}"]
     assert all(file.suffix == ".json" for file in (tmp_path / "part").iterdir())
     monkeypatch.setattr(run, "answer", lambda *given: answered.extend(sample.task for sample in given[2]) or answer(*given))
     answered.clear()
     assert ruler(capsys, *QUICK, "--out", tmp_path / "part") == whole
-    assert len(answered) == 3 * 3, "what was there has been made again"
+    assert len(answered) == 3 * 2, "what was there has been made again"
     answered.clear()
     wider = ruler(capsys, *QUICK, "--lengths", "1024,900", "--out", tmp_path / "part")
     assert wider["rows"][:2] == whole["rows"] and len(answered) == 3 * 4
@@ -210,3 +210,22 @@ def test_results_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str
     (tmp_path / f"on-fwe-{LENGTH}.json").write_text("{")
     assert cli.main(arguments) == 2
     assert "is not a result of this command" in capsys.readouterr().err
+
+
+def test_results_of_other_writes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The weights are the same, the chunks are not; off has neither."""
+    tiny.save_converted(tiny.save_base(tmp_path / "base"), tmp_path / "ttt")
+    arguments = ["ruler", str(tmp_path / "ttt"), "--lengths", "1024", "--tasks", "fwe", "--samples", "1", "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 0
+    config = json.loads((tmp_path / "ttt" / "config.json").read_text())
+    config["inplace_ttt"]["config"]["eta"] = 0.5
+    (tmp_path / "ttt" / "config.json").write_text(json.dumps(config))
+    assert cli.main(arguments) == 2
+    assert "on-fwe-1024.json was made with config" in capsys.readouterr().err
+
+
+def test_a_length_that_cannot_be_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--lengths", "1024,65536", "--tasks", "niah_single_2", "--haystack", "book.txt", "--out", str(tmp_path)]
+    assert cli.main(["ruler", "ttt", *arguments]) == 2
+    assert "book.txt has 8,000 words" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -93,6 +93,12 @@ def samples(task: Task, length: int, count: int, seed: int, material: Material, 
         yield Sample(task.name, length, index, draft, ids)
 
 
+def check(task: Task, length: int, count: int, seed: int, material: Material, prompter: Prompter) -> None:
+    """Raises InPlaceTTTError when the first sample cannot be made, or there are no `count` of them."""
+    next(samples(task, length, 1, seed, material, prompter))
+    task.puzzle(Random(0), material, length, count - 1)
+
+
 def _fit(puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None) -> tuple[int, Draft, list[int]]:
     """The size whose prompt fills `room` tokens best without exceeding it: secants inside a shrinking bracket."""
     first = puzzle.draft(puzzle.least)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...errors import InPlaceTTTError
 from . import TASKS
 from .material import Material
-from .prompt import Prompter, Sample, Task, samples
+from .prompt import Prompter, Sample, Task, check, samples
 from .scoring import score
 
 _PREFILL = 1024
@@ -46,6 +46,7 @@ class Variant:
     name: str
     model: PreTrainedModel
     fingerprint: str
+    config: dict[str, Any] | None  # of the writes, where there are any
     switch: Callable[[], AbstractContextManager[Any]]
 
 
@@ -97,6 +98,7 @@ def asked(task: Task, length: int, settings: Settings, variant: Variant, materia
         "chat": prompter.chat,
         "model": variant.fingerprint,
         "dtype": str(variant.model.dtype),
+        "config": variant.config,
     }
     if task.haystack or task.name == "cwe":  # whose words may come from it
         wanted["haystack"] = material.digest
@@ -113,36 +115,37 @@ def run_cells(
     results: Results,
     progress: Callable[[str, int], None] = lambda what, samples: None,
 ) -> None:
-    """Fill in the results that are missing, cell by cell. progress: is told of samples as they are answered, or found."""
+    """Fill in the results that are missing, cell by cell, one batch of samples in memory at a time.
+
+    progress: is told of samples as they are answered, or found. Raises InPlaceTTTError for a task that cannot be made before any is run.
+    """
     questions = [
         (task, length, variant, f"{variant.name}-{task.name}-{length}", asked(task, length, settings, variant, material, prompter))
         for task, length in settings.cells()
         for variant in variants
     ]
     missing = [question for question in questions if results.get(*question[3:]) is None]
+    for task, length in dict.fromkeys(question[:2] for question in missing):
+        progress(f"{task.name}-{length}", 0)
+        check(task, length, settings.count, settings.seed, material, prompter)
     progress("", settings.count * (len(questions) - len(missing)))
     for (task, length), group in itertools.groupby(missing, key=lambda question: question[:2]):
-        made = list(samples(task, length, settings.count, settings.seed, material, prompter))
-        for _, _, variant, name, wanted in group:
-            predictions: list[str] = []
-            with variant.switch():
-                for first in range(0, settings.count, settings.batch_size):
-                    batch = made[first : first + settings.batch_size]
-                    progress(name, 0)
-                    predictions += answer(variant.model, prompter.tokenizer, batch, task.budget)
-                    progress(name, len(batch))
-            results.put(name, _result(wanted, task, made, predictions))
-
-
-def _result(wanted: dict[str, Any], task: Task, made: list[Sample], predictions: list[str]) -> dict[str, Any]:
-    pairs = list(zip(made, predictions, strict=True))
-    return {
-        "asked": wanted,
-        "scores": [score(prediction, sample.draft.answers, task.any_answer) for sample, prediction in pairs],
-        "tokens": [len(sample.ids) for sample in made],
-        "answers": [sample.draft.answers for sample in made],
-        "predictions": predictions,
-    }
+        cells = list(group)
+        answers: list[tuple[str, ...]] = []
+        tokens: list[int] = []
+        predictions: dict[str, list[str]] = {name: [] for _, _, _, name, _ in cells}
+        made = samples(task, length, settings.count, settings.seed, material, prompter)
+        while batch := list(itertools.islice(made, settings.batch_size)):
+            answers += [sample.draft.answers for sample in batch]
+            tokens += [len(sample.ids) for sample in batch]
+            for _, _, variant, name, _ in cells:
+                progress(name, 0)
+                with variant.switch():
+                    predictions[name] += answer(variant.model, prompter.tokenizer, batch, task.budget)
+                progress(name, len(batch))
+        for _, _, _, name, wanted in cells:
+            scores = [score(said, right, task.any_answer) for said, right in zip(predictions[name], answers, strict=True)]
+            results.put(name, {"asked": wanted, "scores": scores, "tokens": tokens, "answers": answers, "predictions": predictions[name]})
 
 
 @torch.no_grad()
