@@ -41,7 +41,7 @@ TASKS = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three tasks on local files, a base, and it converted. Prompts take several chunks, and each its own number of tokens."""
     folder = tmp_path_factory.mktemp("lm-eval")
-    texts = [tiny.text(90 + 7 * i, seed=i) for i in range(5)]
+    texts = [tiny.text(180 + 7 * i, seed=i) for i in range(5)]
     choices = ["whale", "a ship", "sea of it"]
     rows = [{"text": text, "question": text, "choices": choices, "answer": i % 3} for i, text in enumerate(texts)]
     tiny.write_lines(folder / "rows.jsonl", rows)
