@@ -9,7 +9,7 @@ from pathlib import Path
 import inplace_ttt
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "triton", "yaml_missing")
+OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "triton", "wonderwords")
 MODULES = sorted(m.name for m in pkgutil.walk_packages(inplace_ttt.__path__, "inplace_ttt.") if not m.name.endswith("__main__"))
 
 

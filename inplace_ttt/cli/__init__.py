@@ -21,6 +21,8 @@ VERBS = {
     "diagnose": "measure gradients and writes on a text, and say what is wrong with them",
     "plan": "say what a training run will take, and what in it will not fit or not train",
     "train": "continue a model's training by a recipe",
+    "evaluate": "say whether writes help, and whether what helps is memory",
+    "ruler": "score long-context tasks of the RULER benchmark, TTT on, off and the base",
     "export": "write a converted checkpoint in another form",
     "import-official": "read a checkpoint of the public reference code",
     "bench": "time the op against the plain linear and the public formulation",

@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from ..diagnostics.diagnosis import diagnose
 from ..diagnostics.report import PAGE, summary, write_into
-from ..diagnostics.text import tokens_of
 from ..errors import InPlaceTTTError
 from ..folder import new_folder
 from ..surgery import config_of, fast_weights
+from ..text import tokens_of
 from . import Result
-from .generate import load_with_tokenizer
+from .loading import load_with_tokenizer
 
 EXAMPLES = """examples:
   inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis

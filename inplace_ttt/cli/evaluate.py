@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..checkpoint import load_base
 from ..errors import InPlaceTTTError
 from ..evaluation.ab import Protocol, compare
 from ..evaluation.contexts import growing_context
@@ -22,7 +21,7 @@ from ..surgery import config_of
 from ..text import files_in, tokens_of
 from ..window import SINKS
 from . import Result
-from .generate import load_with_tokenizer
+from .loading import load_plain, load_with_tokenizer
 
 EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> Result:
     if len(passage) != 2 or min(passage) < 1:
         raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
-    base = None if args.base is None else load_base(args.base, dtype=model.dtype).to(model.device)
+    base = None if args.base is None else load_plain(args.base, model.dtype)
     protocol = Protocol(args.window, args.sinks, _skip(args, model), args.batch_size)
     names, documents = _documents(args, model, tokenizer, protocol)
     result = compare(model, documents, protocol, base, progress=True)

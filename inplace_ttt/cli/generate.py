@@ -8,14 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, set_seed
 
-from ..checkpoint import is_adapter, load, one_line, read_adapter
+from ..checkpoint import one_line
 from ..errors import InPlaceTTTError
 from ..state import FastWeightState
 from ..surgery import ttt_disabled
 from . import Result
+from .loading import load_with_tokenizer
 
 EXAMPLES = """examples:
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
@@ -97,19 +97,6 @@ def _read(prompt_file: str) -> str:
         return sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InPlaceTTTError(f"cannot read the prompt {prompt_file}: {one_line(error)}; give a UTF-8 text file.") from None
-
-
-def load_with_tokenizer(path: str, base: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A converted model on this machine's device, and the tokenizer it was saved with."""
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InPlaceTTTError(f"--dtype {dtype} is not a torch dtype; try float32 or bfloat16.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load(path, base=base, dtype=dtype if dtype == "auto" else getattr(torch, dtype)).to(device)
-    source = base or (read_adapter(path)[1]["name_or_path"] if is_adapter(path) else path)
-    try:
-        return model, AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        raise InPlaceTTTError(f"{source} has no usable tokenizer; save the base's tokenizer into it.") from None
 
 
 def _warn_beyond_context(model: PreTrainedModel, tokens: int) -> None:

@@ -20,6 +20,11 @@ OPTIONS = {
     "train": "--from-scratch --help --json --no-audit --num-processes --set",
     "audit": "--compare --format --help --json --out --profile --seed",
     "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --tokens --train",
+    "evaluate": (
+        "--base --batch-size --block --contexts --documents --dtype --help --json --out --overwrite --passage --second-copy --seed --sinks "
+        "--skip --text --tokens --window"
+    ),
+    "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
     "export": "--base --format --help --json --overwrite",
     "import-official": "--help --json --overwrite",
     "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",

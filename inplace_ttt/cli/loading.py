@@ -1,0 +1,50 @@
+"""What verbs load: models on this machine's device, and the tokenizer that belongs to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..checkpoint import is_adapter, load, load_base, read_adapter
+from ..errors import InPlaceTTTError
+
+
+def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:
+    """A converted model; base: where an adapter's base is, if not where it was."""
+    return _to_device(load(path, base=base, dtype=_dtype(dtype)))
+
+
+def load_plain(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
+    """A model without TTT."""
+    return _to_device(load_base(path, dtype=_dtype(dtype) if isinstance(dtype, str) else dtype))
+
+
+def tokenizer_of(path: str, base: str | None = None, model: PreTrainedModel | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a checkpoint, or beside an adapter's base; of no other model than `model`."""
+    source = (base or read_adapter(path)[1]["name_or_path"]) if is_adapter(path) else path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError):
+        raise InPlaceTTTError(f"{source} has no usable tokenizer; save the base's tokenizer into it.") from None
+    rows = None if model is None else model.get_input_embeddings().num_embeddings
+    if rows is not None and (largest := max(tokenizer.get_vocab().values(), default=0)) >= rows:
+        raise InPlaceTTTError(f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model knows {rows}.")
+    return tokenizer
+
+
+def load_with_tokenizer(path: str, base: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A converted model, and its tokenizer."""
+    model = load_converted(path, base, dtype)
+    return model, tokenizer_of(path, base, model)
+
+
+def _dtype(name: str) -> Any:
+    if name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise InPlaceTTTError(f"--dtype {name} is not a torch dtype; try float32 or bfloat16.")
+    return name if name == "auto" else getattr(torch, name)
+
+
+def _to_device(model: PreTrainedModel) -> PreTrainedModel:
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]

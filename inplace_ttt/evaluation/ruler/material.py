@@ -1,0 +1,151 @@
+"""What the tasks are made of: noise, words, a text to hide needles in, questions with their documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint import one_line
+from ...errors import InPlaceTTTError
+
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+
+
+@dataclass(frozen=True)
+class Question:
+    """answers: each of them right alone; documents: the texts that hold the answer."""
+
+    question: str
+    answers: tuple[str, ...]
+    documents: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QuestionBook:
+    """The questions of one file, and every document in it, once."""
+
+    name: str
+    digest: str
+    questions: tuple[Question, ...]
+    documents: tuple[str, ...]
+
+
+class Material:
+    """The texts of a run. haystack: a UTF-8 text file; questions: JSON files, see `read_questions`."""
+
+    def __init__(self, haystack: str | None = None, questions: Sequence[str] = ()) -> None:
+        self.haystack_name = haystack
+        self._haystack = "" if haystack is None else " ".join(_read(haystack).split())
+        if haystack is not None and not self._haystack:
+            raise InPlaceTTTError(f"{haystack} holds no text; give a long UTF-8 text.")
+        self.questions = [read_questions(path) for path in questions]
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self._haystack.encode()).hexdigest()
+
+    @cached_property
+    def _essay(self) -> list[str]:
+        return self._haystack.split(" ")
+
+    @property
+    def essay_words(self) -> int:
+        return len(self._essay)
+
+    def essay(self, words: int) -> str:
+        """The first words of the haystack."""
+        return " ".join(self._essay[:words])
+
+    def mentions(self, text: str) -> bool:
+        return text in self._haystack
+
+    @cached_property
+    def nouns(self) -> list[str]:
+        return _listed("noun")
+
+    @cached_property
+    def adjectives(self) -> list[str]:
+        return _listed("adjective")
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Nouns, adjectives and verbs, each word once."""
+        return sorted({*self.nouns, *self.adjectives, *_listed("verb")})
+
+    @cached_property
+    def further_words(self) -> list[str]:
+        """The haystack's words that are not among `words`."""
+        return sorted({*re.findall(r"\b[a-z]{3,}\b", self._haystack)}.difference(self.words))
+
+
+def _listed(category: str) -> list[str]:
+    try:
+        from wonderwords import RandomWord
+    except ImportError:
+        raise InPlaceTTTError("RULER's words come from the package wonderwords; pip install 'inplace-ttt[eval]'.") from None
+    return sorted(set(RandomWord().filter(include_categories=[category])))
+
+
+def read_questions(path: str) -> QuestionBook:
+    """Questions from SQuAD's or HotpotQA's own JSON file, or from {"question", "answers", "documents"} as JSON or JSON lines."""
+    text = _read(path)
+    try:
+        values = [json.loads(line) for line in text.splitlines() if line.strip()] if path.endswith(".jsonl") else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InPlaceTTTError(f"{path} is not JSON ({one_line(error)}); name a file of JSON lines .jsonl.") from None
+    try:
+        questions, documents = _squad(values) if isinstance(values, dict) else _listed_questions(values)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InPlaceTTTError(
+            f"{path} does not hold questions as docs/ruler.md says: {type(error).__name__} at {one_line(error)!r}."
+        ) from None
+    for question in questions:
+        if not question.answers or not all(answer.strip() for answer in question.answers) or not question.documents:
+            raise InPlaceTTTError(f"{path} has no answer or no document to the question {question.question!r}; give both or leave it out.")
+    if not questions:
+        raise InPlaceTTTError(f"{path} holds no questions.")
+    return QuestionBook(path, hashlib.sha256(text.encode()).hexdigest(), tuple(questions), tuple(dict.fromkeys(documents)))
+
+
+def _squad(values: dict[str, Any]) -> tuple[list[Question], list[str]]:
+    """Every answerable question with its paragraph."""
+    paragraphs = [paragraph for article in values["data"] for paragraph in article["paragraphs"]]
+    questions = [
+        Question(qa["question"], tuple(dict.fromkeys(answer["text"] for answer in qa["answers"])), (paragraph["context"],))
+        for paragraph in paragraphs
+        for qa in paragraph["qas"]
+        if not qa.get("is_impossible", False)
+    ]
+    return questions, [paragraph["context"] for paragraph in paragraphs]
+
+
+def _listed_questions(values: Sequence[dict[str, Any]]) -> tuple[list[Question], list[str]]:
+    """HotpotQA's, with all ten paragraphs of a question, as RULER has them; or our own."""
+    questions = []
+    for value in values:
+        if "context" in value:
+            documents = tuple(f"{title}\n{''.join(sentences)}" for title, sentences in value["context"])
+            answers: tuple[str, ...] = (value["answer"],)
+        else:
+            documents, answers = _texts(value["documents"]), _texts(value["answers"])
+        questions.append(Question(_texts([value["question"]])[0], answers, documents))
+    return questions, [text for question in questions for text in question.documents]
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{values!r}, which is not a list of texts")
+    return tuple(values)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InPlaceTTTError(f"cannot read {path}: {one_line(error)}; give a UTF-8 text file.") from None

@@ -1,0 +1,134 @@
+"""From a puzzle to a prompt of a wanted length, in the model's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from ...errors import InPlaceTTTError
+from .material import Material
+
+SHORTFALL = 0.02
+"""How far a prompt and its answer may stay below the wanted length; they never exceed it."""
+
+_CLOSE = 0.005
+_TRIES = 40
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt, the beginning of the answer that the model is given, and what it is to go on with."""
+
+    prompt: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One question in a text of any size: `draft(size)` for least <= size <= most, longer with the size; short: why not more."""
+
+    least: int
+    most: int
+    draft: Callable[[int], Draft]
+    short: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of RULER's tasks. budget: tokens of an answer; any_answer: one of the answers is enough (QA)."""
+
+    name: str
+    budget: int
+    puzzle: Callable[[Random, Material, int, int], Puzzle]  # random numbers, texts, length in tokens, number of the sample
+    any_answer: bool = False
+    haystack: bool = False  # needs the haystack file
+    questions: int | None = None  # which file of questions it needs
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt: `ids` are its tokens with the answer's prefix; ids and answer fill `length` tokens."""
+
+    task: str
+    length: int
+    index: int
+    draft: Draft
+    ids: list[int]
+
+
+class Prompter:
+    """Tokens of a draft: as plain text, or as a user's turn in the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, chat: bool = False) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise InPlaceTTTError("the tokenizer has no chat template; leave --chat out.")
+        probe = "grass 0123456789 abcdef-ABCDEF"
+        written = tokenizer.decode(tokenizer(probe).input_ids, skip_special_tokens=True)
+        if "".join(written.split()) != "".join(probe.split()):
+            raise InPlaceTTTError(f"the tokenizer turns {probe!r} into {written!r} and could not write the answers; use the model's own.")
+
+    def ids(self, draft: Draft) -> list[int]:
+        text = draft.prompt + draft.answer_prefix
+        if self.chat:
+            turn = [{"role": "user", "content": draft.prompt}]
+            opened = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            text = opened + draft.answer_prefix.lstrip()
+        return self.tokenizer(text, add_special_tokens=not self.chat, verbose=False).input_ids
+
+
+def samples(task: Task, length: int, count: int, seed: int, material: Material, prompter: Prompter) -> Iterator[Sample]:
+    """The first `count` samples of a task: the same for the same seed, texts and tokenizer, and the first of any larger count.
+
+    Raises InPlaceTTTError when no prompt of the task ends within 2 % below `length` tokens, the answer's budget included.
+    """
+    guess = None
+    for index in range(count):
+        puzzle = task.puzzle(Random(f"{seed}/{task.name}/{length}/{index}"), material, length, index)
+        size, draft, ids = _fit(puzzle, prompter, length - task.budget, task, length, guess)
+        guess = size if guess is None else guess
+        yield Sample(task.name, length, index, draft, ids)
+
+
+def check(task: Task, length: int, count: int, seed: int, material: Material, prompter: Prompter) -> None:
+    """Raises InPlaceTTTError when the first sample cannot be made, or there are no `count` of them."""
+    next(samples(task, length, 1, seed, material, prompter))
+    task.puzzle(Random(0), material, length, count - 1)
+
+
+def _fit(puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None) -> tuple[int, Draft, list[int]]:
+    """The size whose prompt fills `room` tokens best without exceeding it: secants inside a shrinking bracket."""
+    first = puzzle.draft(puzzle.least)
+    best = puzzle.least, first, prompter.ids(first)
+    tokens = least_tokens = len(best[2])
+    if tokens > room:
+        raise InPlaceTTTError(
+            f"{task.name} takes at least {tokens + task.budget} tokens with this tokenizer, {task.budget} of them for the answer, "
+            f"and is asked to fit {length}; raise --lengths or leave it out of --tasks."
+        )
+    low, high = puzzle.least, puzzle.most + 1
+    size = min(2 * puzzle.least + 50, puzzle.most) if guess is None else guess
+    for _ in range(_TRIES):
+        if high - low <= 1 or room - tokens <= _CLOSE * room:
+            break
+        size = min(max(size, low + 1), high - 1)
+        draft = puzzle.draft(size)
+        ids = prompter.ids(draft)
+        rate = max((len(ids) - least_tokens) / (size - puzzle.least), 1e-3)
+        if len(ids) > room:
+            high = size
+        else:
+            low, tokens, best = size, len(ids), (size, draft, ids)
+        size += int((room * (1 - _CLOSE / 2) - len(ids)) / rate)
+    filled = tokens + task.budget
+    if filled < (1 - SHORTFALL) * length:
+        if low == puzzle.most:
+            raise InPlaceTTTError(f"{puzzle.short}, which makes {task.name} {filled} tokens long, not {length}.")
+        raise InPlaceTTTError(
+            f"{task.name} comes no closer to {length} tokens than {filled} with this tokenizer, since one piece of its text is longer "
+            "than 2 % of them; raise --lengths or leave it out of --tasks."
+        )
+    return best

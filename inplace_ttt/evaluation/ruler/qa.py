@@ -1,0 +1,42 @@
+"""Questions among documents: the ones that hold the answer, and others to hide them."""
+
+from __future__ import annotations
+
+from random import Random
+
+from ...errors import InPlaceTTTError
+from .material import Material
+from .prompt import Draft, Puzzle
+
+_TEMPLATE = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "The following are given documents.\n\n{context}\n\n"
+    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "Question: {question}"
+)
+_PREFIX = " Answer:"
+
+
+def puzzle(number: int, random: Random, material: Material, length: int, index: int) -> Puzzle:
+    """Question `index` of a file, its documents whole. Sizes: words of other documents; the last of these may be cut off."""
+    book = material.questions[number]
+    if index >= len(book.questions):
+        raise InPlaceTTTError(f"{book.name} has {len(book.questions)} questions, --samples asks for more; lower it.")
+    question = book.questions[index]
+    own = set(question.documents)
+    others = random.sample([text for text in book.documents if text not in own], len(book.documents) - len(own))
+    lengths = [len(text.split()) for text in others]
+    order = random.random()
+
+    def draft(size: int) -> Draft:
+        documents, left = list(question.documents), size
+        for text, words in zip(others, lengths, strict=True):
+            if left <= 0:
+                break
+            documents.append(text if words <= left else " ".join(text.split()[:left]))
+            left -= words
+        Random(order).shuffle(documents)
+        context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(documents, 1))
+        return Draft(_TEMPLATE.format(context=context, question=question.question), _PREFIX, question.answers)
+
+    return Puzzle(0, sum(lengths), draft, f"{book.name} has {sum(lengths):,} words in documents of other questions")

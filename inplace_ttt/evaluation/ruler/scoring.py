@@ -1,0 +1,39 @@
+"""RULER's scores: which of the expected strings stand in an answer, whatever their case."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import mean, stdev
+from typing import TypedDict
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class Mean(TypedDict):
+    """stderr is None of a single value."""
+
+    mean: float
+    stderr: float | None
+    n: int
+
+
+def score(prediction: str, answers: Sequence[str], any_answer: bool) -> float:
+    """0 to 100: the share of `answers` found in the prediction, or whether any is (QA)."""
+    text = _CONTROL.sub("\n", prediction).strip().lower()
+    found = [answer.lower() in text for answer in answers]
+    return 100.0 * (any(found) if any_answer else mean(found))
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Mean and its standard error over samples."""
+    n = len(values)
+    return {"mean": mean(values), "stderr": stdev(values) / n**0.5 if n > 1 else None, "n": n}
+
+
+def average(rows: Sequence[Mean]) -> Mean:
+    """Mean over tasks of the tasks' means, each of which counts alike; n: tasks."""
+    errors = [row["stderr"] for row in rows]
+    known = [error for error in errors if error is not None]
+    stderr = sum(error**2 for error in known) ** 0.5 / len(rows) if len(known) == len(rows) else None
+    return {"mean": mean(row["mean"] for row in rows), "stderr": stderr, "n": len(rows)}

@@ -1,0 +1,62 @@
+"""Variable tracking: a chain of assignments in noise; which variables have the value?"""
+
+from __future__ import annotations
+
+import string
+from itertools import pairwise
+from random import Random
+
+from .material import Material
+from .niah import noise
+from .prompt import Draft, Puzzle
+
+_TEMPLATE = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+    "Question: Find all variables that are assigned the value {value} in the text above."
+)
+_PREFIX = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined the value {value}, "
+    "they are: "
+)  # the spelling is RULER's
+_HOPS = 4
+_EXAMPLE_LINES = 10
+
+
+def puzzle(random: Random, material: Material, length: int, index: int) -> Puzzle:
+    """One chain of 4 hops; a solved example with shorter names comes before it. Sizes: sentences of noise."""
+    taken: set[str] = set()
+    shown, names = _names(random, 3, taken), _names(random, 5, taken)
+    shown_value, value = random.sample(range(10000, 100000), 2)
+    example = _question(noise(5 * _EXAMPLE_LINES), shown, shown_value, random)
+    solved = f"{example.prompt}{example.answer_prefix}{' '.join(shown)}\n\n"
+    places = Random(random.random())
+    state = places.getstate()
+
+    def draft(size: int) -> Draft:
+        places.setstate(state)
+        question = _question(noise(size), names, value, places)
+        return Draft(f"{solved}\n\n{question.prompt}", question.answer_prefix.rstrip(), question.answers)
+
+    return Puzzle(5 * (_HOPS + 1), 10 * length, draft)
+
+
+def _names(random: Random, letters: int, taken: set[str]) -> tuple[str, ...]:
+    """As many variables as a chain has, none of them taken."""
+    names: list[str] = []
+    while len(names) <= _HOPS:
+        name = "".join(random.choices(string.ascii_uppercase, k=letters))
+        if name not in taken:
+            taken.add(name)
+            names.append(name)
+    return tuple(names)
+
+
+def _question(lines: list[str], names: tuple[str, ...], value: int, random: Random) -> Draft:
+    chain = [f"VAR {names[0]} = {value}"]
+    chain += [f"VAR {later} = VAR {earlier}" for earlier, later in pairwise(names)]
+    lines = [f"{line}\n" for line in lines]
+    places = sorted(random.sample(range(len(lines)), len(chain)))
+    for done, (place, assignment) in enumerate(zip(places, chain, strict=True)):
+        lines.insert(place + done, assignment)
+    context = " ".join(lines)
+    return Draft(_TEMPLATE.format(context=context, value=value), _PREFIX.format(count=len(names), value=value), names)

@@ -1,0 +1,85 @@
+"""A tiny converted model with a tokenizer of its own, on disk, and texts for it to read."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.surgery import fast_weights
+
+CHUNK = 64
+_WORDS = ("the", "sea", "a", "whale", "and", "ship", "of", "captain", "to", "harpoon", "in", "night", "magic", "numbers", "green", "sky")
+
+
+def text(words: int, seed: int = 0) -> str:
+    """Sentences of common words."""
+    generator = random.Random(seed)
+    drawn = [generator.choice(_WORDS) for _ in range(words)]
+    return " ".join(word + "." * (i % 11 == 10) for i, word in enumerate(drawn))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 400 tokens with a chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special, alphabet = ["<pad>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([text(3000)], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    turn, answer = "<s>{{ m.role }}: {{ m.content }}</s>", "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    made.chat_template = "{% for m in messages %}" + turn + "{% endfor %}" + answer
+    return made
+
+
+def save_base(folder: Path, positions: int = 4096) -> Path:
+    """A random Llama of two layers and its tokenizer."""
+    words = tokenizer()
+    words.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_converted(base: Path, folder: Path) -> Path:
+    """The base converted, with a writer that moves what the model says."""
+    model = convert(AutoModelForCausalLM.from_pretrained(base), InPlaceTTTConfig(layers=(0,), chunk_size=CHUNK))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for layer in fast_weights(model).values():
+            layer.ttt.conv.copy_(torch.randn(layer.ttt.conv.shape, generator=generator) * 0.02)
+            layer.ttt.proj.copy_(torch.randn(layer.ttt.proj.shape, generator=generator) * 0.2)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def questions(count: int) -> list[dict[str, object]]:
+    """Questions with one document each, in the form of docs/ruler.md."""
+    return [
+        {"question": f"Where is the whale number {i}?", "answers": [f"In harbour {i:03}.", f"harbour {i:03}"], "documents": [
+            f"Whale {i}. {text(40, seed=i)} In harbour {i:03}."]}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def write_lines(path: Path, values: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return path
