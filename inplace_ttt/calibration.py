@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
+from .checkpoint import Checkpoint, LayerTensors, Plan, load_base
 from .config import KeyWhitening
 from .errors import InPlaceTTTError
 from .families import locate
 from .fast_linear import FastWeight
-from .surgery import config_of, fast_weights, ttt_disabled
+from .surgery import config_of, convert, fast_weights, ttt_disabled
 
 TOKENS = 32_768
 """Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
@@ -56,6 +57,13 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
         raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
     for index, layer in layers.items():
         _set(layer, sums[index], config.whitening)
+
+
+def measured_tensors(checkpoint: Checkpoint, plan: Plan, rows: Sequence[Tensor]) -> LayerTensors:
+    """The new tensors of a fresh conversion with its measurements; loads the base, in the dtype of its weights."""
+    model = convert(load_base(checkpoint.folder), plan.config)
+    calibrate(model, rows, progress=True)
+    return {index: dict(layer.ttt.state_dict()) for index, layer in fast_weights(model).items()}
 
 
 @contextmanager

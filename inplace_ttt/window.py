@@ -67,6 +67,9 @@ def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache
 class WindowLayer(DynamicSlidingWindowLayer):
     """A cache layer that forgets what lies between the first tokens and the window."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, size: int, sinks: int) -> None:
         super().__init__(sliding_window=size)
         self.sinks = sinks

@@ -6,16 +6,25 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Checkpoint, describe_base, initial_tensors, plan_conversion, write_adapter, write_full
+from torch import Tensor
+
+from ..calibration import TOKENS, measured_tensors
+from ..checkpoint import Checkpoint, Plan, describe_base, initial_tensors, plan_conversion, write_adapter, write_full
 from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
 from ..folder import new_folder
 from ..identity import TOKENS, max_logit_difference
+from ..text import files_in, tokens_of
 from . import Result
+from .loading import tokenizer_of
+
+ROW = 2048
+"""Tokens of a text that are read at once to calibrate."""
 
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
   inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
+  inplace-ttt convert ./smollm2 ./smollm2-stable --preset stable --layers 12,18,24 --calibrate texts/
   inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
 
 
@@ -27,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-size", type=int, metavar="C", help="tokens a chunk")
     parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
     parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
+    parser.add_argument(
+        "--calibrate", nargs="+", metavar="F", help="texts to measure on what the preset's extensions need (see --preset stable)"
+    )
+    parser.add_argument("--calibrate-tokens", type=int, default=TOKENS, metavar="N", help=f"how much of them to read (default: {TOKENS})")
     parser.add_argument("--adapter-only", action="store_true", help="write only the new tensors, to load onto the base")
     parser.add_argument("--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
@@ -35,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     checkpoint = Checkpoint.open(args.src)
     plan = plan_conversion(checkpoint, _config(args))
-    tensors = initial_tensors(checkpoint, plan)
+    rows = _rows_to_calibrate_on(args, plan)
+    tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, rows)
     with new_folder(args.out, overwrite=args.overwrite) as folder:
         base = describe_base(checkpoint, plan)
         if args.adapter_only:
@@ -61,6 +75,23 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} over {TOKENS} tokens")
     lines.append("A fresh conversion writes nothing until its convolution is trained.")
     return "\n".join(lines)
+
+
+def _rows_to_calibrate_on(args: argparse.Namespace, plan: Plan) -> list[Tensor] | None:
+    """Token ids [1, T] to measure on, the texts' first ones in equal parts; None where the config needs no measurement."""
+    if not plan.config.needs_calibration:
+        if args.calibrate:
+            raise InPlaceTTTError("--calibrate has no effect on these settings, which measure nothing; leave it out.")
+        return None
+    if not args.calibrate:
+        raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
+    if args.calibrate_tokens < 1:
+        raise InPlaceTTTError(f"--calibrate-tokens must be at least 1, got {args.calibrate_tokens}.")
+    files = files_in(args.calibrate)
+    files = files[:: max(1, len(files) // max(1, args.calibrate_tokens // ROW))]
+    tokenizer = tokenizer_of(args.src)
+    rows = [tokens_of(file, tokenizer, min(ROW, -(-args.calibrate_tokens // len(files)))) for file in files]
+    return rows[: -(-args.calibrate_tokens // min(ROW, max(row.shape[1] for row in rows)))]
 
 
 def _config(args: argparse.Namespace) -> InPlaceTTTConfig:

@@ -47,4 +47,4 @@ def _dtype(name: str) -> Any:
 
 
 def _to_device(model: PreTrainedModel) -> PreTrainedModel:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")

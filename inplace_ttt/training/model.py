@@ -17,6 +17,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..models import MODEL_TYPE
 from ..surgery import convert, fast_weights
+from ..window import set_attention_window
 from .recipe import Recipe
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
@@ -46,6 +47,8 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         _refuse(recipe, "model", one_line(error).rstrip("."))
     if not fast_weights(built):
         convert(built, ttt)
+    if model.window is not None:
+        set_attention_window(built, model.window.size, model.window.sinks)
     return _choose_trained(built, recipe)
 
 
@@ -79,6 +82,13 @@ def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrain
     converted = adapter is not None or values.get("model_type") == MODEL_TYPE
     if converted and surgery is not None:
         _refuse(recipe, "surgery", f"{path} is converted already, so that surgery has no effect; remove the section or give the base")
+    if not converted and surgery is not None and surgery.needs_calibration:
+        _refuse(
+            recipe,
+            "surgery",
+            f"these settings need measurements on a text; run `inplace-ttt convert {path or 'MODEL'} OUT --calibrate TEXT` with them, and "
+            "give OUT as model.path",
+        )
     if not converted and surgery is None:
         _refuse(recipe, "surgery", f"{path or 'a model from scratch'} is not converted and there is no surgery; add the section")
     config = _build_config(recipe, values, "path" if path else "config")

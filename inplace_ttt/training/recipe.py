@@ -15,12 +15,25 @@ from .settings import WrongSetting, read_settings, require
 
 
 @dataclass(frozen=True)
+class Window:
+    """Sliding-window attention: each token sees the last `size` and its document's first `sinks`."""
+
+    size: int
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, "size", "must be at least 1")
+        require(0 <= self.sinks < self.size, "sinks", "must be at least 0 and below size")
+
+
+@dataclass(frozen=True)
 class Model:
     """What is trained.
 
     path: checkpoint folder or hub id, converted already or not; or
     config: values of a transformers config, `model_type` among them, for a model from scratch.
     tokenizer: folder or hub id; `path` without one. overrides: values put over the model's own config (YaRN, a window).
+    window: attention that sees a window, for a model whose own sees everything.
     """
 
     path: str | None = None
@@ -29,10 +42,12 @@ class Model:
     overrides: dict[str, Any] = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    window: Window | None = None
 
     def __post_init__(self) -> None:
         require((self.path is None) != (self.config is None), "path", "give either path or config (a model from scratch)")
         require(self.config is None or "model_type" in self.config, "config", "config needs model_type")
+        require(self.window is None or self.attention == "sdpa", "window", f"has no effect with {self.attention} attention")
 
     @property
     def tokenizer_path(self) -> str:
@@ -53,12 +68,27 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """Passages that stand twice: in a `share` of the rows, `length` tokens come again `gap` tokens later in their document."""
+
+    share: float = 0.5
+    length: int = 512
+    gap: int = 1024
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
+        require(self.length >= 1, "length", "must be at least 1")
+        require(self.gap >= 0, "gap", "must be at least 0")
+
+
+@dataclass(frozen=True)
 class Data:
     """Documents, and how they become rows; or the synthetic `recall` task.
 
     train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
     validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
     format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
+    repeat: rows with a passage that comes again, which teach a memory what it is for; training rows only.
     sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
     """
 
@@ -74,8 +104,13 @@ class Data:
     seed: int = 0
     cache: str | None = None
     recall: Recall | None = None
+    repeat: Repeat | None = None
 
     def __post_init__(self) -> None:
+        require(self.repeat is None or self.recall is None, "repeat", "has no effect on recall")
+        if self.repeat is not None:
+            least = 2 * self.repeat.length + self.repeat.gap
+            require(least <= self.sequence_length, "repeat", f"takes {least} tokens, sequence_length is {self.sequence_length}")
         require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
         require(not (self.train and self.recall), "recall", "has no effect beside train")
         require(self.sequence_length >= 2, "sequence_length", "must be at least 2")
@@ -252,6 +287,7 @@ class Recipe:
             "diagnose_every needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
         )
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
+        require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
 
     def ttt_config(self) -> InPlaceTTTConfig | None:
         """The surgery to make, or None where the checkpoint is converted already."""

@@ -24,6 +24,7 @@ from .model import build_model
 from .monitor import DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose
 from .order import rows_to_come
 from .recipe import Recipe
+from .repeats import with_repeats
 from .trainer import FastWeightTrainer, last_checkpoint, remove_incomplete
 from .verify import verify_saved
 
@@ -85,7 +86,7 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
         checkpoint,
         model=model,
         args=arguments,
-        train_dataset=rows_to_come(data.train, recipe, done),
+        train_dataset=with_repeats(rows_to_come(data.train, recipe, done), recipe.data.repeat, recipe.data.seed),
         eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,
