@@ -21,7 +21,7 @@ from .families import locate
 from .fast_linear import FastWeight
 from .surgery import config_of, convert, fast_weights, ttt_disabled
 
-TOKENS = 32_768
+CALIBRATION_TOKENS = 32_768
 """Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
 
 

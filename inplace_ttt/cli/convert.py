@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calibration import TOKENS, measured_tensors
+from ..calibration import CALIBRATION_TOKENS, measured_tensors
 from ..checkpoint import Checkpoint, Plan, describe_base, initial_tensors, plan_conversion, write_adapter, write_full
 from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
@@ -39,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate", nargs="+", metavar="F", help="texts to measure on what the preset's extensions need (see --preset stable)"
     )
-    parser.add_argument("--calibrate-tokens", type=int, default=TOKENS, metavar="N", help=f"how much of them to read (default: {TOKENS})")
+    parser.add_argument(
+        "--calibrate-tokens",
+        type=int,
+        default=CALIBRATION_TOKENS,
+        metavar="N",
+        help=f"how much of them to read (default: {CALIBRATION_TOKENS})",
+    )
     parser.add_argument("--adapter-only", action="store_true", help="write only the new tensors, to load onto the base")
     parser.add_argument("--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
@@ -60,7 +66,7 @@ def run(args: argparse.Namespace) -> Result:
     return {
         "output": str(args.out),
         "layers": list(plan.config.layers),
-        "new_parameters": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()),
+        "new_parameters": sum(tensors[layer][kind].numel() for layer in tensors for kind in ("conv", "proj")),
         "config": plan.config.to_dict(),
         "identity": identity,
     }, 0

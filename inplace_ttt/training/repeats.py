@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
@@ -39,7 +40,7 @@ def repeated(row: dict[str, Any], settings: Repeat, seed: int) -> dict[str, Any]
 
 def _longest_document(positions: list[int]) -> tuple[int, int]:
     starts = [0, *(i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1), len(positions)]
-    return max(zip(starts, starts[1:], strict=False), key=lambda span: span[1] - span[0])
+    return max(pairwise(starts), key=lambda span: span[1] - span[0])
 
 
 def _rows(batch: dict[str, list[Any]]) -> list[dict[str, Any]]:
