@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families import locate
+from ..fast_linear import FastWeight
 from ..surgery import causal_lm
 
 _AT_MOST = 1024
@@ -53,11 +54,13 @@ def participation(gram: Tensor) -> float:
 
 @contextmanager
 def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, KeyHealth]) -> Iterator[None]:
-    """Within it a forward leaves the keys' health of every decoder layer, converted or not; rows: [B, T], the tokens that count."""
+    """Within it a forward leaves the keys' health of every decoder layer, whitened where they are; rows: [B, T], which tokens count."""
 
     def hook_of(index: int) -> object:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             z = args[0].detach()
+            if isinstance(module, FastWeight):
+                z = module.keys(z)
             found[index] = key_health(z.flatten(0, -2) if rows is None else z[rows])
 
         return hook

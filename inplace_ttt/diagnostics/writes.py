@@ -130,7 +130,8 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardCon
         before, norm_before = delta, norm
     row, (start, stop) = longest_document(layout)
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
-    lost = sums.lost(state, rounding_of_output(tail, w0, layer.eta, state))
+    read_with_z = None if layer.fast.config.whitening is not None else w0  # of whitened keys, W0's part of the output does not show here
+    lost = sums.lost(state, rounding_of_output(tail, read_with_z, layer.eta, state))
     return Writes(tuple(found), participation(state @ state.T), _growth([chunk.state_ratio for chunk in found]), lost)
 
 

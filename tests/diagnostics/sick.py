@@ -67,13 +67,13 @@ def half_state_model() -> nn.Module:
 
 @contextmanager
 def half_state() -> Iterator[None]:
-    """A stream whose deltas, and so its state, are in bfloat16, as in the public code."""
-    real = FastWeight.delta
+    """A stream whose state is in bfloat16, as in the public code."""
+    real = FastWeight.write
 
-    def rounded(self: FastWeight, z: Tensor, x: Tensor) -> Tensor:
-        return real(self, z, x).to(torch.bfloat16)
+    def rounded(self: FastWeight, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
+        return real(self, z, x, None if state is None else state.float()).to(torch.bfloat16)
 
-    with patch.object(FastWeight, "delta", rounded):
+    with patch.object(FastWeight, "write", rounded):
         yield
 
 

@@ -11,6 +11,7 @@ from models import CHUNK, converted, random_ids
 from torch import Tensor, nn
 
 from inplace_ttt import DeltaClip, InPlaceTTTError
+from inplace_ttt.config import KeyWhitening
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
 from inplace_ttt.diagnostics.effects import Change
 from inplace_ttt.diagnostics.keys import key_health
@@ -176,6 +177,20 @@ def test_a_running_weight_in_bf16_loses_what_the_evidence_says() -> None:
 
 def test_a_change_counts_when_it_is_above_its_error() -> None:
     assert Change(0.1, 0.01).exceeds(0.05) and not Change(0.1, 0.06).exceeds(0.05) and not Change(0.04, None).exceeds(0.05)
+
+
+def test_whitened_keys_are_those_that_count() -> None:
+    """The keys that a whitening layer writes under, not the down-projection's input."""
+    model = converted("llama", whitening=KeyWhitening())
+    caught: list[Tensor] = []
+    fast_weights(model)[2].fast.observer = lambda own, z, v, context: caught.append(z.detach())
+    with torch.no_grad():
+        model.eval()(**rows(), use_cache=False)
+    fast_weights(model)[2].fast.observer = None
+    found = diagnose(model, rows()).measured
+    written = key_health(caught[0].flatten(0, 1))
+    assert found.keys[2].collision == pytest.approx(written.collision, rel=0.02)  # layer 0's writes are off where keys are measured
+    assert found.writes[2].lost.output is None, "its output is not that of these keys"
 
 
 def test_padding_is_no_key_and_no_token() -> None:
