@@ -25,9 +25,7 @@ class MACLayer(nn.Module):
     queries and answers are not mapped again (no output projection). memory: options of `Titans`.
     """
 
-    def __init__(
-        self, dim: int, segment: int, heads: int, persistent: int, encoder_layers: int, feedforward: int, **memory: Any
-    ) -> None:
+    def __init__(self, dim: int, segment: int, heads: int, persistent: int, encoder_layers: int, feedforward: int, **memory: Any) -> None:
         super().__init__()
         self.memory = Titans(dim, chunk=segment, **memory)
         self.memory.to_out = nn.Identity()  # type: ignore[assignment]
