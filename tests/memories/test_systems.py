@@ -74,6 +74,16 @@ def test_lact_keeps_the_length_of_its_rows_and_not_the_size_of_its_rates() -> No
     assert distance(twice.output(y), memory(x)[0]) < 1e-5  # Muon sees directions alone
 
 
+def test_lact_lowers_its_loss() -> None:
+    """A step against the gradient: what was written is answered better than before, also after the norm."""
+    torch.manual_seed(0)
+    memory, x = LaCT(DIM, chunk=6).double(), inputs(6)
+    tokens, before = memory.tokens(x), memory.initial_state(3)
+    _, after = memory(x)
+    losses = [memory.loss(memory.query(state, tokens.k), tokens.v).sum(dim=(1, 2, 3)) for state in (before, after)]
+    assert (losses[1] < losses[0]).all()
+
+
 def test_lact_reads_a_chunk_before_writing_it() -> None:
     memory, x = LaCT(DIM, chunk=6).double(), inputs(7)
     before = memory.recall(x[:, :6], memory.initial_state(3))
