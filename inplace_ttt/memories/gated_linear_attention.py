@@ -1,0 +1,42 @@
+"""Gated linear attention (arXiv 2312.06635): linear attention whose matrix forgets, each key channel at its own learnt rate."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .matrix import MatrixMemory
+from .protocol import Tokens, chunks, gradient
+
+
+class GatedLinearAttention(MatrixMemory):
+    """The state is a matrix S [B, H, d, d], zero at the start: S ← S diag(g) + v kᵀ with g = σ(x W)^(1/16).
+
+    The rates are log g.
+    """
+
+    kernel = "chunk_gla"
+
+    def __init__(self, dim: int, heads: int = 1, chunk: int = 16, temperature: float = 16.0) -> None:
+        super().__init__(dim, heads, chunk)
+        self.temperature = temperature
+        self.to_gate = nn.Linear(dim, dim)
+
+    def tokens(self, x: Tensor) -> Tokens:
+        return Tokens(*self.qkv(x), self.split(F.logsigmoid(self.to_gate(x)) / self.temperature))
+
+    def update(self, state: Tensor, token: Tokens) -> Tensor:
+        return state * token.rates.exp() - gradient(lambda s: -(token.k @ s.mT * token.v), state)
+
+    def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Chunks short enough for every pair's own decay [C, C, d], which never exceeds 1 and so never overflows."""
+        read = []
+        for q, k, v, log_gate in chunks(tokens, self.chunk):
+            total = log_gate.cumsum(dim=2)
+            between = (total.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0).exp()  # Π of the gates after s, up to t
+            scores = torch.einsum("...td,...sd,...tsd->...ts", q, k, between)
+            read.append((q * total.exp()) @ state.mT + torch.tril(scores) @ v)
+            last = total[:, :, -1:]
+            state = state * last.exp() + v.mT @ (k * (last - total).exp())
+        return torch.cat(read, dim=2), state

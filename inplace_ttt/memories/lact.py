@@ -1,0 +1,94 @@
+"""LaCT, large-chunk test-time training (Zhang et al., arXiv 2505.23884): a SwiGLU fast weight, updated by Muon once a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .network import LinearMap, NetworkMemory, fixed, taken
+from .protocol import Tokens, Weights, chunks
+
+
+class LaCTState(NamedTuple):
+    weights: Weights
+    """What the open chunk reads and takes its gradients at."""
+    gradients: Weights
+    """Σ rate · ∇ over the open chunk's tokens: all that its update needs of them."""
+    filled: int
+    """Tokens in the open chunk."""
+
+
+class LaCT(NetworkMemory[LaCTState]):
+    """f(x) = W2 (silu(W1 x) ∘ W3 x), loss −⟨f(k), v⟩; a chunk is applied, then written: W ← norm(W − Muon(Σ η_t ∇_t)).
+
+    q, k, v go through silu, q and k are then normed. η = softplus(x w + b), three a head and token: one for each matrix.
+    The norm gives every row of W the length it has in the initial weights. Muon is five Newton-Schulz steps. Left out of
+    the paper's options: momentum, and what its layer has around the memory (window attention on the same q, k, v).
+
+    chunk: tokens that are written together. 2,048 to 1M in the paper; a GPU is idle below that.
+    """
+
+    reads_first = True
+
+    def __init__(self, dim: int, heads: int = 1, chunk: int = 2048, expand: int = 2, base_rate: float = 0.01) -> None:
+        d = dim // heads
+        super().__init__(dim, heads, chunk, [(expand * d, d), (expand * d, d), (d, expand * d)])
+        self.to_rates = nn.Linear(dim, 3 * heads)
+        nn.init.constant_(self.to_rates.bias, torch.tensor(base_rate).expm1().log().item())  # softplus⁻¹
+
+    def initial_state(self, batch: int) -> LaCTState:
+        weights = self.initial_weights(batch)
+        return LaCTState(weights, tuple(torch.zeros_like(w) for w in weights), 0)
+
+    def tokens(self, x: Tensor) -> Tokens:
+        q, k, v = (F.silu(part) for part in self.qkv(x))
+        return Tokens(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, self.split(F.softplus(self.to_rates(x))))
+
+    def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
+        gate, up, down = maps
+        return down(F.silu(gate(x)) * up(x))
+
+    def loss(self, y: Tensor, v: Tensor) -> Tensor:
+        return -y * v
+
+    def query(self, state: LaCTState, q: Tensor) -> Tensor:
+        return self.f(fixed(state.weights), q)
+
+    def update(self, state: LaCTState, token: Tokens) -> LaCTState:
+        rates = token.rates.split(1, dim=-1)
+        return self.after(state, tuple(rate * g for rate, g in zip(rates, self.gradients(state.weights, token), strict=True)), 1)
+
+    def parallel(self, state: LaCTState, tokens: Tokens) -> tuple[Tensor, LaCTState]:
+        read = []
+        for part in chunks(tokens, self.chunk, state.filled):
+            read.append(self.query(state, part.q))
+            steps, rates = self.steps(state.weights, part), part.rates.split(1, dim=-1)
+            state = self.after(state, tuple(taken(step, rate) for step, rate in zip(steps, rates, strict=True)), part.k.shape[2])
+        return torch.cat(read, dim=2), state
+
+    def after(self, state: LaCTState, gradients: Weights, tokens: int) -> LaCTState:
+        """The state with the gradients of some more tokens of the open chunk; the last of them writes it."""
+        total = tuple(sum_ + g for sum_, g in zip(state.gradients, gradients, strict=True))
+        if state.filled + tokens < self.chunk:
+            return LaCTState(state.weights, total, state.filled + tokens)
+        weights = (
+            F.normalize(w - orthogonal(g), dim=-1) * start.norm(dim=-1, keepdim=True)
+            for w, g, start in zip(state.weights, total, self.initial_weights(1), strict=True)
+        )
+        return LaCTState(tuple(weights), tuple(torch.zeros_like(g) for g in total), 0)
+
+
+def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
+    """Muon's UVᵀ of g = UΣVᵀ [.., out, in], roughly: Newton-Schulz with its quintic coefficients brings Σ into 0.7 to 1.2."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = g.shape[-2] <= g.shape[-1]
+    x = g if wide else g.mT
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(steps):
+        s = x @ x.mT
+        x = a * x + (b * s + c * (s @ s)) @ x
+    return x if wide else x.mT

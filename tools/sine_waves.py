@@ -1,0 +1,64 @@
+"""The sine-wave table of Titans' proof of concept: our test errors, over seeds, beside the published ones.
+
+python tools/sine_waves.py recipes/memories/sine-cpu.yaml --json docs/results/cpu-2026-11/sine.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.evaluation.sine import Sine, table, train_one
+from inplace_ttt.training.settings import read_settings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's")
+    parser.add_argument("--json", type=Path, help="write the figures here as well; what it holds already is not run again")
+    args = parser.parse_args()
+    try:
+        settings = read_settings(Sine, args.recipe, args.set)
+        rows = run(settings, args.json)
+    except InPlaceTTTError as error:
+        print(f"sine_waves: {error}", file=sys.stderr)
+        return 2
+    print(f"{'':10} {'test MSE':>18} {'published':>10} {'parameters':>11} {'seconds':>8}")
+    for line in table(rows, settings):
+        of_model = [row for row in rows if row["model"] == line["model"]]
+        published = "" if line["published"] is None else f"{line['published']:.4f}"
+        seconds = sum(row["seconds"] for row in of_model) / len(of_model)
+        print(
+            f"{line['model']:10} {line['mean']:9.4f} ± {line['stderr']:.4f} {published:>10} {of_model[0]['parameters']:11,} {seconds:8.0f}"
+        )
+    return 0
+
+
+def run(settings: Sine, file: Path | None) -> list[dict[str, object]]:
+    """Every model with every seed; each result is saved when it is there, so that a run can be taken up again."""
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "settings": dataclasses.asdict(settings)}
+    held = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {"rows": []}
+    if held["rows"] and held["settings"] != about["settings"]:
+        raise InPlaceTTTError(f"{file} holds figures of other settings; name another file.")
+    rows = held["rows"]
+    for seed in settings.seeds:
+        for name in settings.models:
+            if any((row["model"], row["seed"]) == (name, seed) for row in rows):
+                continue
+            rows.append(train_one(name, seed, settings))
+            if file is not None:
+                partial = file.with_suffix(".partial")
+                partial.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), **about, "rows": rows}, indent=1) + "\n")
+                partial.replace(file)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
