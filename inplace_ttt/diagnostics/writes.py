@@ -14,6 +14,7 @@ from ..context import ForwardContext
 from ..fast_linear import FastWeight
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype
+from ..ops.correcting import correction
 from ..ops.reference import clip_factor
 from ..surgery import fast_weights
 from .keys import participation
@@ -105,11 +106,11 @@ def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContex
     state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=state_dtype(z.dtype))
     largest, clipped, chunks = state.new_zeros(()), 0, 0
     for _, delta, factor in _deltas(layer, z, v, context.part()):
-        largest = torch.maximum(largest, torch.linalg.vector_norm(delta))
+        largest = torch.maximum(largest, _size(layer, delta))
         state.add_(delta)
         clipped, chunks = clipped + int(factor < 1), chunks + 1
     scale = _scale(layer, state.dtype)
-    return WriteHealth(chunks, scale * float(torch.linalg.vector_norm(state)), scale * float(largest), clipped / max(1, chunks))
+    return WriteHealth(chunks, scale * float(_size(layer, state)), scale * float(largest), clipped / max(1, chunks))
 
 
 @torch.no_grad()
@@ -126,7 +127,7 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardCon
         alignment = float((delta * before).sum()) / (norm * norm_before) if norm * norm_before > 0 else None
         state.add_(delta)
         sums.add(delta)
-        found.append(ChunkWrite(scale * norm, scale * float(torch.linalg.vector_norm(state)), bool(factor < 1), alignment))
+        found.append(ChunkWrite(scale * float(_size(layer, delta)), scale * float(_size(layer, state)), bool(factor < 1), alignment))
         before, norm_before = delta, norm
     row, (start, stop) = longest_document(layout)
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
@@ -142,14 +143,22 @@ def longest_document(layout: ChunkLayout) -> tuple[int, Span]:
 
 
 def _deltas(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout) -> Iterator[tuple[Span, Tensor, Tensor]]:
-    """Each complete chunk of the longest document: its span, c VᵀZ [d, h] and c."""
-    accurate, tau = state_dtype(z.dtype), layer.tau()
+    """Each complete chunk of the longest document: its span, what it writes [d, h], and its clip factor."""
+    accurate, tau, damping = state_dtype(z.dtype), layer.tau(), layer.fast.config.damping
     row, span = longest_document(layout)
+    state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
-        delta = v[row, here].to(accurate).T @ z[row, here].to(accurate)
+        keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
+        delta = values.T @ keys if damping is None else correction(keys, values - keys @ state.T, damping)
         factor = clip_factor(delta, tau)
-        yield chunk, delta.mul_(factor), factor
+        state += delta.mul_(factor)
+        yield chunk, delta, factor
+
+
+def _size(layer: FastWeight, state: Tensor) -> Tensor:
+    """Norm of the change of weight that a state [d, h] stands for, without η."""
+    return torch.linalg.vector_norm(layer.keys(state))
 
 
 def _scale(layer: FastWeight, accurate: torch.dtype) -> float:

@@ -45,7 +45,7 @@ def fast_weight(
                     reads += [values.new_zeros(start - done, v.shape[-1]), eta * read]
                     done = stop
                     if layout.is_complete((start, stop)):
-                        delta = _correction(chunk, values[row, start:stop] - read, damping)
+                        delta = correction(chunk, values[row, start:stop] - read, damping)
                         state = state + (delta if clip is None else clip_factor(delta, clip) * delta)
             rows.append(torch.cat([*reads, values.new_zeros(layout.length - done, v.shape[-1])]))
             states.append(state)
@@ -53,8 +53,8 @@ def fast_weight(
     return out if weight is None else out + torch.nn.functional.linear(z, weight), torch.stack(states)
 
 
-def _correction(keys: Tensor, error: Tensor, damping: float) -> Tensor:
-    """Eᵀ(ZZᵀ + λI)⁻¹Z [d, h] of keys [C, h] and error [C, d]."""
+def correction(keys: Tensor, error: Tensor, damping: float) -> Tensor:
+    """Eᵀ(ZZᵀ + λI)⁻¹Z [d, h] of a chunk's keys [C, h] and error E = V - ZSᵀ [C, d]."""
     gram = keys @ keys.T
     gram.diagonal().add_(damping)
     return torch.cholesky_solve(error, torch.linalg.cholesky(gram)).T @ keys

@@ -10,12 +10,14 @@ import torch
 from models import CHUNK, converted, random_ids
 from torch import Tensor, nn
 
-from inplace_ttt import DeltaClip, InPlaceTTTError
+from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError
 from inplace_ttt.config import KeyWhitening
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
 from inplace_ttt.diagnostics.effects import Change
 from inplace_ttt.diagnostics.keys import key_health
 from inplace_ttt.diagnostics.precision import running_sums
+from inplace_ttt.diagnostics.writes import WriteHealth, observed
+from inplace_ttt.state import streams
 from inplace_ttt.surgery import fast_weights, ttt_disabled
 
 from .sick import at_the_papers_start, healthy, rows
@@ -226,3 +228,18 @@ def test_rows_that_do_not_fit(model: nn.Module, batch: dict[str, Tensor], messag
 def test_a_model_that_is_not_converted() -> None:
     with pytest.raises(InPlaceTTTError, match="not converted"):
         diagnose(nn.Linear(3, 3), rows())
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": 0.5}, {"whitening": KeyWhitening(), "standardised": True, "damping": 0.5}], ids=str)
+def test_writes_are_those_that_were_made(options: dict[str, Any]) -> None:
+    """The measured state is that of a session which read the same tokens, and its ratio that of the weight it stands for."""
+    model, ids = converted("llama", **options), random_ids(1, 5 * CHUNK)
+    found: dict[int, WriteHealth] = {}
+    with observed(model, found), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    session = FastWeightState(model)
+    session.read(ids)
+    for index, layer in fast_weights(model).items():
+        weight = layer.eta * layer.keys(streams(session.cache)[index].state[0])
+        ratio = float(weight.norm() / layer.weight.detach().norm())
+        assert found[index].state_ratio == pytest.approx(ratio, rel=1e-3) and found[index].chunks == 5
