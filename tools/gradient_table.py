@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from inplace_ttt.diagnostics.text import tokens_of
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -28,6 +27,7 @@ from inplace_ttt.checkpoint import load_base
 from inplace_ttt.diagnostics.ablation import with_config, with_values
 from inplace_ttt.diagnostics.gradients import Gradients, Rates, first_step, gradients, summed
 from inplace_ttt.diagnostics.subject import Subject
+from inplace_ttt.text import tokens_of
 
 SMALL, TAU = 1e-4, 1e-5
 LEARNING_RATE = 1e-4

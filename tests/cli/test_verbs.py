@@ -10,7 +10,9 @@ from checkpoint.folders import save_base
 from inplace_ttt import cli
 
 OPTIONS = {
-    "convert": "--adapter-only --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --target",
+    "convert": (
+        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --target"
+    ),
     "info": "--base --help --json",
     "generate": (
         "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file "

@@ -1,0 +1,116 @@
+"""What is measured on a text: keys that come out white, targets of the residual stream's size; on disk and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation.tiny import save_base, text
+from families import build
+from models import distance, logits, random_ids
+from torch import Tensor
+
+from checkpoint.folders import bytes_of
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, load, save_adapter
+from inplace_ttt.calibration import whitening_of
+from inplace_ttt.surgery import fast_weights
+
+STABLE = {"layers": (0, 2), "chunk_size": 8, "whitening": KeyWhitening(ridge=1e-6), "standardised": True, "proj_init": 1.0, "damping": 1.0}
+
+
+def inputs(model: Any, rows: list[Tensor]) -> dict[int, Tensor]:
+    """Every TTT layer's keys and the residual stream before it, as the model itself makes them."""
+    seen: dict[int, list[Tensor]] = {index: [] for index in fast_weights(model)}
+    handles = [
+        layer.register_forward_pre_hook(lambda m, args, i=index: seen[i].append(args[0].detach()[0]))
+        for index, layer in fast_weights(model).items()
+    ]
+    for row in rows:
+        model.model(row, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return {index: torch.cat(parts) for index, parts in seen.items()}
+
+
+@pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
+def test_keys_come_out_white_and_targets_standard(target: str) -> None:
+    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**STABLE, target=target))
+    rows = [random_ids(1, 200, seed=s) for s in range(3)]
+    calibrate(model, rows)
+    for index, z in inputs(model, rows).items():
+        layer = fast_weights(model)[index]
+        keys = layer.keys(z)
+        moment = keys.T @ keys / len(keys)
+        assert float(moment.trace()) == pytest.approx(1, rel=1e-3)
+        assert distance(moment, torch.eye(len(moment), dtype=moment.dtype) / len(moment)) < 0.02
+    x = model.get_input_embeddings().weight[torch.cat(rows, 1)[0]]
+    if target == "embeddings":
+        assert distance(layer.ttt.mean, x.mean(0)) < 1e-5
+        assert float(layer.ttt.gain) > 0
+
+
+def test_a_low_rank_whitens_the_largest_directions() -> None:
+    values = torch.tensor([100.0, 25.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    turn, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    sigma = turn @ values.diag() @ turn.T
+    basis, scale = whitening_of(sigma, 2, ridge=1e-9)
+    map_ = scale * (torch.eye(6, dtype=torch.float64) - basis @ basis.T)
+    assert distance(map_ @ sigma @ map_, torch.eye(6, dtype=torch.float64) / 6) < 1e-6
+
+
+def test_without_measurement_a_model_says_so() -> None:
+    model = convert(build("llama"), InPlaceTTTConfig(**STABLE))
+    with pytest.raises(InPlaceTTTError, match="calibrate"):
+        logits(model, random_ids(1, 40))
+    with pytest.raises(InPlaceTTTError, match="nothing to calibrate on"):
+        calibrate(model, [])
+    with pytest.raises(InPlaceTTTError, match="no effect"):
+        calibrate(convert(build("llama"), InPlaceTTTConfig(layers=(0,))), [random_ids(1, 40)])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_base(tmp_path / "base")
+
+
+def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(text(400))
+    arguments = ["--preset", "stable", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
+    assert cli.main(["convert", str(base), str(tmp_path / "full"), *arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["identity"]["max_abs_logit_diff"] == 0 and result["new_parameters"] == 2 * (32 * 5 + 32 * 32)
+    model = load(tmp_path / "full")
+    assert all(float(layer.ttt.keys.scale) > 0 and float(layer.ttt.gain) > 0 for layer in fast_weights(model).values())
+    with torch.no_grad():
+        for layer in fast_weights(model).values():
+            layer.ttt.conv.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    ids = random_ids(1, 100)
+    model.save_pretrained(tmp_path / "again")
+    save_adapter(model, tmp_path / "adapter", base=str(base))
+    for folder in ("again", "adapter"):
+        assert torch.equal(logits(load(tmp_path / folder), ids), logits(model, ids)), folder
+    load(tmp_path / "again").save_pretrained(tmp_path / "third")
+    assert bytes_of(tmp_path / "third") == bytes_of(tmp_path / "again")
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "again"), str(tmp_path / "official"), "--format", "official"]) == 2
+    assert "whitened keys" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--preset", "stable"], "--calibrate F"),
+        (["--calibrate", "TEXT"], "no effect"),
+        (["--preset", "stable", "--calibrate", "nowhere.txt"], "cannot read the text"),
+        (["--preset", "stable", "--calibrate", "EMPTY"], "holds no text"),
+        (["--preset", "stable", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(text(400))
+    (tmp_path / "empty.txt").write_text("  \n")
+    arguments = [{"TEXT": str(tmp_path / "a.txt"), "EMPTY": str(tmp_path / "empty.txt")}.get(a, a) for a in arguments]
+    assert cli.main(["convert", str(base), str(tmp_path / "out"), *arguments]) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert says in err[-1] and not (tmp_path / "out").exists()

@@ -1,0 +1,96 @@
+"""`inplace-ttt evaluate`: the contract's JSON, what it writes, and one line for bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evaluation.tiny import CHUNK, save_base, save_converted, text
+from inplace_ttt import cli
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("evaluate")
+    save_converted(save_base(made / "base"), made / "model")
+    (made / "texts" / "below").mkdir(parents=True)
+    for i in range(5):
+        (made / "texts" / ("below" if i else "") / f"{i}.txt").write_text(text(300 + 20 * i, seed=i))
+    return made
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert cli.main(["evaluate", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["--base", folder / "base", "--window", 32, "--second-copy", "--passage", "40,50", "--contexts", "70,140", "--block", 32]
+    out = tmp_path / "out"
+    values = json.loads(run(capsys, folder / "model", "--text", folder / "texts", *how, "--out", out, "--batch-size", 2, "--json"))
+    assert values["off"] == pytest.approx(values["base"], abs=1e-5), "only conv and P were set: off is the base"
+    assert values["on"] != values["off"] != values["foreign"]
+    for key in ("difference", "memory", "gain", "drift"):
+        assert values[key].keys() == {"mean", "stderr", "n"} and values[key]["n"] == 5 and values[key]["stderr"] > 0
+    assert values["protocol"] == {"window": 32, "sinks": 4, "skip": CHUNK, "batch_size": 2}
+    assert len(values["documents"]) == 5 and values["second_copy"]["second_copy"]["n"] == 5
+    assert [row["context"] for row in values["contexts"]] == [70, 140]
+    assert {file.name for file in out.iterdir()} == {"evaluation.json", "positions.png", "documents.png", "contexts.png"}
+    assert json.loads((out / "evaluation.json").read_text()) == {k: v for k, v in values.items() if k != "output"}
+
+
+def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (folder / "model", "--text", folder / "texts", "--documents", 3, "--tokens", 200)
+    assert (first := run(capsys, *arguments)) == run(capsys, *arguments)
+    assert "on - foreign" in first and "3 documents" in first
+    alone = run(capsys, folder / "model", "--text", folder / "texts" / "0.txt")
+    assert "no foreign memory" in alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--text", "nowhere.txt"], "cannot read the text nowhere.txt"),
+        (["--text", "EMPTY"], "holds no text"),
+        (["--text", "LATIN"], "give a UTF-8 text file"),
+        (["--text", "SHORT"], f"chunks of {CHUNK}"),
+        (["--text", "TEXTS", "--documents", "9"], "only 5 of the texts"),
+        (["--text", "TEXTS", "--window", "3", "--sinks", "3"], "does not exist"),
+        (["--text", "TEXTS", "--second-copy"], "give longer documents, or a shorter passage"),
+        (["--text", "TEXTS", "--contexts", "4000"], "shorter context"),
+        (["--text", "TEXTS", "--contexts", "a"], "takes numbers"),
+        (["--text", "TEXTS", "--passage", "5"], "a length and a gap"),
+        (["--text", "TEXTS", "--tokens", "0"], "at least 1"),
+        (["--text", "TEXTS", "--skip", "-1"], "0 or more"),
+        (["--text", "FOLDER"], "has no .txt files"),
+        (["--text", "TEXTS", "--out", "TEXTS"], "exists already"),
+        (["--text", "TEXTS", "--base", "nowhere/at/all"], "nowhere/at/all"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 200)
+    (tmp_path / "short.txt").write_text("the sea a whale")
+    (tmp_path / "folder").mkdir()
+    places = {"TEXTS": folder / "texts", "FOLDER": tmp_path / "folder"} | {
+        n.upper(): tmp_path / f"{n}.txt" for n in ("empty", "latin", "short")
+    }
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(folder / "model"), *(str(places.get(a, a)) for a in arguments)]) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("inplace-ttt")]
+    assert out == "" and len(lines) == 1 and says in lines[0] and "Traceback" not in err, err
+
+
+def test_an_unconverted_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", str(folder / "base"), "--text", str(folder / "texts")]) == 2
+    assert "not a converted checkpoint" in capsys.readouterr().err
+
+
+def test_of_a_long_document_only_the_start_is_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(text(300) * 2000)
+    (tmp_path / "b.txt").write_text(text(300, seed=1) * 2000)
+    values = json.loads(run(capsys, folder / "model", "--text", tmp_path, "--tokens", 150, "--json"))
+    assert [d["tokens"] for d in values["documents"]] == [150, 150]
