@@ -58,7 +58,11 @@ class AuditedModule(ABC):
 
     @abstractmethod
     def keys(self, x: Tensor) -> Tensor:
-        """Z [..., h], what the fast weight multiplies, of inputs [..., input]."""
+        """What is written under [..., h], of inputs [..., input]: Z, unless keys are something else."""
+
+    def features(self, x: Tensor) -> Tensor:
+        """Z [..., h], what the down-projection multiplies, of inputs [..., input]."""
+        return self.keys(x)
 
     @property
     @abstractmethod

@@ -134,11 +134,18 @@ class ConvertedLayer(AuditedModule):
             tracker.current, slot._context = None, None
 
     def keys(self, x: Tensor) -> Tensor:
+        return self.layer.keys(x.to(self.device, self.dtype))
+
+    def features(self, x: Tensor) -> Tensor:
         return x.to(self.device, self.dtype)
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
-        """Orthonormal keys [n, h]."""
-        return torch.linalg.qr(torch.randn(self.h, n, generator=generator, dtype=torch.float64))[0].T.contiguous()
+        """Inputs [n, h] whose keys are orthonormal."""
+        keys = torch.linalg.qr(torch.randn(self.h, n, generator=generator, dtype=torch.float64))[0].T.contiguous()
+        if self.layer.ttt.keys is None:
+            return keys
+        whitening = self.layer.ttt.keys(torch.eye(self.h, dtype=torch.float64, device=self.device)).cpu()
+        return torch.linalg.solve(whitening, keys.T).T.contiguous()
 
     @property
     def fast_weight(self) -> Tensor:

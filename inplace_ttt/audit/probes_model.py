@@ -16,6 +16,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from .. import surgery
+from ..calibration import calibrate
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import locate
@@ -240,7 +241,10 @@ def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), before: Ten
         if before is not None:
             with torch.no_grad():
                 model.logits_before = model(before, use_cache=False).logits
-        yield surgery.convert(model, settings)
+        converted = surgery.convert(model, settings)
+        if settings.needs_calibration:
+            calibrate(converted, [torch.randint(64, (1, 512), generator=torch.Generator().manual_seed(0))])
+        yield converted
     finally:
         logging.getLogger("inplace_ttt.surgery").setLevel(level)
 
@@ -286,7 +290,9 @@ def every_layer(subject: Subject, expected: Any) -> Finding:
     for index in subject.layers:
         with borrowed(subject.model, index) as module, module.unclipped():
             bench = Bench(module, subject.seed)
-            rows[index] = (bench.kappa() / (module.eta or 1.0), float(bench.reads.diagonal().abs().max()))
+            gain = subject.layers[index].ttt.gain  # a measured size of the targets, the layer's own
+            set_to = (module.eta or 1.0) * (1.0 if gain is None else float(gain))
+            rows[index] = (bench.kappa() / set_to, float(bench.reads.diagonal().abs().max()))
     first = next(iter(rows.values()))
     apart = [i for i, row in rows.items() if max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE]
     found = f"all {len(rows)} TTT layers follow one rule" if not apart else f"layers {_list(apart)} differ from layer {next(iter(rows))}"

@@ -48,7 +48,7 @@ def follows(bench: Bench) -> float:
     w0 = module.fast_weight
     before = bench.run(x, none)
     change = bench.random(*w0.shape)
-    wanted = module.keys(x).detach().double().cpu() @ change.T
+    wanted = module.features(x).detach().double().cpu() @ change.T
     with torch.no_grad(), module.guarded():
         w0.add_(change.to(w0))
         moved = module.forward(x[None], none[None])[0].double().cpu() - before

@@ -186,7 +186,7 @@ def reset_keeps_training(bench: Bench, expected: Any) -> Finding:
     module, chunk = bench.module, bench.chunk
     x, none = bench.tiled(chunk), bench.zeros(chunk)
     change = bench.random(*module.fast_weight.shape)
-    wanted = module.keys(x).detach().double().cpu() @ change.T
+    wanted = module.features(x).detach().double().cpu() @ change.T
     ways = {"at a document boundary": _after_boundary, "after a reset of a stream": _after_reset}
     before, off, reasons = {}, {}, []
     for name, read in ways.items():
