@@ -24,6 +24,8 @@ from .surgery import config_of, convert, fast_weights, ttt_disabled
 CALIBRATION_TOKENS = 32_768
 """Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
 
+_AT_ONCE = 4096
+
 
 @dataclass
 class _Sums:
@@ -55,8 +57,9 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
             locate(model).base(row, use_cache=False)
     if not sums:
         raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
+    vocabulary = _mean_embedding(model) if config.standardised and config.target == "embeddings" else None
     for index, layer in layers.items():
-        _set(layer, sums[index], config.whitening)
+        _set(layer, sums[index], config.whitening, vocabulary)
 
 
 def measured_tensors(checkpoint: Checkpoint, plan: Plan, rows: Sequence[Tensor]) -> LayerTensors:
@@ -108,10 +111,18 @@ def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs:
     place[:] = [args[0] if args else kwargs["hidden_states"]]
 
 
-def _set(layer: FastWeight, sums: _Sums, whitening: KeyWhitening | None) -> None:
+def _mean_embedding(model: Any) -> Tensor:
+    """Mean over the vocabulary [d], each token once: over a text, it would take away what tells its words from others."""
+    table = model.get_input_embeddings()
+    ids = torch.arange(table.num_embeddings, device=table.weight.device)
+    return torch.stack([table(part).float().sum(0) for part in ids.split(_AT_ONCE)]).sum(0) / len(ids)
+
+
+def _set(layer: FastWeight, sums: _Sums, whitening: KeyWhitening | None, vocabulary: Tensor | None) -> None:
     if layer.ttt.mean is not None and layer.ttt.gain is not None:
-        mean = sums.source / sums.tokens
-        size = (sums.norm / sums.tokens - mean.square().sum()).clamp(min=0).sqrt()
+        seen = sums.source / sums.tokens
+        mean = seen if vocabulary is None else vocabulary
+        size = (sums.norm / sums.tokens - 2 * seen @ mean + mean @ mean).clamp(min=0).sqrt()
         if not size > 0:
             raise InPlaceTTTError(
                 "the target's source did not vary over the calibration text; give rows of a text like the one to be read."

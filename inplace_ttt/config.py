@@ -86,9 +86,11 @@ class InPlaceTTTConfig:
     decode_updates: tokens read one at a time into a non-empty cache (generated ones) write too.
 
     Extensions, which the paper does not have:
-    whitening: whitened keys, or None for the paper's. standardised: the target's source is centred
-    and brought to the size of the layer's residual stream, both measured on a text. proj_init: P starts as that multiple of the
-    identity. damping: λ of error-correcting writes (V - ZSᵀ)ᵀ(ZZᵀ + λI)⁻¹Z in place of VᵀZ, or None for the paper's.
+    whitening: whitened keys, or None for the paper's.
+    standardised: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
+    to the size of the layer's residual stream, as measured on a text.
+    proj_init: P starts as that multiple of the identity.
+    damping: λ of error-correcting writes (V - ZSᵀ)ᵀ(ZZᵀ + λI)⁻¹Z in place of VᵀZ, or None for the paper's.
     """
 
     layers: str | tuple[int, ...] = "every:6"

@@ -33,6 +33,11 @@ def inputs(model: Any, rows: list[Tensor]) -> dict[int, Tensor]:
     return {index: torch.cat(parts) for index, parts in seen.items()}
 
 
+def residual(model: Any, rows: list[Tensor]) -> float:
+    """Mean over rows of the median norm of what enters layer 2."""
+    return sum(float(model.model(row, output_hidden_states=True).hidden_states[2].norm(dim=-1).median()) for row in rows) / len(rows)
+
+
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 def test_keys_come_out_white_and_targets_standard(target: str) -> None:
     model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**STABLE, target=target))
@@ -44,10 +49,13 @@ def test_keys_come_out_white_and_targets_standard(target: str) -> None:
         moment = keys.T @ keys / len(keys)
         assert float(moment.trace()) == pytest.approx(1, rel=1e-3)
         assert distance(moment, torch.eye(len(moment), dtype=moment.dtype) / len(moment)) < 0.02
-    x = model.get_input_embeddings().weight[torch.cat(rows, 1)[0]]
     if target == "embeddings":
-        assert distance(layer.ttt.mean, x.mean(0)) < 1e-5
-        assert float(layer.ttt.gain) > 0
+        table = model.get_input_embeddings().weight.detach()
+        x = table[torch.cat(rows, 1)[0]]
+        assert distance(layer.ttt.mean, table.mean(0)) < 1e-5
+        assert float(layer.ttt.gain) * float((x - table.mean(0)).square().sum(1).mean().sqrt()) == pytest.approx(
+            residual(model, rows), rel=1e-3
+        )
 
 
 def test_a_low_rank_whitens_the_largest_directions() -> None:
