@@ -170,13 +170,14 @@ def last_token_lost(patch: Patch) -> None:
 def target_token_by_token(patch: Patch) -> None:
     """What a chunk writes while streaming is made from each token's embedding alone."""
 
-    def delta(self: FastWeight, z: Tensor, x: Tensor) -> Tensor:
+    def write(self: FastWeight, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
         alone = ChunkLayout.from_lengths([[len(z)]], 1)
         v = self.ttt(x[None], alone).to(z.dtype)
         layout = ChunkLayout.from_lengths([[len(z)]], len(z))
-        return op(z[None], v, None, eta=self.eta, layout=layout, clip=self.tau(), return_state=True)[1][0]
+        before = None if state is None else state[None]
+        return op(z[None], v, None, eta=self.eta, layout=layout, initial_state=before, clip=self.tau(), return_state=True)[1][0]
 
-    patch.setattr(FastWeight, "delta", delta)
+    patch.setattr(FastWeight, "write", write)
 
 
 def reset_keeps_the_open_chunk(patch: Patch) -> None:
@@ -269,8 +270,8 @@ def clip_on_the_sum(patch: Patch) -> None:
 
 
 def random_convolution(patch: Patch) -> None:
-    def reset(self: TargetGenerator, std: float, seed: int) -> None:
-        real(self, std, seed)
+    def reset(self: TargetGenerator, std: float, seed: int, multiple: float | None) -> None:
+        real(self, std, seed, multiple)
         self.conv.normal_(0, std)
 
     real = TargetGenerator.reset_parameters
@@ -278,8 +279,8 @@ def random_convolution(patch: Patch) -> None:
 
 
 def dense_projection(patch: Patch) -> None:
-    def reset(self: TargetGenerator, std: float, seed: int) -> None:
-        real(self, std, seed)
+    def reset(self: TargetGenerator, std: float, seed: int, multiple: float | None) -> None:
+        real(self, std, seed, multiple)
         self.proj.normal_(0, std)
 
     real = TargetGenerator.reset_parameters
@@ -288,7 +289,7 @@ def dense_projection(patch: Patch) -> None:
 
 def one_seed_for_all_layers(patch: Patch) -> None:
     real = TargetGenerator.reset_parameters
-    patch.setattr(TargetGenerator, "reset_parameters", lambda self, std, seed: real(self, std, 42))
+    patch.setattr(TargetGenerator, "reset_parameters", lambda self, std, seed, multiple: real(self, std, 42, multiple))
 
 
 def conversion_rounds_w0(patch: Patch) -> None:
