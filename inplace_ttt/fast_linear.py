@@ -171,10 +171,11 @@ class FastWeight(nn.Module):
         """The state [d, h] after one complete chunk: keys [C, h], target source [C, d], and the state before (None: zero)."""
         layout = ChunkLayout.from_lengths([[len(z)]], len(z))
         v = self.ttt(x[None], layout).to(z.dtype)
-        before = None if state is None else state[None]
-        settings: dict[str, Any] = {"eta": self.eta, "layout": layout, "clip": self.tau(), "damping": self.fast.config.damping}
-        _, after = fast_weight(z[None], v, None, initial_state=before, return_state=True, **settings)
-        return after[0]
+        damping = self.fast.config.damping
+        known = None if state is None or damping is None else state[None]  # a sum goes on without what it has
+        settings: dict[str, Any] = {"eta": self.eta, "layout": layout, "clip": self.tau(), "damping": damping}
+        after = fast_weight(z[None], v, None, initial_state=known, return_state=True, **settings)[1][0]
+        return after if state is None or damping is not None else state + after
 
 
 class FastWeightLinear(FastWeight, nn.Linear):
