@@ -139,6 +139,11 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
     )
 
 
+def parameters_of(tensors: LayerTensors) -> int:
+    """Numbers among a conversion's tensors that are trained; the others were measured."""
+    return sum(pair[kind].numel() for pair in tensors.values() for kind in ("conv", "proj"))
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a conversion adds, found on a model without weights. down_proj: TTT layer -> the checkpoint's name of its W0."""

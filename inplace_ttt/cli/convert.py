@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..calibration import CALIBRATION_TOKENS, measured_tensors
-from ..checkpoint import Checkpoint, Plan, describe_base, initial_tensors, plan_conversion, write_adapter, write_full
+from ..checkpoint import Checkpoint, Plan, describe_base, initial_tensors, parameters_of, plan_conversion, write_adapter, write_full
 from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
 from ..folder import new_folder
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Result:
     return {
         "output": str(args.out),
         "layers": list(plan.config.layers),
-        "new_parameters": sum(tensors[layer][kind].numel() for layer in tensors for kind in ("conv", "proj")),
+        "new_parameters": parameters_of(tensors),
         "config": plan.config.to_dict(),
         "identity": identity,
     }, 0

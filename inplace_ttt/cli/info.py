@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..checkpoint import Checkpoint, is_adapter, plan_conversion, read_adapter
+from ..checkpoint import Checkpoint, is_adapter, parameters_of, plan_conversion, read_adapter
 from . import Result
 
 EXAMPLES = """examples:
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> Result:
         "config": config.to_dict(),
         "base": base,
         "fast_weight": sizes[0],
-        "new_parameters": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()),
+        "new_parameters": parameters_of(tensors),
+        "measured": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()) - parameters_of(tensors),
         "state_bytes_per_sequence": 4 * sum(rows * columns for rows, columns in sizes),
     }, 0
 
@@ -53,7 +54,14 @@ def render(result: dict[str, Any]) -> str:
             f"target           {config['target']}, {config['conv']} convolution of {config['kernel_size']}",
             f"clip             {config['clip'] or 'none'}",
             f"fast weight      {' x '.join(map(str, result['fast_weight']))} a layer",
-            f"new parameters   {result['new_parameters']:,}",
+            f"extensions       {', '.join(_extensions(config)) or 'none'}",
+            f"new parameters   {result['new_parameters']:,}"
+            + (f", and {result['measured']:,} measured numbers" if result["measured"] else ""),
             f"state            {result['state_bytes_per_sequence'] / 2**20:.1f} MiB a sequence (float32)",
         ]
     )
+
+
+def _extensions(config: dict[str, Any]) -> list[str]:
+    names = ("whitening", "standardised", "proj_init", "damping")
+    return [f"{name} {config[name]}" for name in names if config.get(name) not in (None, False)]
