@@ -209,6 +209,7 @@ def test_the_table_has_errors_over_seeds() -> None:
         (["systems.lact={size: 2}"], "lact has no option 'size'; it has heads, chunk"),
         (["systems.lact=2"], "systems: lact must have a table of options, or nothing"),
         (["systems.lact.heads=two"], "systems: heads of lact must be of the kind of 1, got 'two'"),
+        (["systems.in-place.hidden=64"], "systems: in-place has no hidden of its own"),
         (["systems={}"], "systems: name some of none"),
         (["text={train: a, held_out: b}"], "recall: give one of the sections recall and text"),
         (["seeds=[1, 1]"], "--set, seeds: give some, each once"),

@@ -16,6 +16,8 @@ from .settings import NONE, Model
 class WindowAttention(nn.Module):
     """Causal attention with rotary positions; a token sees itself and the window − 1 before it."""
 
+    frequencies: Tensor
+
     def __init__(self, dim: int, heads: int, window: int, base: float = 10_000.0) -> None:
         super().__init__()
         self.heads, self.window = heads, window

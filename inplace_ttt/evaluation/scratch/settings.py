@@ -96,6 +96,7 @@ class Scratch:
             require(name in known, "systems", f"there is no memory {name!r}; choose from {', '.join(known)}")
             require(options is None or isinstance(options, dict), "systems", f"{name} must have a table of options, or nothing")
             require(name != NONE or not options, "systems", "attention alone has no options")
+            require("hidden" not in (options or {}), "systems", "in-place has no hidden of its own; it follows from model.width")
             for option, value in (options or {}).items():
                 default = inspect.signature(MEMORIES[name]).parameters.get(option, _UNKNOWN).default
                 require(fits(value, default), "systems", f"{option} of {name} must be of the kind of {default!r}, got {value!r}")
