@@ -42,15 +42,19 @@ class Waves:
 
 @dataclass(frozen=True)
 class Training:
-    """Adam. phases: of the C residues that a position has modulo C, how many a step trains on, drawn anew for each step."""
+    """Adam. phases: of the C residues that a position has modulo C, how many a step trains on, drawn anew for each step.
+
+    validation_phases: how many the validation error is taken on, always the same.
+    """
 
     epochs: int = 50
     batch_size: int = 4
     learning_rate: float = 1e-3
     phases: int = 4
+    validation_phases: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "phases"):
+        for name in ("epochs", "batch_size", "phases", "validation_phases"):
             require(getattr(self, name) >= 1, name, "must be at least 1")
 
 
@@ -72,7 +76,8 @@ class Sine:
 
     def __post_init__(self) -> None:
         require(bool(self.models) and set(self.models) <= set(BUILDERS), "models", f"choose from {', '.join(BUILDERS)}")
-        require(self.training.phases <= self.segment, "training", f"phases cannot exceed segment, {self.segment}")
+        phases = max(self.training.phases, self.training.validation_phases)
+        require(phases <= self.segment, "training", f"phases and validation_phases cannot exceed segment, {self.segment}")
         require(self.waves.length > self.segment, "waves", f"length must exceed segment, {self.segment}")
 
 
@@ -148,7 +153,7 @@ def train_one(name: str, seed: int, settings: Sine) -> dict[str, Any]:
     torch.manual_seed(seed)
     model, order = BUILDERS[name](settings), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), training.learning_rate)
-    spread = torch.arange(training.phases) * c // training.phases
+    spread = torch.arange(training.validation_phases) * c // training.validation_phases
     best, kept = math.inf, copy.deepcopy(model.state_dict())
     for _ in tqdm(range(training.epochs), desc=f"{name}, seed {seed}", disable=None):
         for rows in torch.randperm(len(data), generator=order).split(training.batch_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class LaCT(NetworkMemory[LaCTState]):
         d = dim // heads
         super().__init__(dim, heads, chunk, [(expand * d, d), (expand * d, d), (d, expand * d)])
         self.to_rates = nn.Linear(dim, 3 * heads)
-        nn.init.constant_(self.to_rates.bias, torch.tensor(base_rate).expm1().log().item())  # softplus⁻¹
+        nn.init.constant_(self.to_rates.bias, math.log(math.expm1(base_rate)))  # softplus⁻¹
 
     def initial_state(self, batch: int) -> LaCTState:
         weights = self.initial_weights(batch)

@@ -1,0 +1,121 @@
+"""The memories against each other, from scratch: every system with every seed of a recipe, as one table.
+
+python tools/scratch_memories.py recipes/memories/scratch-recall-cpu.yaml --json docs/results/cpu-2026-11/scratch-recall.json
+
+One JSON file a run; a run that is there already is not made again, so it may be stopped at any time and started anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.evaluation.scratch.run import plan, table, train_one
+from inplace_ttt.evaluation.scratch.settings import Scratch
+from inplace_ttt.evaluation.scratch.tasks import Task
+from inplace_ttt.training.settings import read_settings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's")
+    parser.add_argument("--runs", type=Path, help="folder of the runs, one JSON file each (default: runs/<recipe>)")
+    parser.add_argument("--json", type=Path, help="write the table and all figures here as well")
+    args = parser.parse_args()
+    folder = Path("runs") / args.recipe.stem if args.runs is None else args.runs
+    try:
+        settings = read_settings(Scratch, args.recipe, args.set)
+        task, sizes = plan(settings)
+        print_sizes(sizes)
+        rows = run(settings, task, folder)
+        lines = table(rows, settings)
+        if args.json is not None:
+            about = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "threads": torch.get_num_threads()}
+            save(args.json, {**about, "settings": dataclasses.asdict(settings), "sizes": sizes, "table": lines, "rows": rows})
+    except InPlaceTTTError as error:
+        print(f"scratch_memories: {error}", file=sys.stderr)
+        return 2
+    print_table(lines)
+    return 0
+
+
+def run(settings: Scratch, task: Task, folder: Path) -> list[dict[str, Any]]:
+    """Every run, seed by seed, so that what is there early is a whole table. Runs of other settings are refused first."""
+    todo = [(seed, system) for seed in settings.seeds for system in settings.systems]
+    held = {of: held_in(file_of(folder, *of), asked_of(settings, of[1])) for of in todo}
+    rows = []
+    with tqdm(todo, unit="run", disable=None) as bar:
+        for seed, system in bar:
+            found = held[seed, system]
+            if found is None:
+                found = train_one(settings, task, system, seed)
+                save(file_of(folder, seed, system), {"asked": asked_of(settings, system), "found": found})
+            rows.append(found)
+    return rows
+
+
+def file_of(folder: Path, seed: int, system: str) -> Path:
+    return folder / f"{system}-{seed}.json"
+
+
+def held_in(file: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The figures in a file that answers what is asked; None without a file."""
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+        if held["asked"] == asked:
+            return held["found"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InPlaceTTTError(f"{file} is not a run of this tool; remove it, or name another folder with --runs.") from None
+    raise InPlaceTTTError(f"{file} is of other settings; remove it, or name another folder with --runs.")
+
+
+def asked_of(settings: Scratch, system: str) -> dict[str, Any]:
+    """What a run depends on besides its seed: not the other systems."""
+    shared = {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("systems", "seeds")}
+    return json.loads(json.dumps({**shared, "system": system, "options": settings.systems[system]}))
+
+
+def save(file: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = file.with_suffix(".partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise InPlaceTTTError(f"cannot write {file}: {error.strerror}; choose a place you may write to.") from None
+
+
+def print_sizes(sizes: list[dict[str, Any]]) -> None:
+    for line in sizes:
+        share = line["parameters"] / line["parameters_of_attention"] - 1
+        print(f"{line['system']:17} MLP {line['width']:4}  {line['parameters']:,} parameters ({share:+.2%})", file=sys.stderr)
+
+
+def print_table(lines: list[dict[str, Any]]) -> None:
+    names = list(lines[0]["scores"])
+    print(f"{'':17} {'seeds':>5} {'parameters':>11} {'state bytes':>12} {'tokens/s':>9} " + " ".join(f"{name:>16}" for name in names))
+    for line in lines:
+        scores = " ".join(f"{shown(line['scores'][name]):>16}" for name in names)
+        sizes = f"{line['n']:5} {line['parameters']:11,} {line['state_bytes']:12,} {line['tokens_per_second']:9,.0f}"
+        print(f"{line['system']:17} {sizes} {scores}")
+
+
+def shown(score: dict[str, float]) -> str:
+    return f"{score['mean']:.4f}" + ("" if math.isnan(score["stderr"]) else f" ± {score['stderr']:.4f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
