@@ -129,16 +129,11 @@ def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
 def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol) -> tuple[list[str], list[Tensor]]:
     """The texts' names and token ids [T]; those too short are passed over where --documents asks for a number."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**15
-    vocabulary = model.get_input_embeddings().num_embeddings
     least = max(config_of(model).chunk_size, protocol.skip) + 2
     names: list[str] = []
     documents: list[Tensor] = []
     for path in files_in(args.text):
         ids = tokens_of(path, tokenizer, args.tokens or context)[0]
-        if len(ids) and int(ids.max()) >= vocabulary:
-            raise InPlaceTTTError(
-                f"the tokenizer gives token {int(ids.max())} for {path}, and the model knows {vocabulary}; use the model's own tokenizer."
-            )
         if args.documents is not None and len(ids) < (args.tokens or least):
             continue
         names, documents = [*names, str(path)], [*documents, ids.to(model.device)]

@@ -136,7 +136,10 @@ def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: 
         ([model, "--text", text, "--out", out, "--tokens", "9"], "gives 9 tokens (--tokens 9), which is no more than one chunk of 16"),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
         ([model, "--text", tmp_path / "nowhere", "--out", out], "cannot read the text"),
-        ([foreign, "--text", tmp_path / "fives", "--out", out], "token ids go from 5000 to 5000, but the model has 97 embeddings"),
+        (
+            [foreign, "--text", tmp_path / "fives", "--out", out],
+            "has the tokenizer of another model: it gives ids up to 5000, the model knows 97",
+        ),
         ([base, "--text", text, "--out", out], "is not a converted checkpoint"),
         ([tmp_path / "no" / "model", "--text", text, "--out", out], "does not exist"),
         ([model, "--text", text, "--out", tmp_path / "exists"], "exists already"),
