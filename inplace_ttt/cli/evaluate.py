@@ -34,6 +34,10 @@ memory = on - foreign is what a document's own text did; what foreign memory kee
 exit code: 0 done, whatever the numbers say; 2 bad input"""
 
 
+BLOCK = 512
+"""Tokens of the last block that growing contexts are read before."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
     parser.add_argument(
@@ -45,14 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=int, metavar="W", help="attend to the last W tokens and the sinks only (default: as the model does)"
     )
-    parser.add_argument("--sinks", type=int, default=SINKS, metavar="S", help=f"first tokens that stay visible (default: {SINKS})")
+    parser.add_argument("--sinks", type=int, metavar="S", help=f"first tokens that stay visible (default: {SINKS})")
     parser.add_argument("--skip", type=int, metavar="N", help="first tokens that do not count (default: a chunk, or the window if longer)")
     parser.add_argument("--second-copy", action="store_true", help="also the probe: a passage repeated beyond the window")
-    parser.add_argument(
-        "--passage", default="512,1024", metavar="L,G", help="its length and the gap between the copies (default: 512,1024)"
-    )
+    parser.add_argument("--passage", metavar="L,G", help="its length and the gap between the copies (default: 512,1024)")
     parser.add_argument("--contexts", metavar="N,…", help="also the loss on a fixed last block after so many tokens of context")
-    parser.add_argument("--block", type=int, default=512, metavar="N", help="tokens of that block (default: 512)")
+    parser.add_argument("--block", type=int, metavar="N", help="tokens of that block (default: 512)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="documents at once; foreign memory needs two (default: 4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the passages' places (default: 0)")
     parser.add_argument("--out", metavar="DIR", help="new folder for evaluation.json and the plots")
@@ -64,21 +66,30 @@ def run(args: argparse.Namespace) -> Result:
     for name in ("documents", "tokens", "batch_size", "block"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InPlaceTTTError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    for option, given, needed in (
+        ("--sinks", args.sinks, "--window"),
+        ("--passage", args.passage, "--second-copy"),
+        ("--block", args.block, "--contexts"),
+    ):
+        if given is not None and not getattr(args, needed[2:].replace("-", "_")):
+            raise InPlaceTTTError(f"{option} has no effect without {needed}; give both or neither.")
     if args.out and Path(args.out).exists() and not args.overwrite:
         raise InPlaceTTTError(f"--out {args.out} exists already; choose another name, or pass --overwrite to replace it.")
     contexts = _numbers(args.contexts, "--contexts") if args.contexts else []
-    passage = _numbers(args.passage, "--passage")
+    passage = _numbers(args.passage or "512,1024", "--passage")
     if len(passage) != 2 or min(passage) < 1:
         raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
     base = None if args.base is None else load_plain(args.base, model.dtype)
-    protocol = Protocol(args.window, args.sinks, _skip(args, model), args.batch_size)
+    protocol = Protocol(args.window, SINKS if args.sinks is None else args.sinks, _skip(args, model), args.batch_size)
     names, documents = _documents(args, model, tokenizer, protocol)
     result = compare(model, documents, protocol, base, progress=True)
     if args.second_copy:
         result.extra["second_copy"] = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, progress=True)
     if contexts:
-        result.extra["contexts"] = growing_context(model, documents, contexts, protocol, block=args.block, base=base, progress=True)
+        result.extra["contexts"] = growing_context(
+            model, documents, contexts, protocol, block=args.block or BLOCK, base=base, progress=True
+        )
     values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
     if args.out:
         with new_folder(args.out, overwrite=args.overwrite) as folder:
