@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 from tqdm import tqdm
 
+from .activations import Seen, seeing
 from .checkpoint import Checkpoint, LayerTensors, Plan, load_base
 from .config import KeyWhitening
+from .downhill import downhill_projections
 from .errors import InPlaceTTTError
 from .families import locate
 from .fast_linear import FastWeight
@@ -38,28 +38,46 @@ class _Sums:
     tokens: int = 0
     rows: int = 0
 
+    @classmethod
+    def like(cls, seen: Seen) -> _Sums:
+        h, d = seen.z.shape[-1], seen.source.shape[-1]
+        zeros = functools.partial(torch.zeros, device=seen.z.device)
+        return cls(zeros(h, h), zeros(d), zeros(()), zeros(()))
+
+    def add(self, seen: Seen) -> None:
+        z, x = seen.z.flatten(0, -2).float(), seen.source.flatten(0, -2).float()
+        self.square.addmm_(z.T, z)
+        self.source += x.sum(0)
+        self.norm += x.square().sum()
+        self.residual += seen.stream.float().norm(dim=-1).median()
+        self.tokens, self.rows = self.tokens + len(z), self.rows + 1
+
 
 @torch.no_grad()
 def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> None:
     """Measure what a converted model's extensions need on `rows` of token ids [1, T], and set it, in place.
 
-    The rows are read with TTT off. Raises InPlaceTTTError when the config needs no calibration, or nothing is read.
+    The rows are read with TTT off; for a calibrated P once more, with a backward pass. Raises InPlaceTTTError when the
+    config needs no calibration, or nothing is read.
     """
     config = config_of(model)
     if not config.needs_calibration:
-        raise InPlaceTTTError(
-            "this config has neither whitened keys nor standardised targets, so that calibration has no effect; leave it out."
-        )
+        raise InPlaceTTTError("this config has no extension that is measured on a text, so that calibration has no effect; leave it out.")
+    if not rows:
+        raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
     layers = fast_weights(model)
     sums: dict[int, _Sums] = {}
-    with ttt_disabled(model), _summing(model, layers, sums):
+    with ttt_disabled(model), seeing(model) as found:
         for row in tqdm(rows, desc="calibrating", file=sys.stderr, disable=None if progress else True):
             locate(model).base(row, use_cache=False)
-    if not sums:
-        raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
+            for index, seen in found.items():
+                sums.setdefault(index, _Sums.like(seen)).add(seen)
     vocabulary = _mean_embedding(model) if config.standardised and config.target == "embeddings" else None
     for index, layer in layers.items():
         _set(layer, sums[index], config.whitening, vocabulary)
+    if config.calibrated_proj:
+        for index, proj in downhill_projections(model, rows, progress=progress).items():
+            layers[index].ttt.proj.copy_(proj)
 
 
 def measured_tensors(checkpoint: Checkpoint, plan: Plan, rows: Sequence[Tensor]) -> LayerTensors:
@@ -67,48 +85,6 @@ def measured_tensors(checkpoint: Checkpoint, plan: Plan, rows: Sequence[Tensor])
     model = convert(load_base(checkpoint.folder), plan.config)
     calibrate(model, rows, progress=True)
     return {index: dict(layer.ttt.state_dict()) for index, layer in fast_weights(model).items()}
-
-
-@contextmanager
-def _summing(model: Any, layers: dict[int, FastWeight], sums: dict[int, _Sums]) -> Iterator[None]:
-    """Within it every forward adds to `sums`."""
-    decoder, config = locate(model), config_of(model)
-
-    def adding(index: int, stream: list[Tensor], mlp_input: list[Tensor]) -> Any:
-        def add(down: nn.Module, args: tuple[Tensor]) -> None:
-            z = args[0].flatten(0, -2).float()
-            x = (embeddings if config.target == "embeddings" else mlp_input)[0].flatten(0, -2).float()
-            zero = z.new_zeros(())
-            held = sums.setdefault(index, _Sums(z.new_zeros(z.shape[1], z.shape[1]), x.new_zeros(x.shape[1]), zero, zero))
-            held.square.addmm_(z.T, z)
-            held.source += x.sum(0)
-            held.norm = held.norm + x.square().sum()
-            held.residual = held.residual + stream[0].float().norm(dim=-1).median()
-            held.tokens, held.rows = held.tokens + len(z), held.rows + 1
-
-        return add
-
-    def keeping(module: nn.Module) -> list[Tensor]:
-        """The first argument of a module's last call."""
-        place: list[Tensor] = []
-        handles.append(module.register_forward_pre_hook(functools.partial(_keep, place), with_kwargs=True))
-        return place
-
-    handles: list[RemovableHandle] = []
-    embeddings = keeping(decoder.layers[0].block)
-    for index, layer in layers.items():
-        parts = decoder.layers[index]
-        handles.append(layer.register_forward_pre_hook(adding(index, keeping(parts.block), keeping(parts.mlp))))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pre-hook that keeps a module's first argument."""
-    place[:] = [args[0] if args else kwargs["hidden_states"]]
 
 
 def _mean_embedding(model: Any) -> Tensor:

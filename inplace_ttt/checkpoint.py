@@ -182,7 +182,7 @@ def initial_tensors(checkpoint: Checkpoint, plan: Plan) -> LayerTensors:
         if list(shape) != list(module.weight.shape):  # type: ignore[arg-type]
             raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {list(module.weight.shape)}.")  # type: ignore[arg-type]
         target = module.ttt.to_empty(device="cpu").to(dtype if dtype.is_floating_point else torch.bfloat16)
-        target.reset_parameters(std, SEED + index, plan.config.proj_init)
+        target.reset_parameters(std, SEED + index)
         tensors[index] = dict(target.state_dict())
     return tensors
 

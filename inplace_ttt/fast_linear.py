@@ -213,10 +213,18 @@ def install(parts: DecoderLayer, slot: FastWeightSlot, *, dtype: torch.dtype, st
     weight = next(down.parameters())
     (width, dim), factory = features(down), {"device": weight.device, "dtype": dtype}
     keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.rank, **factory)
-    target = TargetGenerator(dim, config.kernel_size, config.conv, standardised=config.standardised, keys=keys, **factory)
+    target = TargetGenerator(
+        dim,
+        config.kernel_size,
+        config.conv,
+        standardised=config.standardised,
+        calibrated_proj=config.calibrated_proj,
+        keys=keys,
+        **factory,
+    )
     if weight.device.type != "meta":
         with gathered(target.parameters()):
-            target.reset_parameters(std, seed, config.proj_init)
+            target.reset_parameters(std, seed)
     plain = type(down)
     _become(down, _PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {}))
     down.ttt, down.fast = target, slot  # type: ignore[assignment]

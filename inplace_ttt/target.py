@@ -21,14 +21,22 @@ class TargetGenerator(nn.Module):
     conv [d, 1, k] and proj [d, d] are its parameters. The convolution is a correlation without bias; taps that fall
     outside the token's own chunk read zero. Tap j of a token t is t + j - k//2 ("lookahead") or t + j - k + 1 ("causal").
     With the extensions of the config, it also holds what was measured on a text: `mean` [d] and `gain` [], under which
-    (X - mean) · gain stands in for X, and the whitened keys.
+    (X - mean) · gain stands in for X, and the whitened keys; and P starts from a text where it is calibrated.
     """
 
     mean: Tensor | None
     gain: Tensor | None
 
     def __init__(
-        self, dim: int, kernel_size: int, conv: Conv, *, standardised: bool = False, keys: WhitenedKeys | None = None, **factory: Any
+        self,
+        dim: int,
+        kernel_size: int,
+        conv: Conv,
+        *,
+        standardised: bool = False,
+        calibrated_proj: bool = False,
+        keys: WhitenedKeys | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.first_tap = -(kernel_size // 2) if conv == "lookahead" else 1 - kernel_size
@@ -37,32 +45,37 @@ class TargetGenerator(nn.Module):
         self.register_buffer("mean", torch.zeros(dim, **factory) if standardised else None)
         self.register_buffer("gain", torch.zeros((), **factory) if standardised else None)
         self.keys = keys
+        self.calibrated_proj = calibrated_proj
         self._is_measured = False
 
     @torch.no_grad()
-    def reset_parameters(self, std: float, seed: int, multiple: float | None = None) -> None:
+    def reset_parameters(self, std: float, seed: int) -> None:
         """Conv zero, P diagonal N(0, std²) (paper appendix C.3): the model starts as its base, yet conv has a gradient.
 
-        multiple: P is that multiple of the identity instead (extension).
+        A calibrated P is zero until it is calibrated.
         """
         self.conv.zero_()
         self.proj.zero_()
-        diagonal = torch.randn(self.proj.shape[0], generator=torch.Generator().manual_seed(seed)) * std
-        self.proj.diagonal().copy_(diagonal if multiple is None else torch.full_like(diagonal, multiple))
+        if not self.calibrated_proj:
+            self.proj.diagonal().copy_(torch.randn(self.proj.shape[0], generator=torch.Generator().manual_seed(seed)) * std)
 
     def forward(self, x: Tensor, layout: ChunkLayout) -> Tensor:
         """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""
         x = x.to(self.conv.device, self.conv.dtype)
         self._check_measured()
-        if self.mean is not None and self.gain is not None:
-            x = (x - self.mean) * self.gain
+        x = self.standardise(x)
         convolve = triton.chunk_conv if triton.preferred(x.device, x.dtype) else _ChunkConv.apply
         return convolve(x, self.conv, layout.chunk_ids(x.device), self.first_tap) @ self.proj
+
+    def standardise(self, x: Tensor) -> Tensor:
+        """(x - mean) · gain, or x as it is."""
+        return x if self.mean is None or self.gain is None else (x - self.mean) * self.gain
 
     def _check_measured(self) -> None:
         """Once: what a text should have been measured for is no longer zero."""
         if not self._is_measured:
-            if any(not buffer.is_meta and not bool(buffer.any()) for buffer in self.buffers()):
+            measured = [*self.buffers(), *([self.proj] if self.calibrated_proj else [])]
+            if any(not tensor.is_meta and not bool(tensor.any()) for tensor in measured):
                 raise InPlaceTTTError(
                     "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, rows) on some text."
                 )

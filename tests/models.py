@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert
-from inplace_ttt.surgery import fast_weights
+from inplace_ttt.surgery import config_of, fast_weights
 
 LAYERS = (0, 2)
 CHUNK = 7
@@ -20,7 +20,7 @@ def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True
     """One family, converted at layers 0 and 2 with chunks of 7 tokens; `writes` turns the writer on."""
     settings: dict[str, Any] = {"layers": LAYERS, "chunk_size": CHUNK, **config}
     model = convert(build(name, dtype=dtype), InPlaceTTTConfig(**settings))
-    if model.config.inplace_ttt["config"]["whitening"] or model.config.inplace_ttt["config"]["standardised"]:
+    if config_of(model).needs_calibration:
         calibrate(model, [random_ids(1, 64, seed=2)])
     if writes:
         turn_writer_on(model)

@@ -1,11 +1,12 @@
 """Do writes store memory? The paper's rule, the public code's and the `stable` preset, trained and evaluated alike, over seeds.
 
-python tools/memory_evidence.py [--rules stable,paper,official] [--seeds 0,1,2] [--out docs/results/cpu-2026-11/memory]
+python tools/memory_evidence.py [--rules stable paper official] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/memory]
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
-off, and with foreign memory, then with a passage that comes again. Every step that is done is kept under runs/memory and skipped
-by the next call, which goes on where the last one stopped. OUT.json and the table have what is there so far.
+off, and with foreign memory, then with a passage that comes again. The first seed's models are read under full attention too,
+on the same documents and, on fewer, beyond the training length. What is in OUT.json is done; so is every step kept under
+runs/memory. The next call goes on where the last one stopped. OUT.json and the tables have what is there so far.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "runs" / "memory"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
+HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
 DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
-TEXTS = ("--text", str(WORK / "text" / "held-out"), "--documents", str(DOCUMENTS), "--tokens", str(TOKENS))
+LONG_DOCUMENTS, LONG = 12, 6144
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
@@ -57,22 +61,21 @@ RULES |= {f"paper, eta {eta}, rate {rate}": papers(eta, rate) for eta in ("0.3",
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", default="stable,paper,official", help=f"of: {'; '.join(RULES)} (separate those with commas by |)")
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rules", nargs="+", default=["stable", "paper", "official"], choices=RULES, metavar="R", help="; ".join(RULES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "memory"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
-    names = args.rules.split("|" if "|" in args.rules or args.rules in RULES else ",")
-    if unknown := [name for name in names if name not in RULES]:
-        parser.error(f"there is no rule {unknown[0]!r}")
-    seeds = [int(seed) for seed in args.seeds.split(",")]
-    if not args.table:
-        split_texts()
-        full_attention()
-        for seed in seeds:
-            for name in names:
+    out = Path(args.out).with_suffix(".json")
+    split_texts()
+    record = Record.open(out)
+    for seed in [] if args.table else args.seeds:
+        for name in args.rules:
+            if (name, seed) not in record.seeds:
                 measure(name, seed)
-    report(Path(args.out))
+    record.collect()
+    record.save("python tools/memory_evidence.py " + " ".join(sys.argv[1:]))
+    print_tables(record)
     return 0
 
 
@@ -87,28 +90,29 @@ def split_texts() -> None:
             link.symlink_to(file)
 
 
-def full_attention() -> None:
-    """The base without a window on the same documents: what a perfect memory of all that lies beyond the window could gain."""
-    converted, out = WORK / "paper", WORK / "full-attention"
-    if not converted.exists():
-        command("convert", str(MODEL), str(converted), "--layers", "12,18,24", *RULES["paper"].convert)
-    if not out.exists():
-        command("evaluate", str(converted), *TEXTS, "--skip", str(WINDOW), "--out", str(out))
-
-
 def measure(name: str, seed: int) -> None:
     """Convert, train, evaluate; what is done already is left alone."""
-    rule, slug = RULES[name], name.replace(", ", "-").replace(" ", "")
-    converted, run = WORK / slug, WORK / f"{slug}-{seed}"
+    rule, converted, run = RULES[name], WORK / slug(name), WORK / f"{slug(name)}-{seed}"
     if not converted.exists():
         command("convert", str(MODEL), str(converted), "--layers", "12,18,24", *rule.convert)
     if not (run / "final").exists():
         settings = [f"model.path={converted}", f"data.train={WORK / 'text' / 'train'}", f"output={run}"]
         settings += [f"optimisation.seed={seed}", f"data.seed={seed}", *rule.settings]
         timed(run / "train.seconds", "train", str(RECIPE), "--no-audit", *(word for s in settings for word in ("--set", s)))
-    if not (run / "evaluation").exists():
-        how = ["--window", str(WINDOW), "--second-copy", "--out", str(run / "evaluation")]
-        timed(run / "evaluate.seconds", "evaluate", str(run / "final"), *TEXTS, *how)
+    read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(WINDOW), "--second-copy")
+    if seed == 0:  # at the training length, past the window's length; and beyond the training length
+        read(run, "full-attention", DOCUMENTS, TOKENS, "--skip", str(WINDOW))
+        read(run, "beyond-training", LONG_DOCUMENTS, LONG, "--skip", str(TOKENS))
+
+
+def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
+    if not (run / out).exists():
+        where = ("--documents", str(documents), "--tokens", str(tokens), "--out", str(run / out))
+        timed(run / f"{out}.seconds", "evaluate", str(run / "final"), *HELD_OUT, *where, *how)
+
+
+def slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "")
 
 
 def timed(note: Path, *words: str) -> None:
@@ -124,48 +128,82 @@ def command(*words: str) -> None:
         sys.exit(f"`inplace-ttt {words[0]}` failed with exit code {done.returncode}; its message is above, and the same command goes on.")
 
 
-def report(out: Path) -> None:
-    rows = [row for name in RULES if (row := _row(name)) is not None]
-    if not rows:
-        print("nothing is measured yet")
-        return
-    full = json.loads((WORK / "full-attention" / "evaluation.json").read_text())["off"]
-    head_room = rows[0]["seeds"][0]["off"] - full
-    values = {
-        "full_attention": full,
-        "head_room": head_room,
-        "command": "python tools/memory_evidence.py " + " ".join(sys.argv[1:]),
-        "protocol": {"documents": DOCUMENTS, "tokens": TOKENS, "window": WINDOW, "sinks": 4, "past_token": WINDOW},
-        "held_out_sha256": _digest(WORK / "text" / "held-out"),
-        "train_sha256": _digest(WORK / "text" / "train"),
-        "rules": rows,
-    }
-    out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+@dataclass
+class Record:
+    """What was measured: by rule and seed, what `_seed` gives. OUT.json holds it."""
+
+    path: Path
+    protocol: dict[str, Any]
+    seeds: dict[tuple[str, int], dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path) -> Record:
+        protocol = {
+            "window": WINDOW,
+            "sinks": 4,
+            "documents": {"number": DOCUMENTS, "tokens": TOKENS, "past_token": WINDOW},
+            "beyond_training": {"number": LONG_DOCUMENTS, "tokens": LONG, "past_token": TOKENS},
+            "held_out_sha256": _digest(WORK / "text" / "held-out"),
+            "train_sha256": _digest(WORK / "text" / "train"),
+            "recipe_sha256": hashlib.sha256(json.dumps(yaml.safe_load(RECIPE.read_text())).encode()).hexdigest(),
+        }
+        held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"protocol": protocol, "rules": []}
+        if held["protocol"] != protocol:
+            sys.exit(f"{path} was measured with another recipe, protocol or texts; name another --out, or delete it.")
+        return cls(path, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
+
+    def collect(self) -> None:
+        """What lies under runs/memory."""
+        for name in RULES:
+            for run in WORK.glob(f"{slug(name)}-[0-9]"):
+                if (run / "evaluation").exists():
+                    self.seeds[name, int(run.name.rpartition("-")[2])] = _seed(run)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A rule after the other, each over its seeds."""
+        found = {name: [self.seeds[key] for key in sorted(self.seeds) if key[0] == name] for name in RULES}
+        keys = ("difference", "drift", "memory", "second_copy", "filler")
+        return [{"rule": name, **{key: _over(seeds, key) for key in keys}, "seeds": seeds} for name, seeds in found.items() if seeds]
+
+    def save(self, command: str) -> None:
+        values = {"command": command, "protocol": self.protocol, "rules": self.rows()}
+        self.path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def print_tables(record: Record) -> None:
     print("| rule | seeds | on - off | foreign - off | memory: on - foreign | second copy | filler |\n|---|---|---|---|---|---|---|")
-    for row in rows:
+    for row in record.rows():
         cells = [_cell(row[key]) for key in ("difference", "drift", "memory", "second_copy", "filler")]
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
-    print(
-        f"\nFull attention would gain {head_room:.4f}. Mean over seeds; ± the larger of two standard errors, over documents and over seeds."
-    )
+    print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
+    full = [(name, values) for (name, _), values in record.seeds.items() if "full_attention" in values]
+    if not full:
+        return
+    print(f"Full attention gains {full[0][1]['off'] - full[0][1]['full_attention']['off']:.4f} over the window. With it:\n")
+    print("| rule, seed 0 | on - off | memory | on - off beyond training | memory |\n|---|---|---|---|---|")
+    for name, values in full:
+        pairs = [values[where][key] for where in ("full_attention", "beyond_training") for key in ("difference", "memory")]
+        print(f"| {name} | {' | '.join(_with_error(pair['mean'], pair['stderr']) for pair in pairs)} |")
 
 
-def _row(name: str) -> dict[str, Any] | None:
-    slug, seeds = name.replace(", ", "-").replace(" ", ""), []
-    for folder in sorted(WORK.glob(f"{slug}-[0-9]")):
-        if (folder / "evaluation").exists():
-            found = json.loads((folder / "evaluation" / "evaluation.json").read_text())
-            pairs = {key: found[key] for key in ("difference", "drift", "memory")}
-            pairs |= {key: found["second_copy"][key] for key in ("second_copy", "filler")}
-            losses = {key: found[key] for key in ("on", "off", "foreign")}
-            notes = {
-                key: int((folder / f"{key}.seconds").read_text()) for key in ("train", "evaluate") if (folder / f"{key}.seconds").exists()
-            }
-            seeds.append({"seed": int(folder.name.rpartition("-")[2]), "seconds": notes, **losses, **pairs})
-    if not seeds:
-        return None
-    keys = ("difference", "drift", "memory", "second_copy", "filler")
-    return {"rule": name, **{key: _over(seeds, key) for key in keys}, "seeds": seeds}
+def _seed(run: Path) -> dict[str, Any]:
+    """What was found for one seed."""
+    found = _evaluation(run / "evaluation")
+    values = {"seed": int(run.name.rpartition("-")[2]), **_numbers(found)}
+    values |= {key: found["second_copy"][key] for key in ("second_copy", "filler")}
+    for key in ("full_attention", "beyond_training"):
+        if (folder := run / key.replace("_", "-")).exists():
+            values[key] = _numbers(_evaluation(folder))
+    values["seconds"] = {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))}
+    return values
+
+
+def _evaluation(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def _numbers(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found[key] for key in ("on", "off", "foreign", "difference", "drift", "memory")}
 
 
 def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:
@@ -176,7 +214,11 @@ def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def _cell(value: dict[str, float]) -> str:
-    return f"{value['mean']:+.4f} ± {max(value['stderr_documents'], value['stderr_seeds']):.4f}"
+    return _with_error(value["mean"], max(value["stderr_documents"], value["stderr_seeds"]))
+
+
+def _with_error(mean: float, error: float) -> str:
+    return f"{mean:+.4f} ± {error:.4f}"
 
 
 def _digest(folder: Path) -> str:

@@ -63,5 +63,5 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _extensions(config: dict[str, Any]) -> list[str]:
-    names = ("whitening", "standardised", "proj_init", "damping")
+    names = ("whitening", "standardised", "calibrated_proj", "damping")
     return [f"{name} {config[name]}" for name in names if config.get(name) not in (None, False)]

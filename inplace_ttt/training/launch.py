@@ -29,11 +29,15 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.processes)))
     here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
-    return subprocess.run(command(recipe, arguments), env=environment, stdout=sys.stderr, check=False).returncode
+    port = _free_port()
+    try:
+        return subprocess.run(command(recipe, arguments, port), env=environment, stdout=sys.stderr, check=False).returncode
+    finally:
+        _remove_shared_memory(port)
 
 
-def command(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
-    """The launcher's command line; several nodes are those of the recipe's hostfile."""
+def command(recipe: Recipe, arguments: Sequence[str], port: int) -> list[str]:
+    """The launcher's command line; several nodes are those of the recipe's hostfile, which meet at a port of their own."""
     parallel = recipe.parallel
     launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if launcher is None:
@@ -45,7 +49,7 @@ def command(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
             raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.processes}` for each node.")
         line += ["--hostfile", str(hostfile), "--num_nodes", str(parallel.nodes)]
     else:
-        line += ["--hostfile", os.devnull, "--master_port", str(_free_port())]
+        line += ["--hostfile", os.devnull, "--master_port", str(port)]
     line += ["--num_accelerators", str(parallel.processes)]
     return [*line, "--module", "inplace_ttt.training", *arguments]
 
@@ -54,3 +58,9 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _remove_shared_memory(port: int) -> None:
+    """What the processes that met at this port left behind: DeepSpeed's CPU reduction never frees its 66 MiB each."""
+    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        left.unlink(missing_ok=True)

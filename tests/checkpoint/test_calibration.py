@@ -13,10 +13,19 @@ from torch import Tensor
 
 from checkpoint.folders import bytes_of
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, load, save_adapter
+from inplace_ttt.activations import seeing
 from inplace_ttt.calibration import whitening_of
-from inplace_ttt.surgery import fast_weights
+from inplace_ttt.downhill import least_squares
+from inplace_ttt.surgery import fast_weights, ttt_disabled
 
-STABLE = {"layers": (0, 2), "chunk_size": 8, "whitening": KeyWhitening(ridge=1e-6), "standardised": True, "proj_init": 1.0, "damping": 1.0}
+STABLE = {
+    "layers": (0, 2),
+    "chunk_size": 8,
+    "whitening": KeyWhitening(ridge=1e-6),
+    "standardised": True,
+    "calibrated_proj": True,
+    "damping": 1.0,
+}
 
 
 def inputs(model: Any, rows: list[Tensor]) -> dict[int, Tensor]:
@@ -122,3 +131,54 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, base: Path, tmp_
     assert cli.main(["convert", str(base), str(tmp_path / "out"), *arguments]) == 2
     err = capsys.readouterr().err.strip().splitlines()
     assert says in err[-1] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
+def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
+    """Against finite differences: what a small P, written by an oracle that knows the next token, does to the loss."""
+    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**STABLE, target=target))
+    rows = [random_ids(1, 60, seed=s) for s in range(3)]
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    calibrate(model, rows)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert all(p.grad is None for p in model.parameters())
+
+    def loss(step: float, layer: int, proj: Tensor) -> float:
+        """Summed over the rows, with `step` times P applied to the next token's source at a layer's output."""
+        total = 0.0
+        for row in rows:
+            with ttt_disabled(model), seeing(model) as seen:
+                model(row)
+                ahead = fast_weights(model)[layer].ttt.standardise(seen[layer].source)[:, 1:]
+            extra = torch.nn.functional.pad(step * ahead @ proj, (0, 0, 0, 1))
+            handle = fast_weights(model)[layer].register_forward_hook(lambda m, args, out, extra=extra: out + extra)
+            with ttt_disabled(model):
+                values = model(row).logits[0, :-1]
+            handle.remove()
+            total += float(torch.nn.functional.cross_entropy(values, row[0, 1:], reduction="sum"))
+        return total
+
+    with torch.no_grad():
+        for index, layer in fast_weights(model).items():
+            proj, step = layer.ttt.proj.detach(), 1e-6
+            found = (loss(step, index, proj) - loss(-step, index, proj)) / (2 * step)
+            random = torch.randn(proj.shape, dtype=proj.dtype, generator=torch.Generator().manual_seed(index))
+            other = (loss(step, index, random) - loss(-step, index, random)) / (2 * step)
+            assert found < 0 and abs(found) > 3 * abs(other) * float(proj.norm() / random.norm()), (index, found, other)
+
+
+def test_least_squares_finds_the_map_and_keeps_the_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 6, generator=generator) * torch.tensor([1.0, 2, 3, 1, 1, 1])
+    true = torch.randn(6, 6, generator=generator)
+    proj = least_squares(x.T @ x, x.T @ (x @ true))
+    assert torch.nn.functional.cosine_similarity(proj.flatten(), true.flatten(), dim=0) > 0.98
+    assert float((x @ proj).square().sum() / x.square().sum()) == pytest.approx(1, rel=1e-4)
+    with pytest.raises(InPlaceTTTError, match="no gradient"):
+        least_squares(x.T @ x, torch.zeros(6, 6))
+
+
+def test_a_calibrated_p_needs_the_next_token() -> None:
+    for wrong in ({"conv": "causal"}, {"kernel_size": 1}):
+        with pytest.raises(InPlaceTTTError, match="next token"):
+            InPlaceTTTConfig(calibrated_proj=True, **wrong)

@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "every layer": {"layers": "every:1"},
     "whitened keys": {"whitening": KeyWhitening(), "standardised": True, "eta": 3.0},
     "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
-    "error-correcting": {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "eta": 10.0},
+    "error-correcting": {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "calibrated_proj": True, "eta": 10.0},
     "error-correcting, raw keys, clip": {"damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
 }  # fmt: skip
 

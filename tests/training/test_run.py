@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from inplace_ttt import load
 from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training import launch
+from inplace_ttt.training.recipe import load_recipe
 from inplace_ttt.training.run import check_heads
 
 from .runs import checkpoint, documents, finish, recipe_file, start, weights
@@ -58,6 +60,14 @@ def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None
             inside = name.removeprefix("base_model.model.").replace("ttt.conv", "ttt.modules_to_save.default.conv")
             (found,) = (p for n, p in trained.items() if n.endswith(inside))
             torch.testing.assert_close(found, tensor)
+
+
+def test_no_shared_memory_stays_behind(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+    monkeypatch.setattr(launch, "_free_port", lambda any_port=launch._free_port: ports.append(any_port()) or ports[-1])
+    file = recipe_file(tmp_path, made / "model", made / "text", parallel={"processes": 2})
+    assert launch.launch(load_recipe(str(file)), [str(file)]) == 0
+    assert len(ports) == 1 and not list(Path("/dev/shm").glob(f"*_{ports[0]}_*"))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

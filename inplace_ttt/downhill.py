@@ -1,0 +1,91 @@
+"""The start of P from gradients (extension): what a layer has to write so that the model expects the token that came next.
+
+With P random or the identity, an untrained writer recalls the right token in a form that the layers behind it do not
+understand, and training has to find the form. One backward pass knows it: where g_t is the gradient of the loss of
+token t + 1 and all later ones at the down-projection's output, -g_t is what should have been added there, and P is the
+least-squares map onto it from the source x_{t+1}, which the look-ahead convolution's next tap hands to P.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from .activations import seeing
+from .errors import InPlaceTTTError
+from .surgery import fast_weights, ttt_disabled
+
+RIDGE = 0.1
+"""Of the least squares, as a fraction of the source's mean variance."""
+
+
+def downhill_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Tensor]:
+    """P [d, d] of every TTT layer, float32, from a forward and a backward over each of `rows` of token ids [1, T].
+
+    P is as large as the identity: the mean of ‖x P‖² is that of ‖x‖².
+    """
+    layers = fast_weights(model)
+    slopes: dict[int, Tensor] = {}
+    moments: dict[int, Tensor] = {}
+    with ttt_disabled(model), frozen(model), seeing(model) as seen, _probing(model) as probes, torch.enable_grad():
+        for row in tqdm(rows, desc="start of P", file=sys.stderr, disable=None if progress else True):
+            logits = model(row, use_cache=False).logits[:, :-1]
+            loss = cross_entropy(logits.flatten(0, 1).float(), row[:, 1:].flatten(), reduction="sum")
+            gradients = torch.autograd.grad(loss, list(probes.values()))
+            for index, gradient in zip(probes, gradients, strict=True):
+                ahead = layers[index].ttt.standardise(seen[index].source[:, 1:]).flatten(0, 1).float()
+                here = gradient[:, :-1].flatten(0, 1).float()
+                slopes[index] = slopes.get(index, 0) - ahead.T @ here
+                moments[index] = moments.get(index, 0) + ahead.T @ ahead
+    return {index: least_squares(moments[index], slopes[index]) for index in slopes}
+
+
+def least_squares(moment: Tensor, slope: Tensor) -> Tensor:
+    """(M + ρI)⁻¹ B, scaled to the identity's size under M, for the sums M = x xᵀ [d, d] and B = -x gᵀ [d, d]."""
+    rho = RIDGE * moment.diagonal().mean()
+    ridged = moment.double() + rho * torch.eye(len(moment), dtype=torch.float64, device=moment.device)
+    proj = torch.cholesky_solve(slope.double(), torch.linalg.cholesky(ridged)) if rho > 0 else slope.double()
+    size = torch.einsum("ij,ik,kj->", proj, moment.double(), proj)
+    if not size > 0:
+        raise InPlaceTTTError("no gradient reached a TTT layer over the calibration text; give rows of two tokens and more of real text.")
+    return (proj * (moment.trace() / size).sqrt()).float()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Within it no parameter asks for a gradient."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in asking:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _probing(model: Any) -> Iterator[dict[int, Tensor]]:
+    """Within it a zero is added to every TTT layer's output, new in each forward, to take the gradient of."""
+    probes: dict[int, Tensor] = {}
+
+    def adding(index: int) -> Any:
+        def add(down: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+            probes[index] = torch.zeros_like(out, requires_grad=True)
+            return out + probes[index]
+
+        return add
+
+    handles = [layer.register_forward_hook(adding(index)) for index, layer in fast_weights(model).items()]
+    try:
+        yield probes
+    finally:
+        for handle in handles:
+            handle.remove()
