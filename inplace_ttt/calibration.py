@@ -45,11 +45,11 @@ class _Sums:
         return cls(zeros(h, h), zeros(d), zeros(()), zeros(()))
 
     def add(self, seen: Seen) -> None:
-        z, x = seen.z.flatten(0, -2).float(), seen.source.flatten(0, -2).float()
+        z, x = seen.z.flatten(0, -2).float(), seen.source.flatten(0, -2).float().to(seen.z.device)
         self.square.addmm_(z.T, z)
         self.source += x.sum(0)
         self.norm += x.square().sum()
-        self.residual += seen.stream.float().norm(dim=-1).median()
+        self.residual += seen.stream.float().norm(dim=-1).median().to(z.device)
         self.tokens, self.rows = self.tokens + len(z), self.rows + 1
 
 

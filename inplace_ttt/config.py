@@ -15,6 +15,7 @@ Target = Literal["embeddings", "hidden_states"]
 Conv = Literal["lookahead", "causal"]
 ClipWhen = Literal["inference", "always"]
 
+_OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "decode_updates"}
 _EVERY = re.compile(r"every:([1-9]\d*)")
 
 
@@ -179,6 +180,12 @@ class InPlaceTTTConfig:
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration`)."""
         return self.whitening is not None or self.standardised or self.calibrated_proj
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """The settings beyond the paper's method that are on, by name."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name not in _OF_THE_PAPER}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def eta_of(self, position: int) -> float:
         """η of the TTT layer at `position` among the TTT layers."""

@@ -34,13 +34,13 @@ def downhill_projections(model: Any, rows: Sequence[Tensor], *, progress: bool =
     layers = fast_weights(model)
     slopes: dict[int, Tensor] = {}
     moments: dict[int, Tensor] = {}
-    with ttt_disabled(model), frozen(model), seeing(model) as seen, _probing(model) as probes, torch.enable_grad():
+    with ttt_disabled(model), _frozen(model), seeing(model) as seen, _probing(model) as probes, torch.enable_grad():
         for row in tqdm(rows, desc="start of P", file=sys.stderr, disable=None if progress else True):
             logits = model(row, use_cache=False).logits[:, :-1]
             loss = cross_entropy(logits.flatten(0, 1).float(), row[:, 1:].flatten(), reduction="sum")
             gradients = torch.autograd.grad(loss, list(probes.values()))
             for index, gradient in zip(probes, gradients, strict=True):
-                ahead = layers[index].ttt.standardise(seen[index].source[:, 1:]).flatten(0, 1).float()
+                ahead = layers[index].ttt.standardise(seen[index].source[:, 1:].to(gradient.device)).flatten(0, 1).float()
                 here = gradient[:, :-1].flatten(0, 1).float()
                 slopes[index] = slopes.get(index, 0) - ahead.T @ here
                 moments[index] = moments.get(index, 0) + ahead.T @ ahead
@@ -59,7 +59,7 @@ def least_squares(moment: Tensor, slope: Tensor) -> Tensor:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def _frozen(model: nn.Module) -> Iterator[None]:
     """Within it no parameter asks for a gradient."""
     asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in asking:

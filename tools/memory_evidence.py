@@ -56,7 +56,9 @@ RULES: dict[str, Rule] = {
     "paper": papers("1", "1e-3"),
     "official": papers("3", "1e-3", "official"),
 }
-RULES |= {f"paper, eta {eta}, rate {rate}": papers(eta, rate) for eta in ("0.3", "1", "3") for rate in ("3e-4", "1e-3", "3e-3")}
+RULES |= {
+    f"paper, eta {eta}, rate {rate}": papers(eta, rate) for eta, rate in (("0.3", "1e-3"), ("3", "1e-3"), ("1", "3e-4"), ("1", "3e-3"))
+}
 
 
 def main() -> int:

@@ -26,7 +26,6 @@ from .bench import Bench
 from .converted import borrowed, causal_lm, probe_chunk, small_chunks
 from .findings import TOLERANCE, Finding, NotChecked, judged
 
-_KNOWN = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "decode_updates"}
 _TEXT = (
     "A ship had lain at the harbour for three days when the captain asked for the letters that she had carried from the north. "
     "Nobody knew where they were. The mate remembered a box, the cook remembered a fire, and a boy who was never asked had seen both. "
@@ -331,12 +330,7 @@ def _unchanged(subject: Subject, wanted: Any, found: str) -> Finding:
 
 def extensions(subject: Subject, expected: Any) -> Finding:
     """Settings that the paper's method does not have, and their values."""
-    defaults = InPlaceTTTConfig()
-    on = {
-        f.name: getattr(subject.config, f.name)
-        for f in dataclasses.fields(subject.config)
-        if f.name not in _KNOWN and getattr(subject.config, f.name) != getattr(defaults, f.name)
-    }
+    on = subject.config.extensions
     if not on:
         return judged(True, "no setting beyond the paper's method is on", {}, None)
     text = ", ".join(f"{name} = {value}" for name, value in on.items())

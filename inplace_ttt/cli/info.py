@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..checkpoint import Checkpoint, is_adapter, parameters_of, plan_conversion, read_adapter
+from ..config import InPlaceTTTConfig
 from . import Result
 
 EXAMPLES = """examples:
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> Result:
 def render(result: dict[str, Any]) -> str:
     config = result["config"]
     base = result["base"] or {}
+    extensions = [f"{name} {value}" for name, value in InPlaceTTTConfig.from_dict(config).extensions.items()]
     return "\n".join(
         [
             f"In-Place TTT checkpoint ({result['form']}), base {base.get('name_or_path', 'unknown')}",
@@ -54,14 +56,9 @@ def render(result: dict[str, Any]) -> str:
             f"target           {config['target']}, {config['conv']} convolution of {config['kernel_size']}",
             f"clip             {config['clip'] or 'none'}",
             f"fast weight      {' x '.join(map(str, result['fast_weight']))} a layer",
-            f"extensions       {', '.join(_extensions(config)) or 'none'}",
+            f"extensions       {', '.join(extensions) or 'none'}",
             f"new parameters   {result['new_parameters']:,}"
             + (f", and {result['measured']:,} measured numbers" if result["measured"] else ""),
             f"state            {result['state_bytes_per_sequence'] / 2**20:.1f} MiB a sequence (float32)",
         ]
     )
-
-
-def _extensions(config: dict[str, Any]) -> list[str]:
-    names = ("whitening", "standardised", "calibrated_proj", "damping")
-    return [f"{name} {config[name]}" for name in names if config.get(name) not in (None, False)]
