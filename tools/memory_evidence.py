@@ -51,13 +51,25 @@ def papers(eta: str, rate: str, preset: str = "paper") -> Rule:
     )
 
 
+def stable(*settings: str) -> Rule:
+    """The preset with some of the config's settings changed."""
+    changed = (word for setting in settings for word in ("--set", setting))
+    return Rule(("--preset", "stable", "--calibrate", str(WORK / "text" / "train"), *changed))
+
+
 RULES: dict[str, Rule] = {
-    "stable": Rule(("--preset", "stable", "--calibrate", str(WORK / "text" / "train"))),
+    "stable": stable(),
     "paper": papers("1", "1e-3"),
     "official": papers("3", "1e-3", "official"),
 }
 RULES |= {
     f"paper, eta {eta}, rate {rate}": papers(eta, rate) for eta, rate in (("0.3", "1e-3"), ("3", "1e-3"), ("1", "3e-4"), ("1", "3e-3"))
+}
+RULES |= {
+    "stable, raw keys": stable("whitening=null"),
+    "stable, rank 256": stable("whitening.rank=256"),
+    "stable, plain writes": stable("damping=null"),
+    "stable, random P": stable("calibrated_proj=false"),
 }
 
 
@@ -184,8 +196,9 @@ def print_tables(record: Record) -> None:
     print(f"Full attention gains {full[0][1]['off'] - full[0][1]['full_attention']['off']:.4f} over the window. With it:\n")
     print("| rule, seed 0 | on - off | memory | on - off beyond training | memory |\n|---|---|---|---|---|")
     for name, values in full:
-        pairs = [values[where][key] for where in ("full_attention", "beyond_training") for key in ("difference", "memory")]
-        print(f"| {name} | {' | '.join(_with_error(pair['mean'], pair['stderr']) for pair in pairs)} |")
+        pairs = [values.get(where, {}).get(key) for where in ("full_attention", "beyond_training") for key in ("difference", "memory")]
+        cells = ["not read yet" if pair is None else _with_error(pair["mean"], pair["stderr"]) for pair in pairs]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def _seed(run: Path) -> dict[str, Any]:

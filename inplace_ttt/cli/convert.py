@@ -15,6 +15,7 @@ from ..errors import InPlaceTTTError, NotSoError
 from ..folder import new_folder
 from ..identity import TOKENS, max_logit_difference
 from ..text import files_in, tokens_of
+from ..training.settings import override
 from . import Result
 from .loading import tokenizer_of
 
@@ -24,7 +25,7 @@ ROW = 2048
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
   inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
-  inplace-ttt convert ./smollm2 ./smollm2-stable --preset stable --layers 12,18,24 --calibrate texts/
+  inplace-ttt convert ./smollm2 ./smollm2-stable --preset stable --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
   inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
 
 
@@ -36,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-size", type=int, metavar="C", help="tokens a chunk")
     parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
     parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as kernel_size=3 or whitening.rank=256"
+    )
     parser.add_argument(
         "--calibrate", nargs="+", metavar="F", help="texts to measure on what the preset's extensions need (see --preset stable)"
     )
@@ -102,7 +106,10 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: Plan) -> list[Tensor] 
 
 def _config(args: argparse.Namespace) -> InPlaceTTTConfig:
     given = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
-    return InPlaceTTTConfig.preset(args.preset, **{name: value for name, value in given.items() if value is not None})
+    values = InPlaceTTTConfig.preset(args.preset, **{name: value for name, value in given.items() if value is not None}).to_dict()
+    for text in args.set:
+        override(values, text)
+    return InPlaceTTTConfig.from_dict(values)
 
 
 def _layers(text: str | None) -> str | list[int] | None:

@@ -46,7 +46,7 @@ def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **int
     lines: dict[tuple[str, ...], int] = {}
     values = _plain(root, (), lines, str(file))
     for text in overrides:
-        _override(values, text, lines)
+        override(values, text, lines)
     return _build(cls, values, (), _Source(str(file), lines), **internal)
 
 
@@ -95,7 +95,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _override(values: dict[str, Any], text: str, lines: dict[tuple[str, ...], int]) -> None:
+def override(values: dict[str, Any], text: str, lines: dict[tuple[str, ...], int] | None = None) -> None:
+    """Put the value of `a.b=value` into nested tables, and note 0 as the line of its path. Raises InPlaceTTTError."""
     import yaml
 
     path, equals, value = text.partition("=")
@@ -113,9 +114,10 @@ def _override(values: dict[str, Any], text: str, lines: dict[tuple[str, ...], in
         table[keys[-1]] = _number(yaml.safe_load(value))
     except yaml.YAMLError:
         raise InPlaceTTTError(f"--set {text}: {value!r} is not a YAML value.") from None
-    for depth in range(1, len(keys) + 1):
-        lines.setdefault(keys[:depth], 0)
-    lines[keys] = 0
+    if lines is not None:
+        for depth in range(1, len(keys) + 1):
+            lines.setdefault(keys[:depth], 0)
+        lines[keys] = 0
 
 
 def _build(cls: Any, values: Any, keys: tuple[str, ...], source: _Source, **internal: Any) -> Any:

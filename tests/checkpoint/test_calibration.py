@@ -94,9 +94,11 @@ def base(tmp_path: Path) -> Path:
 def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text(text(400))
     arguments = ["--preset", "stable", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
+    arguments += ["--set", "whitening.rank=5", "--set", "damping=0.5"]
     assert cli.main(["convert", str(base), str(tmp_path / "full"), *arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["identity"]["max_abs_logit_diff"] == 0 and result["new_parameters"] == 2 * (32 * 5 + 32 * 32)
+    assert result["config"]["whitening"] == {"rank": 5, "ridge": 0.1} and result["config"]["damping"] == 0.5
     model = load(tmp_path / "full")
     assert all(float(layer.ttt.keys.scale) > 0 and float(layer.ttt.gain) > 0 for layer in fast_weights(model).values())
     with torch.no_grad():
@@ -122,6 +124,9 @@ def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: py
         (["--preset", "stable", "--calibrate", "nowhere.txt"], "cannot read the text"),
         (["--preset", "stable", "--calibrate", "EMPTY"], "holds no text"),
         (["--preset", "stable", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
+        (["--set", "sharpness=1"], "no setting 'sharpness'"),
+        (["--set", "chunk_size"], "key=value"),
+        (["--set", "chunk_size=many"], "chunk_size must be an integer"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], says: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
