@@ -88,7 +88,7 @@ def main() -> int:
             if (name, seed) not in record.seeds:
                 measure(name, seed)
     record.collect()
-    record.save("python tools/memory_evidence.py " + " ".join(sys.argv[1:]))
+    record.save()
     print_tables(record)
     return 0
 
@@ -179,8 +179,8 @@ class Record:
         keys = ("difference", "drift", "memory", "second_copy", "filler")
         return [{"rule": name, **{key: _over(seeds, key) for key in keys}, "seeds": seeds} for name, seeds in found.items() if seeds]
 
-    def save(self, command: str) -> None:
-        values = {"command": command, "protocol": self.protocol, "rules": self.rows()}
+    def save(self) -> None:
+        values = {"command": "python tools/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()}
         self.path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
