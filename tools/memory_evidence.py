@@ -31,6 +31,8 @@ MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
 HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
 DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
 LONG_DOCUMENTS, LONG = 12, 6144
+READ_IN_FULL = ("full_attention", "beyond_training")
+"""What seed 0 is read for besides."""
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
@@ -85,7 +87,7 @@ def main() -> int:
     record = Record.open(out)
     for seed in [] if args.table else args.seeds:
         for name in args.rules:
-            if (name, seed) not in record.seeds:
+            if not record.is_done(name, seed):
                 measure(name, seed)
     record.collect()
     record.save()
@@ -166,6 +168,9 @@ class Record:
             sys.exit(f"{path} was measured with another recipe, protocol or texts; name another --out, or delete it.")
         return cls(path, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
 
+    def is_done(self, name: str, seed: int) -> bool:
+        return {"difference", *(READ_IN_FULL if seed == 0 else ())} <= self.seeds.get((name, seed), {}).keys()
+
     def collect(self) -> None:
         """What lies under runs/memory."""
         for name in RULES:
@@ -196,7 +201,7 @@ def print_tables(record: Record) -> None:
     print(f"Full attention gains {full[0][1]['off'] - full[0][1]['full_attention']['off']:.4f} over the window. With it:\n")
     print("| rule, seed 0 | on - off | memory | on - off beyond training | memory |\n|---|---|---|---|---|")
     for name, values in full:
-        pairs = [values.get(where, {}).get(key) for where in ("full_attention", "beyond_training") for key in ("difference", "memory")]
+        pairs = [values.get(where, {}).get(key) for where in READ_IN_FULL for key in ("difference", "memory")]
         cells = ["not read yet" if pair is None else _with_error(pair["mean"], pair["stderr"]) for pair in pairs]
         print(f"| {name} | {' | '.join(cells)} |")
 
@@ -206,7 +211,7 @@ def _seed(run: Path) -> dict[str, Any]:
     found = _evaluation(run / "evaluation")
     values = {"seed": int(run.name.rpartition("-")[2]), **_numbers(found)}
     values |= {key: found["second_copy"][key] for key in ("second_copy", "filler")}
-    for key in ("full_attention", "beyond_training"):
+    for key in READ_IN_FULL:
         if (folder := run / key.replace("_", "-")).exists():
             values[key] = _numbers(_evaluation(folder))
     values["seconds"] = {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))}
