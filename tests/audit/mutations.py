@@ -270,8 +270,8 @@ def clip_on_the_sum(patch: Patch) -> None:
 
 
 def random_convolution(patch: Patch) -> None:
-    def reset(self: TargetGenerator, std: float, seed: int, multiple: float | None) -> None:
-        real(self, std, seed, multiple)
+    def reset(self: TargetGenerator, std: float, seed: int) -> None:
+        real(self, std, seed)
         self.conv.normal_(0, std)
 
     real = TargetGenerator.reset_parameters
@@ -279,8 +279,8 @@ def random_convolution(patch: Patch) -> None:
 
 
 def dense_projection(patch: Patch) -> None:
-    def reset(self: TargetGenerator, std: float, seed: int, multiple: float | None) -> None:
-        real(self, std, seed, multiple)
+    def reset(self: TargetGenerator, std: float, seed: int) -> None:
+        real(self, std, seed)
         self.proj.normal_(0, std)
 
     real = TargetGenerator.reset_parameters
@@ -289,7 +289,7 @@ def dense_projection(patch: Patch) -> None:
 
 def one_seed_for_all_layers(patch: Patch) -> None:
     real = TargetGenerator.reset_parameters
-    patch.setattr(TargetGenerator, "reset_parameters", lambda self, std, seed, multiple: real(self, std, 42, multiple))
+    patch.setattr(TargetGenerator, "reset_parameters", lambda self, std, seed: real(self, std, 42))
 
 
 def conversion_rounds_w0(patch: Patch) -> None:

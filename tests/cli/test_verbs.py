@@ -11,7 +11,8 @@ from inplace_ttt import cli
 
 OPTIONS = {
     "convert": (
-        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --target"
+        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --set "
+        "--target"
     ),
     "info": "--base --help --json",
     "generate": (
