@@ -1,7 +1,7 @@
 """The start of P from gradients (extension): what a layer has to write so that the model expects the token that came next.
 
-With P random or the identity, an untrained writer recalls the right token in a form that the layers behind it do not
-understand, and training has to find the form. One backward pass knows it: where g_t is the gradient of the loss of
+With P random or the identity, what an untrained writer recalls need not be in a form that the layers behind it understand,
+and training has to find the form. One backward pass knows it: where g_t is the gradient of the loss of
 token t + 1 and all later ones at the down-projection's output, -g_t is what should have been added there, and P is the
 least-squares map onto it from the source x_{t+1}, which the look-ahead convolution's next tap hands to P.
 """
