@@ -4,9 +4,10 @@ python tools/memory_evidence.py [--rules stable paper official] [--seeds 0 1 2] 
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
-off, and with foreign memory, then with a passage that comes again. The first seed's models are read under full attention too,
-on the same documents and, on fewer, beyond the training length. What is in OUT.json is done; so is every step kept under
-runs/memory. The next call goes on where the last one stopped. OUT.json and the tables have what is there so far.
+off, and with foreign memory, then with a passage that comes again. The first seed of these three is read under full attention too,
+on the same documents and, on fewer, beyond the training length. What is read without writes is the base's, and is read once
+for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped.
+OUT.json and the tables have what is there so far.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
 HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
 DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
 LONG_DOCUMENTS, LONG = 12, 6144
+CACHE = WORK / "without-writes"
+MAIN = ("stable", "paper", "official")
 READ_IN_FULL = ("full_attention", "beyond_training")
-"""What seed 0 is read for besides."""
+"""What seed 0 of the main rules is read for besides."""
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
@@ -77,7 +80,7 @@ RULES |= {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", nargs="+", default=["stable", "paper", "official"], choices=RULES, metavar="R", help="; ".join(RULES))
+    parser.add_argument("--rules", nargs="+", default=MAIN, choices=RULES, metavar="R", help="; ".join(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "memory"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
@@ -116,14 +119,18 @@ def measure(name: str, seed: int) -> None:
         settings += [f"optimisation.seed={seed}", f"data.seed={seed}", *rule.settings]
         timed(run / "train.seconds", "train", str(RECIPE), "--no-audit", *(word for s in settings for word in ("--set", s)))
     read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(WINDOW), "--second-copy")
-    if seed == 0:  # at the training length, past the window's length; and beyond the training length
+    if _in_full(name, seed):  # at the training length, past the window's length; and beyond the training length
         read(run, "full-attention", DOCUMENTS, TOKENS, "--skip", str(WINDOW))
         read(run, "beyond-training", LONG_DOCUMENTS, LONG, "--skip", str(TOKENS))
 
 
+def _in_full(name: str, seed: int) -> bool:
+    return name in MAIN and seed == 0
+
+
 def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
     if not (run / out).exists():
-        where = ("--documents", str(documents), "--tokens", str(tokens), "--out", str(run / out))
+        where = ("--documents", str(documents), "--tokens", str(tokens), "--cache", str(CACHE), "--out", str(run / out))
         timed(run / f"{out}.seconds", "evaluate", str(run / "final"), *HELD_OUT, *where, *how)
 
 
@@ -169,7 +176,7 @@ class Record:
         return cls(path, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
 
     def is_done(self, name: str, seed: int) -> bool:
-        return {"difference", *(READ_IN_FULL if seed == 0 else ())} <= self.seeds.get((name, seed), {}).keys()
+        return {"difference", *(READ_IN_FULL if _in_full(name, seed) else ())} <= self.seeds.get((name, seed), {}).keys()
 
     def collect(self) -> None:
         """What lies under runs/memory."""

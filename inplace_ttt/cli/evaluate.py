@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import InPlaceTTTError
 from ..evaluation.ab import Protocol, compare
 from ..evaluation.contexts import growing_context
+from ..evaluation.plain import PlainReader
 from ..evaluation.plots import write_plots
 from ..evaluation.probe import Passage, second_copy
 from ..folder import new_folder
@@ -57,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block", type=int, metavar="N", help="tokens of that block (default: 512)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="documents at once; foreign memory needs two (default: 4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the passages' places (default: 0)")
+    parser.add_argument(
+        "--cache", metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
+    )
     parser.add_argument("--out", metavar="DIR", help="new folder for evaluation.json and the plots")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
     parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
@@ -83,12 +87,14 @@ def run(args: argparse.Namespace) -> Result:
     base = None if args.base is None else load_plain(args.base, model.dtype)
     protocol = Protocol(args.window, SINKS if args.sinks is None else args.sinks, _skip(args, model), args.batch_size)
     names, documents = _documents(args, model, tokenizer, protocol)
-    result = compare(model, documents, protocol, base, progress=True)
+    plain = PlainReader(args.cache)
+    result = compare(model, documents, protocol, base, plain=plain, progress=True)
     if args.second_copy:
-        result.extra["second_copy"] = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, progress=True)
+        probe = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, plain=plain, progress=True)
+        result.extra["second_copy"] = probe
     if contexts:
         result.extra["contexts"] = growing_context(
-            model, documents, contexts, protocol, block=args.block or BLOCK, base=base, progress=True
+            model, documents, contexts, protocol, block=args.block or BLOCK, base=base, plain=plain, progress=True
         )
     values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
     if args.out:

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
-from ..surgery import config_of, ttt_disabled
+from ..surgery import config_of
 from ..window import SINKS
+from .plain import PlainReader
 from .reading import own_and_foreign_losses, token_losses
 
 
@@ -59,6 +60,10 @@ class Protocol:
     sinks: int = SINKS
     skip: int = 0
     batch_size: int = 4
+
+    @property
+    def attention(self) -> dict[str, int | None]:
+        return {"window": self.window, "sinks": self.sinks}
 
 
 @dataclass
@@ -120,9 +125,17 @@ class Comparison:
 
 
 def compare(
-    model: PreTrainedModel, documents: Sequence[Tensor], protocol: Protocol, base: PreTrainedModel | None = None, *, progress: bool = False
+    model: PreTrainedModel,
+    documents: Sequence[Tensor],
+    protocol: Protocol,
+    base: PreTrainedModel | None = None,
+    *,
+    plain: PlainReader | None = None,
+    progress: bool = False,
 ) -> Comparison:
     """Read documents of token ids [T] with a converted model, TTT on, off and under foreign memory, and with `base`.
+
+    plain: reads what nothing writes in, TTT off and `base`.
 
     Raises InPlaceTTTError when a document is too short for anything to read what was written.
     """
@@ -134,7 +147,8 @@ def compare(
                 f"a document has {len(document)} tokens, and nothing reads what was written before token {least} (chunks of {chunk}, "
                 f"the first {protocol.skip} do not count); give longer texts."
             )
-    settings: dict[str, Any] = {"window": protocol.window, "sinks": protocol.sinks}
+    settings: dict[str, Any] = dict(protocol.attention)
+    plain = plain or PlainReader()
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
     found: dict[int, DocumentLosses] = {}
     passes = 3 + (base is not None)
@@ -148,9 +162,8 @@ def compare(
                 on, foreign = own_and_foreign_losses(model, rows, piece=chunk, **settings)
             else:
                 on, foreign = token_losses(model, rows, piece=chunk, **settings), None
-            with ttt_disabled(model):
-                off = token_losses(model, rows, **settings)
-            untouched = None if base is None else token_losses(base, rows, **settings)
+            off = plain.losses(model, rows, **settings)
+            untouched = None if base is None else plain.losses(base, rows, **settings)
             for row, i in enumerate(group):
                 end = len(documents[i]) - 1
                 lender = len(documents[group[(row + 1) % len(group)]])

@@ -13,8 +13,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
-from ..surgery import config_of, ttt_disabled
+from ..surgery import config_of
 from .ab import Paired, Protocol
+from .plain import PlainReader
 from .reading import token_losses
 
 
@@ -26,6 +27,7 @@ def growing_context(
     *,
     block: int = 512,
     base: PreTrainedModel | None = None,
+    plain: PlainReader | None = None,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
     """For each number of context tokens: mean loss (nats) and perplexity on the block after it, TTT on, off, base.
@@ -41,21 +43,20 @@ def growing_context(
             f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document has {min(short)}; give longer "
             "documents, or a shorter context."
         )
-    settings: dict[str, Any] = {"window": protocol.window, "sinks": protocol.sinks}
+    plain = plain or PlainReader()
     ends = torch.stack([d[: longest + block] for d in documents])
     found = []
     total = (2 + (base is not None)) * len(documents) * sum(context + block for context in contexts)
     with tqdm(total=total, desc="contexts", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
-        settings["progress"] = bar.update
+        how: dict[str, Any] = {**protocol.attention, "progress": bar.update}
         for context in contexts:
             rows = ends[:, longest - context :]
             losses: dict[str, list[Tensor]] = {"on": [], "off": [], "base": []}
             for group in rows.split(protocol.batch_size):
-                losses["on"] += [token_losses(model, group, piece=config_of(model).chunk_size, **settings)]
-                with ttt_disabled(model):
-                    losses["off"] += [token_losses(model, group, **settings)]
+                losses["on"] += [token_losses(model, group, piece=config_of(model).chunk_size, **how)]
+                losses["off"] += [plain.losses(model, group, **how)]
                 if base is not None:
-                    losses["base"] += [token_losses(base, group, **settings)]
+                    losses["base"] += [plain.losses(base, group, **how)]
             last = {name: torch.cat(parts)[:, -block:].double().mean(1) for name, parts in losses.items() if parts}
             row: dict[str, Any] = {"context": context, "block": block}
             for name, per_document in last.items():

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
-from ..surgery import config_of, ttt_disabled
+from ..surgery import config_of
 from .ab import Paired, Protocol
+from .plain import PlainReader
 from .reading import token_losses
 
 
@@ -52,6 +53,7 @@ def second_copy(
     passage: Passage | None = None,
     *,
     seed: int = 0,
+    plain: PlainReader | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Loss with TTT on minus off on the second copy and on the filler, paired over documents of token ids [T], one length.
@@ -68,13 +70,13 @@ def second_copy(
     generator = random.Random(seed)
     starts = [passage.random_start(length, generator) for _ in documents]
     rows = torch.stack([passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)])
-    settings: dict[str, Any] = {"window": protocol.window, "sinks": protocol.sinks}
+    plain = plain or PlainReader()
     on, off = [], []
     with tqdm(total=2 * rows.numel(), desc="second copy", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
+        how: dict[str, Any] = {**protocol.attention, "progress": bar.update}
         for group in rows.split(protocol.batch_size):
-            on += [token_losses(model, group, piece=config_of(model).chunk_size, progress=bar.update, **settings)]
-            with ttt_disabled(model):
-                off += [token_losses(model, group, progress=bar.update, **settings)]
+            on += [token_losses(model, group, piece=config_of(model).chunk_size, **how)]
+            off += [plain.losses(model, group, **how)]
     with_writes, without = torch.cat(on).double(), torch.cat(off).double()
     spans = {
         "second_copy": [(start + passage.length + passage.gap, start + passage.tokens - 1) for start in starts],

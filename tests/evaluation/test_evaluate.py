@@ -40,9 +40,11 @@ def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads((out / "evaluation.json").read_text()) == {k: v for k, v in values.items() if k != "output"}
 
 
-def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (folder / "model", "--text", folder / "texts", "--documents", 3, "--tokens", 200)
     assert (first := run(capsys, *arguments)) == run(capsys, *arguments)
+    cached = (*arguments, "--cache", tmp_path / "cache")
+    assert first == run(capsys, *cached) == run(capsys, *cached) and any((tmp_path / "cache").iterdir())
     assert "on - foreign" in first and "3 documents" in first
     alone = run(capsys, folder / "model", "--text", folder / "texts" / "0.txt")
     assert "no foreign memory" in alone
