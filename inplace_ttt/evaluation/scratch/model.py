@@ -50,6 +50,17 @@ class WindowAttention(nn.Module):
         return mask
 
 
+class ShortConvolution(nn.Module):
+    """Every channel's last `taps` tokens, weighted: y_t = Σ_j w_j ∘ x_{t-j}. What most published layers have before q, k and v."""
+
+    def __init__(self, dim: int, taps: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(dim, dim, taps, groups=dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x.mT, (self.conv.kernel_size[0] - 1, 0))).mT
+
+
 class GatedMLP(nn.Module):
     """W_down (silu(W_gate x) ∘ W_up x), the MLP of the converted models."""
 
@@ -63,12 +74,13 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attn(norm x) + M(norm x), then + MLP(norm x). In-Place TTT has no place beside attention: it is the MLP, and stands there."""
+    """x + Attn(n) + M(n) with n = conv(norm x), then + MLP(norm x). In-Place TTT has no place beside attention: it is the MLP."""
 
     def __init__(self, settings: Model, width: int, system: str, options: dict[str, Any]) -> None:
         super().__init__()
         dim = settings.dim
         self.norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.convolution = ShortConvolution(dim, settings.taps) if settings.taps > 1 else nn.Identity()
         self.attention = WindowAttention(dim, settings.heads, settings.window)
         memory = None if system == NONE else memory_of(system, dim, width, options)
         in_place = isinstance(memory, InPlaceTTT)
@@ -77,7 +89,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, dim] to the same; every memory starts anew."""
-        n = self.norm(x)
+        n = self.convolution(self.norm(x))
         x = x + self.attention(n) + (0 if self.memory is None else self.memory(n)[0])
         y = self.mlp(self.mlp_norm(x))
         return x + (y[0] if isinstance(y, tuple) else y)

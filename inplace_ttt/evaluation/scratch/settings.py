@@ -46,16 +46,20 @@ class Text:
 
 @dataclass(frozen=True)
 class Model:
-    """What all systems share. width: hidden width of the MLPs of attention alone; the others' follow, for as many parameters."""
+    """What all systems share. width: hidden width of the MLPs of attention alone; the others' follow, for as many parameters.
+
+    taps: of the short causal convolution before attention and memory; 1 is none.
+    """
 
     dim: int = 64
     blocks: int = 2
     heads: int = 4
     window: int = 16
     width: int = 256
+    taps: int = 1
 
     def __post_init__(self) -> None:
-        at_least_one(self, "dim", "blocks", "heads", "window", "width")
+        at_least_one(self, "dim", "blocks", "heads", "window", "width", "taps")
         require(self.dim % (2 * self.heads) == 0, "dim", f"must divide into {self.heads} heads of an even width")
 
 
