@@ -25,6 +25,8 @@ from typing import Any
 
 import yaml
 
+from inplace_ttt.evaluation.ab import Paired
+
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "runs" / "memory"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
@@ -36,8 +38,13 @@ CACHE = WORK / "without-writes"
 MAIN = ("stable", "paper", "official")
 READ_IN_FULL = ("full_attention", "beyond_training")
 """What seed 0 of the main rules is read for besides."""
+CHOSEN_ON = 10
+"""The first documents, with an eye on which the rates and the start of `stable` were chosen; the others are unseen."""
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
+
+
+COLUMNS = ("difference", "drift", "memory", "memory_unseen", "second_copy", "filler")
 
 
 @dataclass(frozen=True)
@@ -188,8 +195,7 @@ class Record:
     def rows(self) -> list[dict[str, Any]]:
         """A rule after the other, each over its seeds."""
         found = {name: [self.seeds[key] for key in sorted(self.seeds) if key[0] == name] for name in RULES}
-        keys = ("difference", "drift", "memory", "second_copy", "filler")
-        return [{"rule": name, **{key: _over(seeds, key) for key in keys}, "seeds": seeds} for name, seeds in found.items() if seeds]
+        return [{"rule": name, **{key: _over(seeds, key) for key in COLUMNS}, "seeds": seeds} for name, seeds in found.items() if seeds]
 
     def save(self) -> None:
         values = {"command": "python tools/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()}
@@ -197,15 +203,20 @@ class Record:
 
 
 def print_tables(record: Record) -> None:
-    print("| rule | seeds | on - off | foreign - off | memory: on - foreign | second copy | filler |\n|---|---|---|---|---|---|---|")
+    print("| rule | seeds | on - off | foreign - off | memory: on - foreign | the same, unseen | second copy | filler |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in record.rows():
-        cells = [_cell(row[key]) for key in ("difference", "drift", "memory", "second_copy", "filler")]
+        cells = [_cell(row[key]) for key in COLUMNS]
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
     print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
     full = [(name, values) for (name, _), values in record.seeds.items() if "full_attention" in values]
     if not full:
         return
-    print(f"Full attention gains {full[0][1]['off'] - full[0][1]['full_attention']['off']:.4f} over the window. With it:\n")
+    for where, key in (("all documents", "off"), ("the unseen ones", "off_unseen")):
+        gains = [values[key] - values["full_attention"][key] for _, values in full if key in values and key in values["full_attention"]]
+        if gains:
+            print(f"On {where}, full attention gains {gains[0]:.4f} over the window.")
+    print("\nWith full attention:\n")
     print("| rule, seed 0 | on - off | memory | on - off beyond training | memory |\n|---|---|---|---|---|")
     for name, values in full:
         pairs = [values.get(where, {}).get(key) for where in READ_IN_FULL for key in ("difference", "memory")]
@@ -230,7 +241,13 @@ def _evaluation(folder: Path) -> dict[str, Any]:
 
 
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in ("on", "off", "foreign", "difference", "drift", "memory")}
+    values = {key: found[key] for key in ("on", "off", "foreign", "difference", "drift", "memory")}
+    if len(found["documents"]) == DOCUMENTS:
+        unseen = found["documents"][CHOSEN_ON:]
+        values["memory_unseen"] = vars(Paired.of([row["own_minus_foreign"] for row in unseen]))
+        if all("off" in row for row in unseen):
+            values["off_unseen"] = fmean(row["off"] for row in unseen)
+    return values
 
 
 def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:

@@ -106,8 +106,8 @@ class Comparison:
         skip, rows = self.protocol.skip, []
         for name, d in zip(names, self.documents, strict=True):
             own = None if d.foreign is None else float((d.on[: len(d.foreign)] - d.foreign)[skip:].double().mean())
-            difference = float((d.on - d.off)[skip:].double().mean())
-            rows.append({"name": name, "tokens": len(d.on) + 1, "on_minus_off": difference, "own_minus_foreign": own})
+            off, difference = (float(x[skip:].double().mean()) for x in (d.off, d.on - d.off))
+            rows.append({"name": name, "tokens": len(d.on) + 1, "off": off, "on_minus_off": difference, "own_minus_foreign": own})
         return rows
 
     def to_dict(self) -> dict[str, Any]:

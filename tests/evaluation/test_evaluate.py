@@ -34,6 +34,8 @@ def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     for key in ("difference", "memory", "gain", "drift"):
         assert values[key].keys() == {"mean", "stderr", "n"} and values[key]["n"] == 5 and values[key]["stderr"] > 0
     assert values["protocol"] == {"window": 32, "sinks": 4, "skip": CHUNK, "batch_size": 2}
+    for name, mean in (("off", values["off"]), ("own_minus_foreign", values["memory"]["mean"])):
+        assert sum(row[name] for row in values["documents"]) / 5 == pytest.approx(mean, abs=1e-5)
     assert len(values["documents"]) == 5 and values["second_copy"]["second_copy"]["n"] == 5
     assert [row["context"] for row in values["contexts"]] == [70, 140]
     assert {file.name for file in out.iterdir()} == {"evaluation.json", "positions.png", "documents.png", "contexts.png"}
