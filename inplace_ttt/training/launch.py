@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -16,6 +17,8 @@ import torch
 from ..errors import InPlaceTTTError
 from .recipe import Recipe
 
+logger = logging.getLogger(__name__)
+
 _NEEDED = ("accelerate", "datasets", "deepspeed", "peft", "yaml")
 
 
@@ -29,6 +32,7 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.processes)))
     here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
+    _warn_of_locked_builds()
     port = _free_port()
     try:
         return subprocess.run(command(recipe, arguments, port), env=environment, stdout=sys.stderr, check=False).returncode
@@ -52,6 +56,15 @@ def command(recipe: Recipe, arguments: Sequence[str], port: int) -> list[str]:
         line += ["--hostfile", os.devnull, "--master_port", str(port)]
     line += ["--num_accelerators", str(parallel.processes)]
     return [*line, "--module", "inplace_ttt.training", *arguments]
+
+
+def _warn_of_locked_builds() -> None:
+    """DeepSpeed compiles its operators at the first start; a lock that a killed start left is waited for without end, or a word."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in builds.glob("**/lock"):
+        logger.warning("%s is the lock of a build; if nothing else compiles now, delete it, or this run waits for it without end.", lock)
 
 
 def _free_port() -> int:

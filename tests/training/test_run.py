@@ -70,6 +70,19 @@ def test_no_shared_memory_stays_behind(made: Path, tmp_path: Path, monkeypatch: 
     assert len(ports) == 1 and not list(Path("/dev/shm").glob(f"*_{ports[0]}_*"))
 
 
+def test_a_lock_that_a_killed_build_left_is_named(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSpeed would wait for it; this run ends before, since its recipe is refused."""
+    lock = tmp_path / "builds" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
+    file = recipe_file(tmp_path, made / "model", made / "text")
+    assert launch.launch(load_recipe(str(file)), [str(file), "--set", "no.such=1"]) != 0
+    assert f"{lock} is the lock of a build" in caplog.text
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_path: Path) -> None:
     """One document holds a token whose embedding is NaN: the run ends before a weight sees it, on every rank."""
