@@ -14,8 +14,8 @@ from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
 from ..folder import new_folder
 from ..identity import TOKENS, max_logit_difference
+from ..settings import override
 from ..text import files_in, tokens_of
-from ..training.settings import override
 from . import Result
 from .loading import tokenizer_of
 

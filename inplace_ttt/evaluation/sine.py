@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..errors import InPlaceTTTError
 from ..memories.mac import MACModel, encoder
-from ..training.settings import require
+from ..settings import require
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (changed("model:\n  path: somewhere\n", "model: somewhere\n"), "line 1, model", "must be a table of settings, got 'somewhere'"),
         (changed("  steps: 3", "  steps: many"), "line 9, optimisation.steps", "must be a whole number or nothing, got 'many'"),
         (changed("  steps: 3", "  steps: 3.5"), "line 9, optimisation.steps", "must be a whole number or nothing, got 3.5"),
+        (changed("  steps: 3", "  steps: .inf"), "line 9, optimisation.steps", "must be a whole number or nothing, got inf"),
         (changed("  steps: 3", "  steps: true"), "line 9, optimisation.steps", "must be a whole number or nothing, got True"),
         (changed("  steps: 3", "  steps: 0"), "line 9, optimisation.steps", "must be at least 1"),
         (changed("  steps: 3", "  steps: 3\n  tokens: 5"), "line 9, optimisation.steps", "give either steps or tokens"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...memories import MEMORIES
-from ...training.settings import require
+from ...settings import require
 
 NONE = "none"
 """The name of the system without a memory."""

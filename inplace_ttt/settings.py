@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import InPlaceTTTError
+from .errors import InPlaceTTTError
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ def _value(hint: Any, value: Any, keys: tuple[str, ...], source: _Source) -> Any
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if value == value and abs(value) != float("inf"):
             return float(value)
-    elif hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+    elif hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer():
         return int(value)
     elif hint in (bool, str) and isinstance(value, hint):
         return value
