@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "runs" / "memory"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
+LAYERS = "12,18,24"
 HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
 DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
 LONG_DOCUMENTS, LONG = 12, 6144
@@ -120,15 +121,19 @@ def measure(name: str, seed: int) -> None:
     """Convert, train, evaluate; what is done already is left alone."""
     rule, converted, run = RULES[name], WORK / slug(name), WORK / f"{slug(name)}-{seed}"
     if not converted.exists():
-        command("convert", str(MODEL), str(converted), "--layers", "12,18,24", *rule.convert)
+        command("convert", str(MODEL), str(converted), "--layers", LAYERS, *rule.convert)
     if not (run / "final").exists():
-        settings = [f"model.path={converted}", f"data.train={WORK / 'text' / 'train'}", f"output={run}"]
-        settings += [f"optimisation.seed={seed}", f"data.seed={seed}", *rule.settings]
-        timed(run / "train.seconds", "train", str(RECIPE), "--no-audit", *(word for s in settings for word in ("--set", s)))
+        train(converted, run, seed, *rule.settings)
     read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(WINDOW), "--second-copy")
     if _in_full(name, seed):  # at the training length, past the window's length; and beyond the training length
         read(run, "full-attention", DOCUMENTS, TOKENS, "--skip", str(WINDOW))
         read(run, "beyond-training", LONG_DOCUMENTS, LONG, "--skip", str(TOKENS))
+
+
+def train(converted: Path, run: Path, seed: int, *settings: str) -> None:
+    settings = (f"model.path={converted}", f"data.train={WORK / 'text' / 'train'}", f"output={run}", f"optimisation.seed={seed}", *settings)
+    words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
+    timed(run / "train.seconds", "train", str(RECIPE), "--no-audit", *words)
 
 
 def _in_full(name: str, seed: int) -> bool:
@@ -139,6 +144,12 @@ def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
     if not (run / out).exists():
         where = ("--documents", str(documents), "--tokens", str(tokens), "--cache", str(CACHE), "--out", str(run / out))
         timed(run / f"{out}.seconds", "evaluate", str(run / "final"), *HELD_OUT, *where, *how)
+
+
+def digests() -> dict[str, str]:
+    """Of the texts and the recipe."""
+    texts = {f"{name}_sha256": _digest(WORK / "text" / folder) for name, folder in (("held_out", "held-out"), ("train", "train"))}
+    return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(yaml.safe_load(RECIPE.read_text())).encode()).hexdigest()}
 
 
 def slug(name: str) -> str:
@@ -173,9 +184,7 @@ class Record:
             "sinks": 4,
             "documents": {"number": DOCUMENTS, "tokens": TOKENS, "past_token": WINDOW},
             "beyond_training": {"number": LONG_DOCUMENTS, "tokens": LONG, "past_token": TOKENS},
-            "held_out_sha256": _digest(WORK / "text" / "held-out"),
-            "train_sha256": _digest(WORK / "text" / "train"),
-            "recipe_sha256": hashlib.sha256(json.dumps(yaml.safe_load(RECIPE.read_text())).encode()).hexdigest(),
+            **digests(),
         }
         held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"protocol": protocol, "rules": []}
         if held["protocol"] != protocol:
@@ -220,7 +229,7 @@ def print_tables(record: Record) -> None:
     print("| rule, seed 0 | on - off | memory | on - off beyond training | memory |\n|---|---|---|---|---|")
     for name, values in full:
         pairs = [values.get(where, {}).get(key) for where in READ_IN_FULL for key in ("difference", "memory")]
-        cells = ["not read yet" if pair is None else _with_error(pair["mean"], pair["stderr"]) for pair in pairs]
+        cells = ["not read yet" if pair is None else with_error(pair["mean"], pair["stderr"]) for pair in pairs]
         print(f"| {name} | {' | '.join(cells)} |")
 
 
@@ -258,10 +267,10 @@ def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def _cell(value: dict[str, float]) -> str:
-    return _with_error(value["mean"], max(value["stderr_documents"], value["stderr_seeds"]))
+    return with_error(value["mean"], max(value["stderr_documents"], value["stderr_seeds"]))
 
 
-def _with_error(mean: float, error: float) -> str:
+def with_error(mean: float, error: float) -> str:
     return f"{mean:+.4f} ± {error:.4f}"
 
 

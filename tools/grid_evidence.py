@@ -1,0 +1,128 @@
+"""A small grid around the paper's rule: what each choice does to the training loss, to on − off and to memory.
+
+python tools/grid_evidence.py [--points P …] [--out docs/results/cpu-2026-11/grid]
+
+The set-up is that of tools/memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed. One choice at a time is moved
+away from the paper's rule with η 1 and rates of 1e-3: η, the scale that P starts with, a clip in training, the target's source, and
+which parameters learn. Every point's rows are the same. Where every parameter learns, the base is a model that was trained alike
+with η 0. Every step kept under runs/grid is done; the next call goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import memory_evidence as evidence
+from safetensors.torch import load_file, save_file
+
+ROOT = evidence.ROOT
+WORK = ROOT / "runs" / "grid"
+STEPS, DOCUMENTS, TOKENS = 24, 12, 2048
+EVERY = ("optimisation.train=all", "optimisation.learning_rate=2e-5", "optimisation.proj_learning_rate=1e-3")
+"""A rate at which the base's own weights move without harm, beside the writer's."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """convert: settings beyond the paper's rule; start: factor on P as converted; settings: of the recipe; base: a point to read too."""
+
+    convert: tuple[str, ...] = ()
+    start: float = 1.0
+    settings: tuple[str, ...] = ()
+    base: str | None = None
+
+
+POINTS = {
+    "eta 1": Point(),
+    **{f"eta {eta}": Point((f"eta={eta}",)) for eta in ("0.1", "0.3", "3", "10", "30")},
+    "P starts 5 times smaller": Point(start=0.2),
+    "P starts 5 times larger": Point(start=5.0),
+    "clip 1e-5 in training": Point(("clip.tau=1e-5", "clip.when=always")),
+    "clip at 1 % of W0 in training": Point(("clip.tau=0.01", "clip.relative=true", "clip.when=always")),
+    "hidden-state target": Point(("target=hidden_states",)),
+    "every parameter, eta 0": Point(("eta=0",), settings=EVERY),
+    "every parameter": Point(settings=EVERY, base="every parameter, eta 0"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", nargs="+", default=list(POINTS), choices=POINTS, metavar="P", help="; ".join(POINTS))
+    parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "grid"))
+    parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
+    args = parser.parse_args()
+    evidence.split_texts()
+    for name in [] if args.table else args.points:
+        measure(name)
+    rows = [found(name) for name in POINTS if (folder_of(name) / "evaluation").exists()]
+    values = {"command": "python tools/grid_evidence.py", "protocol": protocol(), "points": rows}
+    if not rows:
+        sys.exit("nothing is measured yet; leave --table out.")
+    Path(args.out).with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    print_table(rows)
+    return 0
+
+
+def protocol() -> dict[str, Any]:
+    how = {"window": evidence.WINDOW, "sinks": 4, "steps": STEPS, "documents": DOCUMENTS, "tokens": TOKENS, "seed": 0}
+    return {**how, **evidence.digests()}
+
+
+def folder_of(name: str) -> Path:
+    return WORK / evidence.slug(name).replace("%", "percent")
+
+
+def measure(name: str) -> None:
+    """Convert, scale P, train, evaluate; what is done already is left alone."""
+    point, run = POINTS[name], folder_of(name)
+    converted = run.with_name(f"{run.name}-converted")
+    if not converted.exists():
+        changed = (word for setting in ("chunk_size=128", "eta=1", *point.convert) for word in ("--set", setting))
+        evidence.command("convert", str(evidence.MODEL), str(converted), "--layers", evidence.LAYERS, *changed)
+        if point.start != 1:
+            scale_start(converted / "inplace_ttt.safetensors", point.start)
+    if not (run / "final").exists():
+        settings = [f"optimisation.steps={STEPS}", "optimisation.conv_learning_rate=1e-3", *point.settings]
+        evidence.train(converted, run, 0, *settings)
+    base = () if point.base is None else ("--base", str(folder_of(point.base) / "final"))
+    evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base)
+
+
+def scale_start(file: Path, factor: float) -> None:
+    tensors = load_file(file)
+    save_file({name: x * factor if name.endswith(".proj") else x for name, x in tensors.items()}, file, {"format": "pt"})
+
+
+def found(name: str) -> dict[str, Any]:
+    """The figures of one point, losses in nats a token."""
+    run = folder_of(name)
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    losses = [line["loss"] for line in steps]
+    read = json.loads((run / "evaluation" / "evaluation.json").read_text())
+    return {
+        "point": name,
+        "training_loss": {"first": losses[0], "highest": max(losses), "last": losses[-1]},
+        "state_ratio": max(layer["state_ratio"] for layer in steps[-1]["layers"]),
+        **{key: read[key] for key in ("on", "off", "base", "difference", "gain", "drift", "memory")},
+        "seconds": {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))},
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print("| point | training loss: first, highest, last | ‖ηS‖ / ‖W0‖ at the end | on - off | memory | on - base |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        losses = ", ".join(f"{row['training_loss'][key]:.3f}" for key in ("first", "highest", "last"))
+        pairs = [row[key] for key in ("difference", "memory", "gain")]
+        cells = ["" if pair is None else evidence.with_error(pair["mean"], pair["stderr"]) for pair in pairs]
+        print(f"| {row['point']} | {losses} | {row['state_ratio']:.2f} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
