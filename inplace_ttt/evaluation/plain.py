@@ -31,6 +31,7 @@ class PlainReader:
 
     A file answers for the same weights (all but conv and P), config, rows, window and device, and for nothing else: runs
     that train conv and P alone share it, with each other and with their base; a run that trained W0 has files of its own.
+    A reader looks at a model's weights once; take a new one after training on.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
