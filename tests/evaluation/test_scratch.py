@@ -83,7 +83,7 @@ def test_the_short_convolution_looks_back_as_far_as_it_has_taps() -> None:
 
 def test_in_place_is_the_mlp_and_the_others_stand_beside_attention() -> None:
     for system in OPTIONS:
-        kinds = [(type(block.memory).__name__, type(block.mlp).__name__) for block in model_of(system).blocks]
+        kinds = [(type(getattr(block.memory, "memory", None)).__name__, type(block.mlp).__name__) for block in model_of(system).blocks]
         other = "NoneType" if system == "none" else MEMORIES[system].__name__
         assert kinds == [("NoneType", "InPlaceTTT") if system == "in-place" else (other, "GatedMLP")] * 2
 

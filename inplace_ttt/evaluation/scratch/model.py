@@ -73,8 +73,19 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Normed(nn.Module):
+    """What a memory reads, brought to one size: a sum over all tokens grows with them. Most published layers have such a norm."""
+
+    def __init__(self, memory: Memory[Any], dim: int) -> None:
+        super().__init__()
+        self.memory, self.norm = memory, nn.RMSNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.memory(x)[0])
+
+
 class Block(nn.Module):
-    """x + Attn(n) + M(n) with n = conv(norm x), then + MLP(norm x). In-Place TTT has no place beside attention: it is the MLP."""
+    """x + Attn(n) + norm M(n) with n = conv(norm x), then + MLP(norm x). In-Place TTT has no place beside attention: it is the MLP."""
 
     def __init__(self, settings: Model, width: int, system: str, options: dict[str, Any]) -> None:
         super().__init__()
@@ -84,13 +95,13 @@ class Block(nn.Module):
         self.attention = WindowAttention(dim, settings.heads, settings.window)
         memory = None if system == NONE else memory_of(system, dim, width, options)
         in_place = isinstance(memory, InPlaceTTT)
-        self.memory = None if in_place else memory
+        self.memory = None if in_place or memory is None else Normed(memory, dim)
         self.mlp: nn.Module = memory if in_place else GatedMLP(dim, width)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, dim] to the same; every memory starts anew."""
         n = self.convolution(self.norm(x))
-        x = x + self.attention(n) + (0 if self.memory is None else self.memory(n)[0])
+        x = x + self.attention(n) + (0 if self.memory is None else self.memory(n))
         y = self.mlp(self.mlp_norm(x))
         return x + (y[0] if isinstance(y, tuple) else y)
 
