@@ -1,11 +1,11 @@
-"""A small grid around the paper's rule: what each choice does to the training loss, to on − off and to memory.
+"""A small grid around the paper's rule and around `stable`: what each choice does to the training loss, to on - off and to memory.
 
-python tools/grid_evidence.py [--points P …] [--out docs/results/cpu-2026-11/grid]
+python tools/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
 
-The set-up is that of tools/memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed. One choice at a time is moved
-away from the paper's rule with η 1 and rates of 1e-3: η, the scale that P starts with, a clip in training, the target's source, and
-which parameters learn. Every point's rows are the same. Where every parameter learns, the base is a model that was trained alike
-with η 0. Every step kept under runs/grid is done; the next call goes on where the last one stopped.
+The set-up is that of tools/memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
+at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
+training, the target's source, and which parameters learn; then away from `stable`. Where every parameter learns, the base is a
+model that was trained alike with eta 0. Every step kept under runs/grid is done; the next call goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -23,30 +23,44 @@ from safetensors.torch import load_file, save_file
 ROOT = evidence.ROOT
 WORK = ROOT / "runs" / "grid"
 STEPS, DOCUMENTS, TOKENS = 24, 12, 2048
-EVERY = ("optimisation.train=all", "optimisation.learning_rate=2e-5", "optimisation.proj_learning_rate=1e-3")
-"""A rate at which the base's own weights move without harm, beside the writer's."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """convert: settings beyond the paper's rule; start: factor on P as converted; settings: of the recipe; base: a point to read too."""
+    """start: factor on P as converted. base: a point whose model is read as the base."""
 
-    convert: tuple[str, ...] = ()
+    rule: evidence.Rule
     start: float = 1.0
-    settings: tuple[str, ...] = ()
     base: str | None = None
 
 
+def paper(*changed: str, rate: str = "1e-3", start: float = 1.0) -> Point:
+    return Point(evidence.papers("paper", "eta=1", *changed, rate=rate), start)
+
+
+def every_parameter(eta: str, base: str | None = None) -> Point:
+    """conv and P at the rates of the others; the base's own weights at one that moves them without harm."""
+    rule = evidence.papers("paper", f"eta={eta}")
+    own = ("optimisation.train=all", "optimisation.learning_rate=2e-5", "optimisation.proj_learning_rate=1e-3")
+    return Point(evidence.Rule(rule.convert, (*rule.settings, *own)), base=base)
+
+
 POINTS = {
-    "eta 1": Point(),
-    **{f"eta {eta}": Point((f"eta={eta}",)) for eta in ("0.1", "0.3", "3", "10", "30")},
-    "P starts 5 times smaller": Point(start=0.2),
-    "P starts 5 times larger": Point(start=5.0),
-    "clip 1e-5 in training": Point(("clip.tau=1e-5", "clip.when=always")),
-    "clip at 1 % of W0 in training": Point(("clip.tau=0.01", "clip.relative=true", "clip.when=always")),
-    "hidden-state target": Point(("target=hidden_states",)),
-    "every parameter, eta 0": Point(("eta=0",), settings=EVERY),
-    "every parameter": Point(settings=EVERY, base="every parameter, eta 0"),
+    "paper": paper(),
+    **{f"eta {eta}": paper(f"eta={eta}") for eta in ("0.1", "0.3", "3", "10", "30")},
+    **{f"rate {rate}": paper(rate=rate) for rate in ("3e-4", "3e-3", "1e-2")},
+    "P starts 5 times smaller": paper(start=0.2),
+    "P starts 5 times larger": paper(start=5.0),
+    "clip 1e-5 in training": paper("clip.tau=1e-5", "clip.when=always"),
+    "clip at 1 % of W0 in training": paper("clip.tau=0.01", "clip.relative=true", "clip.when=always"),
+    "hidden-state target": paper("target=hidden_states"),
+    "every parameter, eta 0": every_parameter("0"),
+    "every parameter": every_parameter("1", base="every parameter, eta 0"),
+    "stable": Point(evidence.stable()),
+    "stable, raw keys": Point(evidence.stable("whitening=null")),
+    "stable, rank 256": Point(evidence.stable("whitening.rank=256")),
+    "stable, plain writes": Point(evidence.stable("damping=null")),
+    "stable, random P": Point(evidence.stable("calibrated_proj=false")),
 }
 
 
@@ -82,13 +96,11 @@ def measure(name: str) -> None:
     point, run = POINTS[name], folder_of(name)
     converted = run.with_name(f"{run.name}-converted")
     if not converted.exists():
-        changed = (word for setting in ("chunk_size=128", "eta=1", *point.convert) for word in ("--set", setting))
-        evidence.command("convert", str(evidence.MODEL), str(converted), "--layers", evidence.LAYERS, *changed)
+        evidence.command("convert", str(evidence.MODEL), str(converted), "--layers", evidence.LAYERS, *point.rule.convert)
         if point.start != 1:
             scale_start(converted / "inplace_ttt.safetensors", point.start)
     if not (run / "final").exists():
-        settings = [f"optimisation.steps={STEPS}", "optimisation.conv_learning_rate=1e-3", *point.settings]
-        evidence.train(converted, run, 0, *settings)
+        evidence.train(converted, run, 0, f"optimisation.steps={STEPS}", *point.rule.settings)
     base = () if point.base is None else ("--base", str(folder_of(point.base) / "final"))
     evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base)
 

@@ -4,7 +4,7 @@ python tools/memory_evidence.py [--rules stable paper official] [--seeds 0 1 2] 
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
-off, and with foreign memory, then with a passage that comes again. The first seed of these three is read under full attention too,
+off, and with foreign memory, then with a passage that comes again. The first seed's models are read under full attention too,
 on the same documents and, on fewer, beyond the training length. What is read without writes is the base's, and is read once
 for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped.
 OUT.json and the tables have what is there so far.
@@ -18,6 +18,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -36,9 +37,8 @@ HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
 DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
 LONG_DOCUMENTS, LONG = 12, 6144
 CACHE = WORK / "without-writes"
-MAIN = ("stable", "paper", "official")
 READ_IN_FULL = ("full_attention", "beyond_training")
-"""What seed 0 of the main rules is read for besides."""
+"""What seed 0 is read for besides."""
 CHOSEN_ON = 10
 """The first documents, with an eye on which the rates and the start of `stable` were chosen; the others are unseen."""
 LONG_ENOUGH = 12_000
@@ -56,39 +56,27 @@ class Rule:
     settings: tuple[str, ...] = ()
 
 
-def papers(eta: str, rate: str, preset: str = "paper") -> Rule:
-    """A rule of the paper's kind at the same chunk size, with its η and learning rate."""
-    return Rule(
-        ("--preset", preset, "--chunk-size", "128", "--eta", eta),
-        (f"optimisation.learning_rate={rate}", f"optimisation.conv_learning_rate={rate}"),
-    )
+def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
+    """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one learning rate for conv and P."""
+    rates = (f"optimisation.learning_rate={rate}", f"optimisation.conv_learning_rate={rate}")
+    return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
 
 
-def stable(*settings: str) -> Rule:
+def stable(*changed: str) -> Rule:
     """The preset with some of the config's settings changed."""
-    changed = (word for setting in settings for word in ("--set", setting))
-    return Rule(("--preset", "stable", "--calibrate", str(WORK / "text" / "train"), *changed))
+    return Rule(("--preset", "stable", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
 
 
-RULES: dict[str, Rule] = {
-    "stable": stable(),
-    "paper": papers("1", "1e-3"),
-    "official": papers("3", "1e-3", "official"),
-}
-RULES |= {
-    f"paper, eta {eta}, rate {rate}": papers(eta, rate) for eta, rate in (("0.3", "1e-3"), ("3", "1e-3"), ("1", "3e-4"), ("1", "3e-3"))
-}
-RULES |= {
-    "stable, raw keys": stable("whitening=null"),
-    "stable, rank 256": stable("whitening.rank=256"),
-    "stable, plain writes": stable("damping=null"),
-    "stable, random P": stable("calibrated_proj=false"),
-}
+def _set(settings: Iterable[str]) -> Iterator[str]:
+    return (word for setting in settings for word in ("--set", setting))
+
+
+RULES = {"stable": stable(), "paper": papers("paper", "eta=1"), "official": papers("official", "eta=3")}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", nargs="+", default=MAIN, choices=RULES, metavar="R", help="; ".join(RULES))
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES, metavar="R", help=", ".join(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "memory"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
@@ -125,7 +113,7 @@ def measure(name: str, seed: int) -> None:
     if not (run / "final").exists():
         train(converted, run, seed, *rule.settings)
     read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(WINDOW), "--second-copy")
-    if _in_full(name, seed):  # at the training length, past the window's length; and beyond the training length
+    if seed == 0:  # at the training length, past the window's length; and beyond the training length
         read(run, "full-attention", DOCUMENTS, TOKENS, "--skip", str(WINDOW))
         read(run, "beyond-training", LONG_DOCUMENTS, LONG, "--skip", str(TOKENS))
 
@@ -134,10 +122,6 @@ def train(converted: Path, run: Path, seed: int, *settings: str) -> None:
     settings = (f"model.path={converted}", f"data.train={WORK / 'text' / 'train'}", f"output={run}", f"optimisation.seed={seed}", *settings)
     words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
     timed(run / "train.seconds", "train", str(RECIPE), "--no-audit", *words)
-
-
-def _in_full(name: str, seed: int) -> bool:
-    return name in MAIN and seed == 0
 
 
 def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
@@ -192,7 +176,7 @@ class Record:
         return cls(path, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
 
     def is_done(self, name: str, seed: int) -> bool:
-        return {"difference", *(READ_IN_FULL if _in_full(name, seed) else ())} <= self.seeds.get((name, seed), {}).keys()
+        return {"difference", *(READ_IN_FULL if seed == 0 else ())} <= self.seeds.get((name, seed), {}).keys()
 
     def collect(self) -> None:
         """What lies under runs/memory."""
