@@ -50,17 +50,26 @@ def main() -> int:
 
 
 def run(settings: Scratch, task: Task, folder: Path) -> list[dict[str, Any]]:
-    """Every run, seed by seed, so that what is there early is a whole table. Runs of other settings are refused first."""
+    """Every run, seed by seed, so that what is there early is a whole table. Runs of other settings are refused first.
+
+    A run that diverges stops no other; it is named at the end.
+    """
     todo = [(seed, system) for seed in settings.seeds for system in settings.systems]
     held = {of: held_in(file_of(folder, *of), asked_of(settings, of[1])) for of in todo}
-    rows = []
+    rows, diverged = [], []
     with tqdm(todo, unit="run", disable=None) as bar:
         for seed, system in bar:
             found = held[seed, system]
             if found is None:
-                found = train_one(settings, task, system, seed)
+                try:
+                    found = train_one(settings, task, system, seed)
+                except InPlaceTTTError as error:
+                    diverged.append(str(error))
+                    continue
                 save(file_of(folder, seed, system), {"asked": asked_of(settings, system), "found": found})
             rows.append(found)
+    if diverged:
+        raise InPlaceTTTError(" ".join(diverged))
     return rows
 
 

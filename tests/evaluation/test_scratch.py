@@ -203,6 +203,15 @@ def test_the_tool_prints_the_table_and_makes_no_run_twice(
     assert scratch_memories.main() == 2 and "is of other settings; remove it" in capsys.readouterr().err
 
 
+def test_a_run_that_diverges_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["training.steps=3", "training.length=36", "training.batch_size=2", "recall.held_out=2", "seeds=[0]"]
+    changes = [*tiny, "systems={titans: {heads: 2, theta: 1.0e+30}, none: }"]
+    recipe = str(FOLDER / "scratch-recall-cpu.yaml")
+    monkeypatch.setattr("sys.argv", ["scratch_memories.py", recipe, "--runs", str(tmp_path), "--set", *changes])
+    assert scratch_memories.main() == 2 and [file.name for file in tmp_path.iterdir()] == ["none-0.json"]
+    assert "titans diverged with seed 0 at step 0; lower" in capsys.readouterr().err
+
+
 def test_the_table_has_errors_over_seeds() -> None:
     shared = {"system": "none", "parameters": 5, "state_bytes": 0}
     rows = [{**shared, "scores": {"recall": score}, "tokens_per_second": score} for score in (1.0, 3.0)]
