@@ -88,6 +88,8 @@ def main() -> int:
         for name in args.rules:
             if not record.is_done(name, seed):
                 measure(name, seed)
+                record.collect()
+                record.save()
     record.collect()
     record.save()
     print_tables(record)
