@@ -5,13 +5,15 @@ python tools/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/g
 The set-up is that of tools/memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
 at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
 training, the target's source, and which parameters learn; then away from `stable`. Where every parameter learns, the base is a
-model that was trained alike with eta 0. Every step kept under runs/grid is done; the next call goes on where the last one stopped.
+model that was trained alike with eta 0. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on
+where the last one stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,15 +73,36 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
     evidence.split_texts()
+    out = Path(args.out).with_suffix(".json")
+    rows = kept(out)
     for name in [] if args.table else args.points:
-        measure(name)
-    rows = [found(name) for name in POINTS if (folder_of(name) / "evaluation").exists()]
-    values = {"command": "python tools/grid_evidence.py", "protocol": protocol(), "points": rows}
+        if name not in rows:
+            measure(name)
+            rows[name] = found(name)
+            save(out, rows)
     if not rows:
         sys.exit("nothing is measured yet; leave --table out.")
-    Path(args.out).with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    print_table(rows)
+    print_table(in_order(rows))
     return 0
+
+
+def kept(out: Path) -> dict[str, dict[str, Any]]:
+    """The points in OUT.json."""
+    if not out.exists():
+        return {}
+    held = json.loads(out.read_text())
+    if held["protocol"] != protocol():
+        sys.exit(f"{out} was measured with another recipe, protocol or texts; name another --out, or delete it.")
+    return {row["point"]: row for row in held["points"]}
+
+
+def save(out: Path, rows: dict[str, dict[str, Any]]) -> None:
+    values = {"command": "python tools/grid_evidence.py", "protocol": protocol(), "points": in_order(rows)}
+    out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def in_order(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [rows[name] for name in POINTS if name in rows]
 
 
 def protocol() -> dict[str, Any]:
@@ -92,17 +115,25 @@ def folder_of(name: str) -> Path:
 
 
 def measure(name: str) -> None:
-    """Convert, scale P, train, evaluate; what is done already is left alone."""
+    """Train and evaluate; what is done already is left alone."""
+    point, run = POINTS[name], train(name)
+    base = () if point.base is None else ("--base", str(train(point.base) / "final"))
+    evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base)
+
+
+def train(name: str) -> Path:
+    """Convert, scale P, train; the run's folder."""
     point, run = POINTS[name], folder_of(name)
     converted = run.with_name(f"{run.name}-converted")
     if not converted.exists():
-        evidence.command("convert", str(evidence.MODEL), str(converted), "--layers", evidence.LAYERS, *point.rule.convert)
-        if point.start != 1:
-            scale_start(converted / "inplace_ttt.safetensors", point.start)
+        unscaled = run.with_name(f"{run.name}-unscaled")
+        shutil.rmtree(unscaled, ignore_errors=True)
+        evidence.command("convert", str(evidence.MODEL), str(unscaled), "--layers", evidence.LAYERS, *point.rule.convert)
+        scale_start(unscaled / "inplace_ttt.safetensors", point.start)
+        unscaled.rename(converted)
     if not (run / "final").exists():
         evidence.train(converted, run, 0, f"optimisation.steps={STEPS}", *point.rule.settings)
-    base = () if point.base is None else ("--base", str(folder_of(point.base) / "final"))
-    evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base)
+    return run
 
 
 def scale_start(file: Path, factor: float) -> None:
