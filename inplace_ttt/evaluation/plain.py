@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,17 +34,19 @@ class PlainReader:
     A file answers for the same weights (all but conv and P), config, rows, window and device, and for nothing else: runs
     that train conv and P alone share it, with each other and with their base; a run that trained W0 has files of its own.
     A reader looks at a model's weights once; take a new one after training on.
+
+    Raises InPlaceTTTError when the folder cannot be written, here or later.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            with _refusals(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
         self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
     def losses(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
-        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window and sinks.
-
-        Raises InPlaceTTTError when the folder cannot be written.
-        """
+        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window and sinks."""
         file = None if self.folder is None else self.folder / f"{self._key(model, rows, attention)}.safetensors"
         if file is not None and (found := _held(file, rows)) is not None:
             progress(rows.numel())
@@ -83,10 +87,15 @@ def _held(file: Path, rows: Tensor) -> Tensor | None:
 
 def _keep(losses: Tensor, file: Path) -> None:
     partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with _refusals(file.parent):
         save_tensors({"losses": losses}, partial)
         partial.replace(file)
+
+
+@contextmanager
+def _refusals(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InPlaceTTTError(f"cannot write {file.parent}: {reason}; name another folder, or free some space.") from None
+        raise InPlaceTTTError(f"cannot write {folder}: {reason}; name another folder, or free some space.") from None

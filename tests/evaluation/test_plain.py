@@ -83,4 +83,4 @@ def test_what_is_not_whole_is_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InPlaceTTTError, match=r"cannot write .*file: .*; name another folder"):
-        read(converted("llama"), tmp_path / "file")
+        PlainReader(tmp_path / "file")
