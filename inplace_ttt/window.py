@@ -149,7 +149,7 @@ class _Window:
         return (same & self._sees(within[:, :, None], within[:, None, :]))[:, None]
 
     def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
-        """Blocks of `size` queries, each against its own and the block before, and the sinks."""
+        """Blocks of `size` queries, each against its own and the block before, and the sinks; one mask for all groups of heads."""
         (batch, heads, length, dim), groups, size = query.shape, key.shape[1], self.size
         blocks = -(-length // size)
         query, key, value = (pad(x, (0, 0, 0, blocks * size - length)) for x in (query, key, value))
@@ -160,16 +160,15 @@ class _Window:
         seen = (near >= self.sinks)[:, None, :] & self._sees(asking[:, :, None], near[:, None, :])
         mask = torch.cat([first[:, None, :] <= asking[:, :, None], seen], dim=-1)  # sinks once, as the first keys
         together = heads // groups
-        folded = query.view(batch, groups, together, blocks, size, dim).transpose(2, 3).reshape(batch, groups * blocks, -1, dim)
-        keys, values = (self._context(x, blocks).reshape(batch, groups * blocks, -1, dim) for x in (key, value))
-        mask = mask.repeat(groups, together, 1)[None]
-        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, **settings)
+        asks = query.view(batch, groups, together, blocks, size, dim).transpose(2, 3).reshape(batch * groups, blocks, -1, dim)
+        keys, values = (self._context(x.flatten(0, 1), blocks) for x in (key, value))
+        out = scaled_dot_product_attention(asks, keys, values, attn_mask=mask.repeat(1, together, 1)[None], **settings)
         out = out.view(batch, groups, blocks, together, size, dim).transpose(2, 3).reshape(batch, heads, blocks * size, dim)
         return out[:, :, :length]
 
     def _context(self, x: Tensor, blocks: int) -> Tensor:
-        """[B, G, blocks, sinks + 2 size, D] of keys or values [B, G, T, D]."""
-        own = x.unflatten(2, (blocks, self.size))
-        before = pad(own, (0, 0, 0, 0, 1, 0))[:, :, :-1]
-        sinks = x[:, :, None, : self.sinks].expand(-1, -1, blocks, -1, -1)
-        return torch.cat([sinks, before, own], dim=3)
+        """[B, blocks, sinks + 2 size, D] of keys or values [B, T, D]."""
+        own = x.unflatten(1, (blocks, self.size))
+        before = pad(own, (0, 0, 0, 0, 1, 0))[:, :-1]
+        sinks = x[:, None, : self.sinks].expand(-1, blocks, -1, -1)
+        return torch.cat([sinks, before, own], dim=2)
