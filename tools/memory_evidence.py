@@ -45,6 +45,7 @@ LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
 
+LOSSES = ("off", "on", "foreign")
 COLUMNS = ("difference", "drift", "memory", "memory_unseen", "second_copy", "filler")
 
 
@@ -190,7 +191,7 @@ class Record:
     def rows(self) -> list[dict[str, Any]]:
         """A rule after the other, each over its seeds."""
         found = {name: [self.seeds[key] for key in sorted(self.seeds) if key[0] == name] for name in RULES}
-        return [{"rule": name, **{key: _over(seeds, key) for key in COLUMNS}, "seeds": seeds} for name, seeds in found.items() if seeds]
+        return [{"rule": name, **_over_seeds(seeds), "seeds": seeds} for name, seeds in found.items() if seeds]
 
     def save(self) -> None:
         values = {"command": "python tools/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()}
@@ -198,10 +199,11 @@ class Record:
 
 
 def print_tables(record: Record) -> None:
-    print("| rule | seeds | on - off | foreign - off | memory: on - foreign | the same, unseen | second copy | filler |")
-    print("|---|---|---|---|---|---|---|---|")
+    differences = ("on - off", "foreign - off", "memory: on - foreign", "the same, unseen", "second copy", "filler")
+    print(f"| rule | seeds | {' | '.join((*LOSSES, *differences))} |")
+    print("|---" * (2 + len(LOSSES) + len(differences)) + "|")
     for row in record.rows():
-        cells = [_cell(row[key]) for key in COLUMNS]
+        cells = [*(f"{row[key]:.4f}" for key in LOSSES), *(_cell(row[key]) for key in COLUMNS)]
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
     print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
     full = [(name, values) for (name, _), values in record.seeds.items() if "full_attention" in values]
@@ -243,6 +245,10 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
         if all("off" in row for row in unseen):
             values["off_unseen"] = fmean(row["off"] for row in unseen)
     return values
+
+
+def _over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**{key: fmean(seed[key] for seed in seeds) for key in LOSSES}, **{key: _over(seeds, key) for key in COLUMNS}}
 
 
 def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:
