@@ -7,7 +7,7 @@ recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 he
 off, and with foreign memory, then with a passage that comes again. The first seed's models are read under full attention too,
 on the same documents and, on fewer, beyond the training length. What is read without writes is the base's, and is read once
 for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped.
-OUT.json and the tables have what is there so far.
+OUT.json, OUT.png and the tables have what is there so far.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import yaml
+from matplotlib import pyplot
 
 from inplace_ttt.evaluation.ab import Paired
 
@@ -94,6 +95,7 @@ def main() -> int:
     record.collect()
     record.save()
     print_tables(record)
+    draw(record, out.with_suffix(".png"))
     return 0
 
 
@@ -221,6 +223,23 @@ def print_tables(record: Record) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
+def draw(record: Record, file: Path) -> None:
+    """On - off by position under full attention, up to and beyond the length of the rows in training."""
+    read = [(name, values["beyond_training"]) for (name, _), values in record.seeds.items() if "beyond_training" in values]
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, found in read:
+        points = [((row["start"] + row["stop"]) / 2, row["difference"]) for row in found.get("positions", [])]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    axes.axhline(0, color="#8a8f98", linewidth=1)
+    axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label="length of the training rows")
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.set(xlabel="position in the document (tokens)", ylabel="loss minus TTT off (nats a token)", title="Full attention, seed 0")
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
 def _seed(run: Path) -> dict[str, Any]:
     """What was found for one seed."""
     found = _evaluation(run / "evaluation")
@@ -228,7 +247,8 @@ def _seed(run: Path) -> dict[str, Any]:
     values |= {key: found["second_copy"][key] for key in ("second_copy", "filler")}
     for key in READ_IN_FULL:
         if (folder := run / key.replace("_", "-")).exists():
-            values[key] = _numbers(_evaluation(folder))
+            found = _evaluation(folder)
+            values[key] = {**_numbers(found), "positions": [_position(row) for row in found["positions"]]}
     values["seconds"] = {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))}
     return values
 
@@ -245,6 +265,10 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
         if all("off" in row for row in unseen):
             values["off_unseen"] = fmean(row["off"] for row in unseen)
     return values
+
+
+def _position(row: dict[str, Any]) -> dict[str, Any]:
+    return {"start": row["start"], "stop": row["stop"], "difference": row["on"] - row["off"], "drift": row["foreign"] - row["off"]}
 
 
 def _over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
