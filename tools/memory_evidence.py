@@ -195,6 +195,10 @@ class Record:
         found = {name: [self.seeds[key] for key in sorted(self.seeds) if key[0] == name] for name in RULES}
         return [{"rule": name, **_over_seeds(seeds), "seeds": seeds} for name, seeds in found.items() if seeds]
 
+    def having(self, what: str) -> list[tuple[str, dict[str, Any]]]:
+        """Rule and values of each seed that was read so."""
+        return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if what in seed]
+
     def save(self) -> None:
         values = {"command": "python tools/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()}
         self.path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -208,7 +212,7 @@ def print_tables(record: Record) -> None:
         cells = [*(f"{row[key]:.4f}" for key in LOSSES), *(_cell(row[key]) for key in COLUMNS)]
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
     print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
-    full = [(name, values) for (name, _), values in record.seeds.items() if "full_attention" in values]
+    full = record.having("full_attention")
     if not full:
         return
     for where, key in (("all documents", "off"), ("the unseen ones", "off_unseen")):
@@ -225,12 +229,11 @@ def print_tables(record: Record) -> None:
 
 def draw(record: Record, file: Path) -> None:
     """On - off by position under full attention, up to and beyond the length of the rows in training."""
-    read = [(name, values["beyond_training"]) for (name, _), values in record.seeds.items() if "beyond_training" in values]
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, found in read:
-        points = [((row["start"] + row["stop"]) / 2, row["difference"]) for row in found.get("positions", [])]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    for name, values in record.having("beyond_training"):
+        rows = values["beyond_training"]["positions"]
+        middle = [(row["start"] + row["stop"]) / 2 for row in rows]
+        axes.plot(middle, [row["difference"] for row in rows], marker="o", markersize=3, label=name)
     axes.axhline(0, color="#8a8f98", linewidth=1)
     axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label="length of the training rows")
     axes.set_yscale("symlog", linthresh=0.1)
