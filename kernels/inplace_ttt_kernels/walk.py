@@ -76,7 +76,7 @@ def _put(
     HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, BY_TILE: tl.constexpr, DTYPE: tl.constexpr,
     BD: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write base + scale · sums to a slot, in parts, which halves the registers and the shared memory it takes."""
+    """Write base + scale · sums to a slot in column parts, each of which needs registers and shared memory for itself alone."""
     if PARTS == 1:
         _put_part(
             sums, slots, base, slot, number, row, column, d, h, scale, HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, BH
@@ -84,12 +84,13 @@ def _put(
     else:
         HALF: tl.constexpr = BH // 2
         left, right = sums.reshape(BD, 2, HALF).permute(0, 2, 1).split()
-        _put_part(
-            left, slots, base, slot, number, row, column, d, h, scale, HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, HALF
+        _put(
+            left, slots, base, slot, number, row, column, d, h, scale,
+            HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
         )  # fmt: skip
-        column += HALF
-        _put_part(
-            right, slots, base, slot, number, row, column, d, h, scale, HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, HALF
+        _put(
+            right, slots, base, slot, number, row, column + HALF, d, h, scale,
+            HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
         )  # fmt: skip
 
 
@@ -225,7 +226,8 @@ def walk(
 
     is_large = factors is not None or (base is not None and base.dtype != a.dtype)  # a float32 base takes as much as a sum
     candidates = tiles(a.dtype, capability(a.device), two_sums=is_large)
-    key = ("walk", a.device, a.dtype, d, h, slots is None, None if base is None else base.dtype, factors is None, copies)
+    writes_every = None if slots is None else chunk.bit_length()
+    key = ("walk", a.device, a.dtype, d, h, writes_every, None if base is None else base.dtype, factors is None, copies)
     run_tuned(key, candidates, launch, repeatable=start is not carry, device=a.device)
 
 

@@ -26,7 +26,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], arch: int, tile: Tile) -> dict[str, Any]:
-    """Registers, spills, shared memory and the tensor-core and copy instructions of one kernel for one architecture."""
+    """What one kernel takes on one architecture, how many run at a time, its tensor-core and copy instructions."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=places)
@@ -43,10 +43,15 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
                 break
         done.check_returncode()
         said = done.stderr
+    registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
+    loop = re.search(r"scf\.for .*?dot_wait .*?pendings = (\d+)", binary.asm["ttgir"], re.DOTALL)
     return {
-        "registers": int(re.search(r"Used (\d+) registers", said)[1]),  # type: ignore[index]
+        "registers": registers,
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
         "shared_bytes": binary.metadata.shared,
+        # of a Hopper multiprocessor's 65,536 registers and 228 KiB, of which a program takes 1 KiB more than it asks for
+        "programs": min(65536 // (-(-registers // 8) * 8 * 32 * tile.warps), (228 << 10) // (binary.metadata.shared + 1024)),
+        "in_flight": int(loop[1]) if loop else 0,  # products that one iteration leaves to the next
         "wgmma": binary.asm["ptx"].count("wgmma.mma_async"),
         "mma": binary.asm["ptx"].count("mma.sync"),
         "tma": binary.asm["ptx"].count("cp.async.bulk.tensor"),

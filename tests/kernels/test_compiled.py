@@ -24,3 +24,6 @@ def test_for_hopper() -> None:
         # the largest tiles spill while they load what they resume from, once a launch, outside of the loop
         assert row["spilled_bytes"] < 700, row
         assert row["wgmma"] > 0 and row["tma"] > 0, row
+        # one product runs while the next is prepared; the second candidate leaves room for a second program
+        assert row["in_flight"] == 1, row
+        assert row["mode"] not in ("weight", "state") or row["candidate"] != 1 or row["programs"] == 2, row
