@@ -44,31 +44,41 @@ class Document:
 
 @dataclass(frozen=True)
 class Plan:
-    """documents: the walked ones, in order. plain: spans that read W0 alone, merged. outside: those of no walked document."""
+    """documents: the walked ones, in order; short: those that take the dual form. plain: spans whose product with W0 no walk
+    makes, merged. outside: those of no walked document."""
 
     documents: tuple[Document, ...]
+    short: tuple[Document, ...]
     plain: tuple[tuple[int, int], ...]
     outside: tuple[tuple[int, int], ...]
     rows_without: tuple[int, ...]
 
 
-def plan_of(spans: Tensor, batch: int, length: int, chunk: int, has_start: bool, hands_on: bool) -> Plan:
-    """The plan for the documents `spans` [n, 3] int64 on the CPU: row, start, stop, in order."""
-    return _plan(tuple(map(tuple, spans.tolist())), batch, length, chunk, has_start, hands_on)
+def plan_of(spans: Tensor, batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool) -> Plan:
+    """The plan for the documents `spans` [n, 3] int64 on the CPU: row, start, stop, in order.
+
+    longest: the tokens up to which a document is short. One that starts from a state or hands it on is walked.
+    """
+    return _plan(tuple(map(tuple, spans.tolist())), batch, length, chunk, longest, has_start, hands_on)
 
 
 @lru_cache(maxsize=64)
-def _plan(spans: tuple[tuple[int, int, int], ...], batch: int, length: int, chunk: int, has_start: bool, hands_on: bool) -> Plan:
-    documents = []
+def _plan(
+    spans: tuple[tuple[int, int, int], ...], batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool
+) -> Plan:
+    documents, short = [], []
     for number, (row, start, stop) in enumerate(spans):
         is_first = number == 0 or spans[number - 1][0] != row
         is_last = number == len(spans) - 1 or spans[number + 1][0] != row
         begins, ends = has_start and is_first, hands_on and is_last
         if stop - start > chunk or begins or ends:
-            documents.append(Document(row, row * length + start, row * length + stop, chunk, begins, ends))
+            is_short = stop - start <= longest and not begins and not ends
+            kind = short if is_short else documents
+            kind.append(Document(row, row * length + start, row * length + stop, chunk, begins, ends))
     read = [document.span(document.read_from, document.chunks) for document in documents]
     return Plan(
         tuple(documents),
+        tuple(short),
         tuple(_gaps(read, batch * length)),
         tuple(_gaps([(document.start, document.stop) for document in documents], batch * length)),
         tuple(sorted({*range(batch)} - {row for row, _, _ in spans})),

@@ -4,7 +4,8 @@ O_i = Z_i E_iᵀ with E_i = W0 + ηS_i, and backward, with R_j the gradient of S
 
     dZ_i = dO_i E_i + c_i V_i R_i      dV_i = c_i Z_i R_iᵀ      R_j = η Σ_{i>j} dO_iᵀZ_i + dS      dW0 = Σ_i dO_iᵀZ_i
 
-The walk over S is made again, that over R from the last chunk to the first; dW0 is where the latter ends.
+The walk over S is made again, that over R from the last chunk to the first; dW0 is where the latter ends. Short documents
+take the dual form beside a product with W0 alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import dual
 from .clip import add_clip_gradient
 from .documents import Document
 from .operands import Operands, by_chunk
@@ -29,11 +31,13 @@ def forward(given: Operands, batch: int, hands_on: bool) -> tuple[Tensor, Tensor
     for document in given.plan.documents:
         for slots, first in given.readers(document, state[document.row] if document.ends else None):
             _product_by_chunk(given.z, slots.mT, document, first, out)
+    for document in given.plan.short:
+        dual.add_reads(given.z, given.v, document, given.eta, out)
     return out, state
 
 
 def _product_of_plain(given: Operands, rows: Tensor, matrix: Tensor | None, out: Tensor) -> None:
-    """rows · matrix for the tokens that read W0 alone, zero without a W0."""
+    """rows · matrix for the tokens whose product with W0 no walk makes, zero without a W0."""
     for start, stop in given.plan.plain:
         if matrix is None:
             out[start:stop] = 0
@@ -79,6 +83,8 @@ def backward(
                 d_start[document.row] += base
         if needs_weight:
             d_weight = total if d_weight is None else d_weight.add_(total)
+    for document in given.plan.short:
+        dual.add_gradients(given.z, given.v, d_out, document, given.eta, dz, dv)
     if needs_weight:
         d_weight = _add_plain(given, d_out, d_weight)
     return dz, dv, d_weight, d_start

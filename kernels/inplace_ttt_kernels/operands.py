@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import dual
 from .clip import chunk_factors
 from .documents import Document, Plan, plan_of
 from .walk import walk
@@ -87,7 +88,9 @@ def operands_of(
     hands_on: bool,
 ) -> Operands:
     """The flat operands of a call; arguments as in `library.fast_weight`."""
-    plan = plan_of(spans, *z.shape[:2], chunk, start is not None, hands_on)
+    # the clip's gradient is made for walks; in float16 a score, a sum over h, may overflow
+    longest = dual.longest(v.shape[-1], z.shape[-1]) if tau is None and z.dtype != torch.float16 else 0
+    plan = plan_of(spans, *z.shape[:2], chunk, longest, start is not None, hands_on)
     flat_z, flat_v = (x if x.stride(-1) == 1 else x.contiguous() for x in (z.flatten(0, 1), v.flatten(0, 1)))
     clips = {} if tau is None else chunk_factors(flat_v, flat_z, plan.documents, chunk, tau)
     weight, start = (None if x is None else x.contiguous() for x in (weight, start))

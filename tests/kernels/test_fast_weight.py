@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from inplace_ttt_kernels import operands
+from inplace_ttt_kernels import operands, walk
 from models import distance
 from torch import Tensor
 
@@ -24,8 +24,9 @@ DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
     "padding all around": ([[(2, 13), (13, 34)]], 35),
     "only padding": ([[]], 4),
 }
-# chunk size, d, h: tiles by descriptor (whole tiles deep, rows of 16 bytes), two of them each way, and by pointer
-SHAPES = {"descriptors": (32, 40, 72), "pointers": (13, 17, 35)}
+# chunk size, d, h: tiles by descriptor (whole tiles deep, rows of 16 bytes), two of them each way, and by pointer; documents
+# of up to 25 tokens in the dual form, beside walks
+SHAPES = {"descriptors": (32, 40, 72), "pointers": (13, 17, 35), "short documents": (8, 40, 72)}
 CLIPS = {"free": None, "biting": 60.0, "tensor": torch.tensor(90.0)}
 CASES = [(clip, start, keep, w0) for start, keep, w0 in itertools.product((False, True), repeat=3) for clip in CLIPS]
 
@@ -80,17 +81,17 @@ PLACES = list(itertools.product(DOCUMENTS, SHAPES))
 
 @pytest.mark.parametrize(("documents", "shape"), PLACES)
 def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
-    """Each case of the table at two of the places, each place with four cases."""
+    """Each case of the table at two places or more, each place with four cases, among them every clip."""
     first = PLACES.index((documents, shape)) * 2
-    for case in [CASES[(first + step) % len(CASES)] for step in (0, 1, 7, 13)]:
+    for case in [CASES[(first + step) % len(CASES)] for step in (0, 1, 8, 15)]:
         check(layout_of(documents, SHAPES[shape][0]), shape, torch.float32, case)
 
 
-@pytest.mark.parametrize(("documents", "shape"), PLACES[:-2])
+@pytest.mark.parametrize(("documents", "shape"), PLACES[: -len(SHAPES)])
 def test_in_bfloat16(documents: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "COPIES", 2)  # groups of two slots, so that a document takes several
     number = PLACES.index((documents, shape))
-    for case in (CASES[number * 5 % len(CASES)], CASES[(number * 5 + 9) % len(CASES)]):
+    for case in (CASES[number * 5 % len(CASES)], CASES[(number * 5 + 8) % len(CASES)]):
         check(layout_of(documents, SHAPES[shape][0]), shape, torch.bfloat16, case)
 
 
@@ -120,6 +121,30 @@ def test_every_output_is_written(shape: str, monkeypatch: pytest.MonkeyPatch) ->
     for (given, clip, keep), values in zip(cases, expected, strict=True):
         for name, value in run("triton", layout, given, CLIPS[clip], keep).items():
             assert torch.equal(value, values[name]), name
+
+
+def test_the_longest_document_that_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 tokens at 40 × 72; a clip, a state and float16 take the walk. W0's gradient is a walk too and not asked for."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("walked")
+
+    def walks(tokens: int, clip: float | None = None, start: bool = False, dtype: torch.dtype = torch.bfloat16) -> bool:
+        layout = ChunkLayout.from_lengths([[tokens, 3, 24]], 8)
+        given = inputs(layout, 40, 72, dtype, start, w0=True)
+        given["weight"] = given["weight"].detach()
+        z = given["z"]
+        try:
+            out = fast_weight(**given, eta=ETA, layout=layout, clip=clip, backend="triton")
+            grads = torch.autograd.grad(out.sum(), (z, given["v"]))
+        except AssertionError:
+            return True
+        assert out.isfinite().all() and all(grad[:, tokens + 3 :].any() for grad in grads)
+        return False
+
+    monkeypatch.setattr(walk, "run_tuned", refuse)
+    assert not walks(25) and walks(26)
+    assert walks(25, clip=60.0) and walks(25, start=True) and walks(25, dtype=torch.float16)
 
 
 def test_rows_of_a_larger_tensor_and_a_transposed_weight() -> None:
