@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -38,7 +39,7 @@ def ceilings(smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
-    """The walk, chunk norms and convolution at the widths of Qwen3-4B and of SmolLM2-135M."""
+    """The walk, chunk norms, short documents and convolution at the widths of Qwen3-4B, the first two of SmolLM2-135M too."""
     from inplace_ttt_kernels import conv, gram
     from inplace_ttt_kernels.walk import walk
 
@@ -80,6 +81,7 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
         }
         for name, run in deltas.items():
             yield {"name": name, **where, "seconds": _try(run, device)}
+    yield from short_documents(device, smoke)
     tokens, d, chunk = (64, 40, 32) if smoke else (32768, 2560, 512)
     x, taps = (torch.randn(*size, device=device).to(dtype).requires_grad_() for size in ((1, tokens, d), (d, 1, 5)))
     ids = ChunkLayout.from_lengths([[tokens]], chunk).chunk_ids(device)
@@ -93,6 +95,31 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
     for name, (run, moved) in forms.items():
         taken = seconds(run, device)
         yield {"name": name, "tokens": tokens, "d": d, "seconds": taken, "terabytes_per_second": moved / taken / 1e12}
+
+
+def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """A row packed with documents of one length, forward and backward: the dual form against walks."""
+    from inplace_ttt_kernels import dual, fast_weight
+
+    from inplace_ttt.layout import ChunkLayout
+
+    (d, h), tokens, chunk = ((40, 72), 96, 8) if smoke else ((2560, 9728), 32768, 256)
+    z, v = (torch.randn(1, tokens, n, device=device).to(torch.bfloat16).requires_grad_() for n in (h, d))
+    w0, grad = (
+        torch.randn(d, h, device=device).to(torch.bfloat16).requires_grad_(),
+        torch.randn(1, tokens, d, device=device).to(torch.bfloat16),
+    )
+    for length in (24,) if smoke else (512, 1024, 2048, 4096):
+        spans = ChunkLayout.from_lengths([[length] * (tokens // length)], chunk).spans
+
+        def run(spans=spans) -> object:
+            out, _ = fast_weight(z, v, w0, None, None, spans, chunk, 0.1, False)
+            return torch.autograd.grad(out, (z, v, w0), grad)
+
+        for name, longest in (("short documents, dual form", length), ("short documents, walked", 0)):
+            with mock.patch.object(dual, "longest", lambda d, h, longest=longest: longest):
+                taken = seconds(run, device)
+            yield {"name": name, "d": d, "h": h, "chunk": chunk, "tokens": tokens, "document": length, "seconds": taken}
 
 
 def _try(run: Callable[[], object], device: str) -> float | None:

@@ -133,6 +133,7 @@ def small_model(folder: Path, book: Path) -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=name)
 def test_every_block_runs_in_order(page: Path, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "docs"}
+    torch.manual_seed(0)
     for block in blocks(page):
         if block.reason_not_to_run is None:
             run_python(block, namespace) if block.language == "python" else run_commands(block)
