@@ -1,6 +1,6 @@
 """Prefill and training step of a converted model against its base, random weights in the shapes of real ones.
 
-python tools/bench_converted.py --shape Qwen3-4B --tokens 32768 --profile profile.txt
+python tools/bench_converted.py --shape Qwen3-4B --tokens 32768
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,13 +47,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--profile", help="file for the kernels of one training step")
     args = parser.parse_args()
     print(json.dumps(measure(**vars(args)), indent=2))
 
 
-def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str, dtype: str, profile: str | None = None) -> dict[str, Any]:
-    """Times of the converted model over those of its base, paired in one run: median and range."""
+def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str, dtype: str) -> dict[str, Any]:
+    """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
     torch.manual_seed(0)
     config = SHAPES[shape](tokens)
     base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
@@ -72,11 +70,11 @@ def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str,
         base.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
         gc.collect()
-    if profile is not None:
-        _write_profile(model, ids, profile)
+    profile = [] if "out_of_memory" in rows["training step"] else _profile(model, ids)
     return {
         "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "layers": config.num_hidden_layers,
         "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
+        "profile_of_a_training_step": profile,
     }  # fmt: skip
 
 
@@ -122,15 +120,15 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _write_profile(model: PreTrainedModel, ids: torch.Tensor, file: str) -> None:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if ids.is_cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+def _profile(model: PreTrainedModel, ids: torch.Tensor, longest: int = 25) -> list[dict[str, Any]]:
+    """The kernels (on a CPU, the operators) that take the most time of a training step, in milliseconds."""
+    kind = torch.profiler.ProfilerActivity.CUDA if ids.is_cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profiler:
         _training_step(model, ids)
         _synchronize(ids.device.type)
-    by = "self_cuda_time_total" if ids.is_cuda else "self_cpu_time_total"
-    Path(file).write_text(profiler.key_averages().table(sort_by=by, row_limit=30), encoding="utf-8")
+    taken = [(getattr(row, f"self_{'device' if ids.is_cuda else 'cpu'}_time_total") / 1e3, row) for row in profiler.key_averages()]
+    taken.sort(key=lambda pair: -pair[0])
+    return [{"name": row.key[:100], "calls": row.count, "milliseconds": round(time, 3)} for time, row in taken[:longest]]
 
 
 if __name__ == "__main__":

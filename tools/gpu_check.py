@@ -74,9 +74,10 @@ def main() -> int:
     # the first op shapes, the models, then the rest of the shapes for as long as the time lasts
     shapes = list(_shapes(args.smoke))
     first = _record(folder / "op.json", about, _ops(shapes[:4], clock, args.smoke), _say)
-    models = _record(folder / "models.json", about, _models(clock, args.smoke, folder), _say)
-    rest = _record(folder / "op-more.json", about, _ops(shapes[4:], clock, args.smoke), _say)
-    print("\n".join([*table, *_op_table([*first, *rest], rate), *_model_table(models), *(f"skipped: {line}" for line in clock.skipped)]))
+    models = _record(folder / "models.json", about, _models(clock, args.smoke), _say)
+    ops = _record(folder / "op.json", about, _ops(shapes[4:], clock, args.smoke), _say, first)
+    _record(folder / "tiles.json", about, _tiles(), _say)
+    print("\n".join([*table, *_op_table(ops, rate), *_model_table(models), *(f"skipped: {line}" for line in clock.skipped)]))
     return 0
 
 
@@ -99,10 +100,14 @@ def _all(*parts: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _record(
-    file: Path, about: dict[str, Any], rows: Iterable[dict[str, Any]], say: Callable[[dict[str, Any]], None]
+    file: Path,
+    about: dict[str, Any],
+    rows: Iterable[dict[str, Any]],
+    say: Callable[[dict[str, Any]], None],
+    earlier: Iterable[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """Print the rows as they come and keep them on disk after each, so that a cut leaves what there was."""
-    done: list[dict[str, Any]] = []
+    done = [*earlier]
     for row in rows:
         done.append(row)
         say(row)
@@ -141,19 +146,27 @@ def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[d
             torch.cuda.empty_cache()
 
 
-def _models(clock: Clock, smoke: bool, folder: Path) -> Iterable[dict[str, Any]]:
+def _models(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
     import torch
     from bench_converted import measure
 
     if smoke:
-        yield measure("tiny", 96, 32, 1, "cpu", "bfloat16", str(folder / "profile-tiny.txt"))
+        yield measure("tiny", 96, 32, 1, "cpu", "bfloat16")
         return
     both = ("Qwen3-4B", "SmolLM2-135M")
     for shape, tokens, seconds in [(shape, 32768, 45) for shape in both] + [(shape, 8192, 20) for shape in both]:
         if clock.has(seconds, task := f"model {shape} at {tokens} tokens"):
             with clock.carries_on(task):
-                yield measure(shape, tokens, 512, 5, "cuda", "bfloat16", str(folder / f"profile-{shape}-{tokens}.txt"))
+                yield measure(shape, tokens, 512, 5, "cuda", "bfloat16")
             torch.cuda.empty_cache()
+
+
+def _tiles() -> Iterable[dict[str, Any]]:
+    """Which of its candidates each kernel took, and for what."""
+    from inplace_ttt_kernels import tuning
+
+    for (kernel, *problem), tile in tuning._chosen.items():
+        yield {"kernel": kernel, "problem": " ".join(map(str, problem)), **vars(tile)}
 
 
 def _op_table(results: list[dict[str, Any]], rate: float) -> list[str]:

@@ -21,7 +21,7 @@ def test_smoke_run_in_a_shell(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-6:]
     assert last[-1].startswith("tiny 96 tokens, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
-    for name in ("checks", "kernels", "op", "models"):
+    for name in ("checks", "kernels", "op", "models", "tiles"):
         result = json.loads((tmp_path / f"{name}.json").read_text())
         assert result["command"] == "tools/gpu_check.sh --smoke" and result["torch"] and result["rows"], name
 
