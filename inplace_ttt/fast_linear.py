@@ -169,13 +169,15 @@ class FastWeight(nn.Module):
 
     def write(self, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
         """The state [d, h] after one complete chunk: keys [C, h], target source [C, d], and the state before (None: zero)."""
-        layout = ChunkLayout.from_lengths([[len(z)]], len(z))
-        v = self.ttt(x[None], layout).to(z.dtype)
-        damping = self.fast.config.damping
-        known = None if state is None or damping is None else state[None]  # a sum goes on without what it has
-        settings: dict[str, Any] = {"eta": self.eta, "layout": layout, "clip": self.tau(), "damping": damping}
-        after = fast_weight(z[None], v, None, initial_state=known, return_state=True, **settings)[1][0]
-        return after if state is None or damping is not None else state + after
+        is_sum = self.fast.config.damping is None  # which goes on without what it has
+        known = None if state is None or is_sum else state[None]
+        after = self.read_and_write(z[None], x[None], ChunkLayout.from_lengths([[len(z)]], len(z)), known)[1][0]
+        return state + after if is_sum and state is not None else after
+
+    def read_and_write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """η Z Sᵀ [B, T, d] and the states [B, d, h] after complete chunks: keys [B, T, h], target source [B, T, d]; as `write`."""
+        settings: dict[str, Any] = {"eta": self.eta, "layout": layout, "clip": self.tau(), "damping": self.fast.config.damping}
+        return fast_weight(z, self.ttt(x, layout).to(z.dtype), None, initial_state=state, return_state=True, **settings)
 
 
 class FastWeightLinear(FastWeight, nn.Linear):

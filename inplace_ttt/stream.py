@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import InPlaceTTTError
-from .layout import Span
+from .layout import ChunkLayout, Span
 from .ops import state_dtype
 
 _UNDO_REACH = 128
@@ -27,6 +27,9 @@ class Writer(Protocol):
     def decode_updates(self) -> bool: ...
     def write(self, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
         """The state [d, h] after one complete chunk: keys [C, h], target source [C, d], and the state before (None: zero)."""
+
+    def read_and_write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """η Z Sᵀ [B, T, d] and the states [B, d, h] after complete chunks: keys [B, T, h], target source [B, T, d]; as `write`."""
 
 
 @dataclass
@@ -96,14 +99,39 @@ class FastWeightStream:
         fits = all(filled + stop - start <= self.chunk_size for filled, (start, stop) in zip(self.filled, spans, strict=True))
         if fits:
             self._read(out, z, writer.eta)
+            for row, (start, stop) in enumerate(spans):
+                if start < stop:
+                    self._take(row, z[row, start:stop], x[row, start:stop], writer, undoable=True)
+            return out
+        # the open chunks, then whole chunks together, then each row's last whole chunk, which may be taken back, and the rest
+        whole = []
         for row, (start, stop) in enumerate(spans):
-            while start < stop:
-                end = min(start + self.chunk_size - self.filled[row], stop)
-                if not fits:
-                    self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer.eta, row)
-                self._take(row, z[row, start:end], x[row, start:end], writer, undoable=stop - end < self.chunk_size)
-                start = end
+            opened = min(start + -self.filled[row] % self.chunk_size, stop)
+            self._take_span(out, z, x, row, (start, opened), stop, writer)
+            whole.append((opened, opened + max((stop - opened) // self.chunk_size - 1, 0) * self.chunk_size))
+        if any(start < stop for start, stop in whole):
+            self._take_whole(out, z, x, whole, writer)
+        for row, ((_, start), (_, stop)) in enumerate(zip(whole, spans, strict=True)):
+            self._take_span(out, z, x, row, (start, stop), stop, writer)
         return out
+
+    def _take_span(self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, writer: Writer) -> None:
+        """Read and take in a row's span, one chunk after the other; the row's tokens end at `last`."""
+        start, stop = span
+        while start < stop:
+            end = min(start + self.chunk_size - self.filled[row], stop)
+            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer.eta, row)
+            self._take(row, z[row, start:end], x[row, start:end], writer, undoable=last - end < self.chunk_size)
+            start = end
+
+    def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], writer: Writer) -> None:
+        """Read and take in spans of whole chunks, all rows at once; none can be taken back."""
+        documents = tuple((span,) if span[0] < span[1] else () for span in spans)
+        layout = ChunkLayout(documents, z.shape[1], self.chunk_size)
+        read, self.state = writer.read_and_write(z, x, layout, self.state)
+        out += read.to(out.dtype)
+        self._reader = self.state if self.state.dtype == z.dtype else self.state.to(z.dtype)
+        self.written = [count + (stop - start) // self.chunk_size for count, (start, stop) in zip(self.written, spans, strict=True)]
 
     def skip(self) -> None:
         """Note tokens in the cache that were not taken in; a crop cannot step over them."""

@@ -1,6 +1,7 @@
 """FastWeightStream alone, with a small writer in the place of a layer, against a model that keeps every token."""
 
 import copy
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.layout import Span
+from inplace_ttt.layout import ChunkLayout, Span
 from inplace_ttt.ops import state_dtype
 from inplace_ttt.stream import _UNDO_REACH, FastWeightStream
 
@@ -29,6 +30,15 @@ class SmallWriter:
         assert len(z) == len(x) == self.chunk_size
         self.chunks.append(z.clone())
         return delta(z, x) if state is None else state + delta(z, x)
+
+    def read_and_write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        state = torch.zeros(len(z), D, H) if state is None else state.clone()
+        read = torch.zeros(len(z), z.shape[1], D)
+        for row, documents in enumerate(layout.documents):
+            for start, stop in itertools.chain.from_iterable(map(layout.chunks, documents)):
+                read[row, start:stop] = self.eta * (z[row, start:stop].float() @ state[row].T)
+                state[row] = self.write(z[row, start:stop], x[row, start:stop], state[row])
+        return read.to(z.dtype), state
 
 
 def delta(z: Tensor, x: Tensor) -> Tensor:
