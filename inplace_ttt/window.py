@@ -101,6 +101,7 @@ class _Window:
 
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks
+        self._asked: tuple[Tensor, int, bool] | None = None  # the positions that were last asked about, their version, the answer
 
     def __call__(
         self,
@@ -122,12 +123,19 @@ class _Window:
             )
         length, positions = query.shape[2], kwargs.get("position_ids")
         settings: dict[str, Any] = {"dropout_p": dropout if module.training else 0.0, "scale": scaling}
-        packed = positions is not None and length > 1 and bool((positions.diff(dim=-1) != 1).any())
+        packed = positions is not None and length > 1 and self._is_packed(positions)
         if length == key.shape[2] and not packed and length > 2 * self.size:
             return self._in_blocks(query, key, value, settings).transpose(1, 2).contiguous(), None
         mask = self._packed_mask(positions) if packed and positions is not None else self._cached_mask(length, key.shape[2], query.device)
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, **settings)
         return out.transpose(1, 2).contiguous(), None
+
+    def _is_packed(self, positions: Tensor) -> bool:
+        """Whether rows hold several documents; the answer waits for the device, so a forward's layers share it."""
+        version = -1 if positions.is_inference() else positions._version  # an inference tensor's is not kept, nor its answer
+        if self._asked is None or self._asked[0] is not positions or self._asked[1] != version or version < 0:
+            self._asked = positions, version, bool((positions.diff(dim=-1) != 1).any())
+        return self._asked[2]
 
     def _sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether a token at index `query` sees one at index `key` of its document."""

@@ -60,6 +60,29 @@ def test_packed_documents_have_windows_and_sinks_of_their_own() -> None:
         assert distance(logits(model, ids, position_ids=positions), alone) < 1e-5
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_positions_that_are_filled_anew_are_looked_at_anew(mode: type) -> None:
+    model, ids = build("llama"), random_ids(1, 40)
+    packed = torch.cat([torch.arange(13), torch.arange(27)])[None]
+    with attention_window(model, SIZE, SINKS), mode():
+        positions = torch.arange(40)[None].clone()
+        whole = logits(model, ids, position_ids=positions)
+        positions.copy_(packed)
+        assert distance(logits(model, ids, position_ids=positions), logits(model, ids, position_ids=packed)) < 1e-6
+        assert distance(logits(model, ids, position_ids=packed), whole) > 1e-3
+
+
+def test_packed_positions_are_asked_about_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer waits for the device."""
+    model, ids, asked = build("llama"), random_ids(1, 40), []
+    diff = Tensor.diff
+    monkeypatch.setattr(Tensor, "diff", lambda x, *args, **kwargs: asked.append(x) or diff(x, *args, **kwargs))
+    with attention_window(model, SIZE, SINKS):
+        for forwards in (1, 2):
+            logits(model, ids, position_ids=torch.arange(40)[None])
+            assert model.config.num_hidden_layers > 1 and len(asked) == forwards
+
+
 def test_gradients_flow_through_the_blocks() -> None:
     model, ids = build("llama", dtype=torch.float64), random_ids(1, 33)
     grads = []
