@@ -1,0 +1,43 @@
+"""The small corpus as files, a tokenizer for it, and a call that makes rows of what it is given."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from inplace_ttt.training.data import TrainingData, build_data
+from inplace_ttt.training.recipe import Data, Parallel
+
+from .corpus import CHUNK, EOS, FIRST, LENGTH, PAD, WORDS, recipe, texts
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2, **{f"w{n}": n + FIRST for n in range(WORDS)}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The documents as text files; `.hidden.txt` is none of them."""
+    (tmp_path / "text" / "deeper").mkdir(parents=True)
+    for i, text in reversed(list(enumerate(texts()))):
+        (tmp_path / "text" / ("deeper" if i == 4 else ".") / f"{'abcdefghij'[i]}.txt").write_text(text)
+    (tmp_path / "text" / ".hidden.txt").write_text("w0")
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def build(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., TrainingData]:
+    def run(train: Any, chunk_size: int = CHUNK, parallel: Parallel | None = None, **data: Any) -> TrainingData:
+        names = [str(name) for name in (train if isinstance(train, list) else [train])]
+        settings = {"sequence_length": LENGTH, "shuffle": False, "cache": str(tmp_path / "cache"), **data}
+        return build_data(recipe(Data(train=names, **settings), parallel), tokenizer, chunk_size)
+
+    return run
