@@ -114,7 +114,7 @@ def walk_kernel(
     at = rows.to(tl.int64)[:, None] * h + columns[None, :]  # 64 bits: d · h and token · stride may pass 2^31
     deep = tl.arange(0, BK)
     if not BY_TILE:
-        a_at = deep.to(tl.int64)[:, None] * a_stride + rows[None, :]
+        a_at = rows[:, None] + deep.to(tl.int64)[None, :] * a_stride  # already transposed, so that it goes to shared memory as it is
         b_at = deep.to(tl.int64)[:, None] * b_stride + columns[None, :]
 
     sums = tl.zeros((BD, BH), tl.float32)
@@ -134,20 +134,20 @@ def walk_kernel(
     done = 0
     for _ in range(steps * tl.cdiv(chunk, BK)):
         if BY_TILE:  # rows from `stop` on read zero
-            a_tile = a.load([(token + k).to(tl.int32), row])
+            a_tile = a.load([(token + k).to(tl.int32), row]).T
             b_tile = b.load([(token + k).to(tl.int32), column])
         else:
             real = (k + deep < chunk) & (token + k + deep < stop)
-            a_tile = tl.load(a + (token + k) * a_stride + a_at, mask=real[:, None] & (rows < d)[None, :], other=0.0)
+            a_tile = tl.load(a + (token + k) * a_stride + a_at, mask=(rows < d)[:, None] & real[None, :], other=0.0)
             b_tile = tl.load(b + (token + k) * b_stride + b_at, mask=real[:, None] & (columns < h)[None, :], other=0.0)
         is_last = k + BK >= chunk
         if CLIPPED:
-            delta = tl.dot(a_tile.T, b_tile, delta, input_precision=PRECISION)
+            delta = tl.dot(a_tile, b_tile, delta, input_precision=PRECISION)
             if is_last:
                 sums += tl.load(factors + number + done) * delta
                 delta = tl.zeros((BD, BH), tl.float32)
         else:
-            sums = tl.dot(a_tile.T, b_tile, sums, input_precision=PRECISION)
+            sums = tl.dot(a_tile, b_tile, sums, input_precision=PRECISION)
         if HAS_SLOTS:
             place = done + lead
             if is_last & (place < n_slots):

@@ -18,8 +18,9 @@ from inplace_ttt.text import tokens_of
 ROOT = Path(__file__).parents[2]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text" / "sotu" / "1995_william_j_clinton_d.txt"
 pytestmark = pytest.mark.real
-SECONDS = 120
-"""Of processor time for 2,048 tokens, which other work on the machine does not stretch."""
+SECONDS, STEPS = 120, 6
+"""A diagnosis of 2,048 tokens takes so much processor time, which other work on the machine does not stretch; or, on a processor
+that is slow in bfloat16, that of so many forwards and backwards over its tokens (measured on one: 3.4)."""
 
 
 def converted(*layers: int) -> PreTrainedModel:
@@ -46,7 +47,17 @@ def test_a_fresh_conversion_is_healthy_and_diagnosed_in_time(tmp_path: Path, cap
     values = json.loads(capsys.readouterr().out)
     assert values["rows"] == [1, 2048] and values["chunks_read"] == 15
     assert {(f["id"], f["severity"]) for f in values["findings"]} == {("zero-init", "info"), ("safe-range", "info")}
-    assert spent < SECONDS * max(1, torch.get_num_threads()), f"{spent:.0f} s of processor time"
+    if spent > SECONDS * max(1, torch.get_num_threads()):
+        a_step = 4 * processor_seconds_of_a_step(512)
+        assert spent < STEPS * a_step, f"{spent:.0f} s of processor time, {spent / a_step:.1f} steps"
+
+
+def processor_seconds_of_a_step(tokens: int) -> float:
+    model = converted(12, 18, 24).train()
+    ids = torch.randint(3, 49000, (1, tokens), generator=torch.Generator().manual_seed(0))
+    began = time.process_time()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    return time.process_time() - began
 
 
 def test_a_writer_that_writes_is_healthy(ids: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Compile the kernels for GPUs that are not there, and report what ptxas says: run as a script, without the interpreter.
 
-python tests/kernels/ahead_of_time.py    [--all]    # one JSON object a line; the unclipped walks in bfloat16 on Hopper; --all: everything
+python tests/kernels/ahead_of_time.py [--all]    # one JSON object a line; in bfloat16, unclipped; --all: everything
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
                 break
         done.check_returncode()
         said = done.stderr
+        nvdisasm = Path(triton.__path__[0], "backends", "nvidia", "bin", "nvdisasm")
+        machine_code = subprocess.run([nvdisasm, "-c", Path(folder, "kernel.cubin")], capture_output=True, text=True, check=True).stdout
     registers = int(re.search(r"Used (\d+) registers", said)[1])  # type: ignore[index]
     loop = re.search(r"scf\.for .*?dot_wait .*?pendings = (\d+)", binary.asm["ttgir"], re.DOTALL)
     return {
         "registers": registers,
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),  # type: ignore[index]
+        "spills_in_loop": spills_in_loop(machine_code.splitlines()),
         "shared_bytes": binary.metadata.shared,
         # of a Hopper multiprocessor's 65,536 registers and 228 KiB, of which a program takes 1 KiB more than it asks for
         "programs": min(65536 // (-(-registers // 8) * 8 * 32 * tile.warps), (228 << 10) // (binary.metadata.shared + 1024)),
@@ -58,9 +61,19 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     }
 
 
+def spills_in_loop(lines: Sequence[str]) -> int:
+    """Loads and stores of spilled registers in the shortest stretch of machine code that is gone through again and multiplies."""
+    labels = {line[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
+    back = ((labels.get(match[1], end), end) for end, line in enumerate(lines) if (match := re.search(r"BRA `\((\.L_x_\d+)\)", line)))
+    loops = [lines[start:end] for start, end in back if any("MMA" in line for line in lines[start:end])]
+    return sum("STL" in line or "LDL" in line for line in min(loops, key=len, default=[]))
+
+
 def walks(arch: int, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:
     modes = {"weight": (True, True), "state": (False, False), "sum": (False, False), "gradient": (True, False)}
     for dtype, clipped, (mode, (base, dither)) in itertools.product(dtypes, (False, True), modes.items()):
+        if clipped and mode == "gradient":  # factors are for writes
+            continue
         for number, tile in enumerate(tiles(dtype, divmod(arch, 10), two_sums=clipped or mode == "gradient")):
             by_tile, short, part = arch >= 90 and dtype != torch.float32, NAMES[dtype], tile.columns // tile.parts
             base_by_tile = by_tile and mode == "weight"
@@ -115,6 +128,8 @@ def convolutions(arch: int, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str,
 if __name__ == "__main__":
     everything = "--all" in sys.argv
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if everything else [torch.bfloat16]
-    for arch, kind in itertools.product((80, 90) if everything else (90,), (convolutions, grams, walks)):
-        for row in kind(arch, dtypes) if everything else itertools.islice(kind(arch, dtypes), 12):
-            print(json.dumps(row), flush=True)
+    for arch, kind in itertools.product((80, 90), (convolutions, grams, walks)):
+        if everything or arch == 90 or kind is walks:
+            for row in kind(arch, dtypes):
+                if everything or not row.get("clipped"):
+                    print(json.dumps(row), flush=True)

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-SHARED_BYTES = 227 << 10
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 
 
-def test_for_hopper() -> None:
+def test_for_hopper_and_ampere() -> None:
     script = Path(__file__).with_name("ahead_of_time.py")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
@@ -17,12 +17,15 @@ def test_for_hopper() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["kernel"] for row in rows} == {"walk", "squared_norms", "convolve", "taps_gradient"}
     for row in rows:
-        assert row["shared_bytes"] <= SHARED_BYTES, row
+        assert row["shared_bytes"] <= SHARED_BYTES[row["arch"]], row
         if row["kernel"] != "walk":
             assert row["spilled_bytes"] == 0, row
             continue
-        # the largest tiles spill while they load what they resume from, once a launch, outside of the loop
-        assert row["spilled_bytes"] < 700, row
+        # the largest tiles spill while they load what they resume from, once a launch
+        assert row["spilled_bytes"] < 700 and row["spills_in_loop"] <= 8, row
+        if row["arch"] == 80:
+            assert row["mma"] > 0, row
+            continue
         assert row["wgmma"] > 0 and row["tma"] > 0, row
         # one product runs while the next is prepared; the second candidate leaves room for a second program
         assert row["in_flight"] == 1, row
