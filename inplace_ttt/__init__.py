@@ -1,12 +1,14 @@
 """In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models."""
 
-from .calibration import calibrate
-from .checkpoint import load, save_adapter
+from .calibration.calibrate import calibrate
+from .checkpoint.adapter import save_adapter
+from .checkpoint.loading import load
 from .config import DeltaClip, InPlaceTTTConfig, KeyWhitening
 from .errors import InPlaceTTTError
 from .state import FastWeightState
 from .surgery import convert, revert, ttt_disabled
-from .version import __version__
+
+__version__ = "0.1.0"
 
 __all__ = [
     "DeltaClip",

@@ -178,7 +178,7 @@ class InPlaceTTTConfig:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration`)."""
+        """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
         return self.whitening is not None or self.standardised or self.calibrated_proj
 
     @property

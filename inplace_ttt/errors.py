@@ -11,3 +11,9 @@ class NotSoError(InPlaceTTTError):
     """What was to be proved does not hold."""
 
     exit_code = 1
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error of somebody else's."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

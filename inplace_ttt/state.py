@@ -1,13 +1,8 @@
-"""The memory of a session: fast-weight streams on the layers of a transformers cache; save, load, fork.
-
-transformers already calls reset, crop, reorder, repeat and select on every layer of a cache, so each stream rides on
-the cache layer of its decoder layer: the layer object is replaced by one of a subclass that shares all its attributes.
-"""
+"""A session with a converted model: its fast weights and its attention cache; read, generate, save, load, fork."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os
 import sys
@@ -23,81 +18,14 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .checkpoint.fingerprint import fingerprint_of
 from .errors import InPlaceTTTError
-from .stream import FastWeightStream
+from .layer.cache import CarriesFastWeight, attach, plain_class, streams
+from .layer.stream import FastWeightStream
+from .surgery import config_of, fast_weights
 
 _READ_AT_ONCE = 1024
 _FORMAT = "inplace-ttt-state/1"
-
-
-class _CarriesFastWeight:
-    """Mixin over a cache layer's own class: whatever happens to the keys and values happens to the fast weight."""
-
-    fast_weight: FastWeightStream
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self.fast_weight.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.fast_weight.crop(abs(tokens_to_remove))
-        super().crop(tokens_to_remove)  # type: ignore[misc]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.fast_weight.select(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.fast_weight.select([row for row in range(self.fast_weight.batch) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self.fast_weight.select(torch.arange(self.fast_weight.batch)[indices.cpu()].tolist())
-
-
-@functools.cache
-def _carrier(plain: type) -> type:
-    return type(f"FastWeight{plain.__name__}", (_CarriesFastWeight, plain), {})
-
-
-def _attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
-    plain = cache.layers[layer]
-    carrier: Any = object.__new__(_carrier(type(plain)))  # type: ignore[arg-type]
-    carrier.__dict__ = plain.__dict__
-    carrier.fast_weight = stream
-    cache.layers[layer] = carrier
-
-
-def stream_of(cache: Any, layer: int, batch: int, chunk_size: int) -> FastWeightStream:
-    """The stream of a decoder layer in a cache, created at its first use."""
-    layers = getattr(cache, "layers", None)
-    if layers is None or layer >= len(layers):
-        raise InPlaceTTTError(f"a {type(cache).__name__} has no layer {layer} to keep the fast weight on; use a transformers Cache.")
-    if not layers[layer].is_compileable and layers[layer].get_seq_length() != layers[0].get_seq_length():
-        raise InPlaceTTTError("a refused crop has left this cache with layers of different lengths; start a new one, or crop a fork.")
-    if not isinstance(layers[layer], _CarriesFastWeight):
-        _attach(cache, layer, FastWeightStream(batch, chunk_size))
-    elif layers[layer].fast_weight.batch != batch and layers[layer].fast_weight.is_empty:
-        layers[layer].fast_weight = FastWeightStream(batch, chunk_size)
-    return layers[layer].fast_weight
-
-
-def _plain(layer: Any) -> type:
-    """The layer's own class, without the fast weight."""
-    return type(layer).__mro__[2] if isinstance(layer, _CarriesFastWeight) else type(layer)
-
-
-def skip(cache: Any, layer: int) -> None:
-    """Note tokens that went into a cache past its stream."""
-    layers = getattr(cache, "layers", [])
-    if layer < len(layers) and isinstance(layers[layer], _CarriesFastWeight):
-        layers[layer].fast_weight.skip()
-
-
-def streams(cache: Cache) -> dict[int, FastWeightStream]:
-    """Decoder layer -> its stream, for the layers of a cache that have one."""
-    return {i: layer.fast_weight for i, layer in enumerate(cache.layers) if isinstance(layer, _CarriesFastWeight)}
 
 
 class FastWeightState:
@@ -168,22 +96,20 @@ class FastWeightState:
         """A state with the same fast weights and an empty attention cache: only what was written is remembered."""
         fresh = FastWeightState(self.model)
         for layer, stream in copy.deepcopy(streams(self.cache)).items():
-            _attach(fresh.cache, layer, stream)
+            attach(fresh.cache, layer, stream)
         return fresh
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the session to one safetensors file, with the model's fingerprint; replaces the file in one step."""
-        from .surgery import config_of, fingerprint_of
-
         tensors: dict[str, Tensor] = {}
         attention: dict[int, dict[str, int | None]] = {}
         for index, layer in enumerate(self.cache.layers):
-            if isinstance(layer, _CarriesFastWeight):
+            if isinstance(layer, CarriesFastWeight):
                 tensors |= {f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()}
             if getattr(layer, "is_initialized", False) and layer.get_seq_length() > 0:
-                if _plain(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                if plain_class(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                     raise InPlaceTTTError(
-                        f"a {_plain(layer).__name__} cannot be saved; use a DynamicCache, or save state.forget_attention()."
+                        f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save state.forget_attention()."
                     )
                 window = getattr(layer, "sliding_window", None)
                 kept = slice(None) if window is None else slice(-window + 1, None)  # more is there while past is recorded
@@ -214,8 +140,6 @@ class FastWeightState:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> FastWeightState:
         """Read a session saved by `save`; refuses the state of another model or of another TTT config."""
-        from .surgery import config_of, fast_weights, fingerprint_of
-
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -249,5 +173,5 @@ class FastWeightState:
             prefix = f"{index}.fast."
             held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}
             if held:
-                _attach(state.cache, index, FastWeightStream.restore(held, module.chunk_size, model.dtype))
+                attach(state.cache, index, FastWeightStream.restore(held, module.chunk_size, model.dtype))
         return state

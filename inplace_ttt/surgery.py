@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from .config import InPlaceTTTConfig
-from .context import ForwardTracker
 from .errors import InPlaceTTTError
 from .families import locate
-from .fast_linear import FastWeight, FastWeightSlot, check, install, remove
-from .fingerprint import fingerprint
+from .layer.fast_linear import FastWeight, FastWeightSlot, check, install, remove
+from .layer.forward_context import ForwardTracker
 from .models import mark, unmark
 
 logger = logging.getLogger(__name__)
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
-_PIECE = 1024
 SEED = 0
 """Layer i draws its P from seed SEED + i."""
 
@@ -91,16 +89,6 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
     raise InPlaceTTTError(f"this {type(model).__name__} is not converted; convert(model, config) it, or load a converted checkpoint.")
 
 
-def fingerprint_of(model: nn.Module) -> str:
-    """sha256 of what gives a session its meaning: W0, conv and P of every TTT layer, and a piece of every other parameter.
-
-    Quantised weights are left out: their packing is their library's, and may change while the model runs.
-    """
-    whole = (p for module in fast_weights(model).values() for p in module.parameters() if p.is_floating_point())
-    pieces = (p.detach().reshape(-1)[:_PIECE] for p in model.parameters() if p.is_floating_point())
-    return fingerprint(itertools.chain(whole, pieces))
-
-
 @contextmanager
 def ttt_disabled(model: nn.Module) -> Iterator[None]:
     """Within it the model reads with W0 alone and writes nothing: the same weights, TTT off."""
@@ -113,6 +101,23 @@ def ttt_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for tracker, enabled in before:
             tracker.enabled = enabled
+
+
+@contextmanager
+def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
+    """Within it each rank of `group` calls the converted model with its contiguous, equal part of the same rows.
+
+    Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
+    training under DeepSpeed's Ulysses, whose group is found by itself.
+    """
+    trackers = {module.fast.tracker for module in fast_weights(model).values()}
+    for tracker in trackers:
+        tracker.group = group
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            tracker.group = None
 
 
 def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:

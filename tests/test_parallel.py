@@ -14,7 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.parallel import gathered, share_sequence
+from inplace_ttt.layer.sequence_parallel import gather_rows
+from inplace_ttt.surgery import share_sequence
 from inplace_ttt.training.attention import document_mask
 
 PACKED = [[*range(35), *range(7), *range(14)], [*range(56)]]  # documents on the grid of 7, across the borders of 2 and 4 ranks
@@ -35,7 +36,7 @@ def attention_across(group: dist.ProcessGroup) -> Any:
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         width = query.shape[2]
-        mask = document_mask(gathered(kwargs["position_ids"], group), None)
+        mask = document_mask(gather_rows(kwargs["position_ids"], group), None)
         assert mask is not None
         return sdpa_attention_forward(
             module, query, everyone(key), everyone(value), mask[:, :, rank * width : (rank + 1) * width], **kwargs

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, revert, ttt_disabled
-from inplace_ttt.fast_linear import FastWeight
-from inplace_ttt.surgery import config_of, fast_weights, fingerprint_of, is_converted
+from inplace_ttt.checkpoint.fingerprint import fingerprint_of
+from inplace_ttt.layer.fast_linear import FastWeight
+from inplace_ttt.surgery import config_of, fast_weights, is_converted
 
 LENGTH = 4 * CHUNK + 3
 IDS = random_ids(2, LENGTH)

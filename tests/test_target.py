@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, pad
 
+from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.target import TargetGenerator
 
 D = 6
 KERNELS = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.window import attention_window, window_cache
+from inplace_ttt.attention_window import attention_window, window_cache
 
 SIZE, SINKS = 5, 2
 

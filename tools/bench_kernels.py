@@ -43,8 +43,8 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
     from inplace_ttt_kernels import conv, gram
     from inplace_ttt_kernels.walk import walk
 
+    from inplace_ttt.layer.target import _ChunkConv
     from inplace_ttt.layout import ChunkLayout
-    from inplace_ttt.target import _ChunkConv
 
     device, dtype = "cpu" if smoke else "cuda", torch.bfloat16
     for d, h, chunk in [(40, 72, 32)] if smoke else [(d, h, c) for d, h in ((2560, 9728), (576, 1536)) for c in (256, 512, 1024, 4096)]:

@@ -122,8 +122,8 @@ def _candidate(number: int) -> Iterator[None]:
 def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     from inplace_ttt_kernels import chunk_conv
 
+    from inplace_ttt.layer.target import _ChunkConv
     from inplace_ttt.layout import ChunkLayout
-    from inplace_ttt.target import _ChunkConv
 
     d = 19 if smoke else 1000
     layout = ChunkLayout((((3, 20), (20, 41)), ()), 44, 9) if smoke else ChunkLayout((((3, 2000), (2000, 5001)), ()), 5004, 192)

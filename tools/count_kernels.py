@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from inplace_ttt.benchmark import CHUNK_SIZES, WIDTHS, Shape
+from inplace_ttt.ops.benchmark import CHUNK_SIZES, WIDTHS, Shape
 
 GROUP = 4
 """Slots of 2 bytes beside one float32 sum in 3 float32 copies of W0."""

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from inplace_ttt import FastWeightState, load, ttt_disabled
-from inplace_ttt.state import streams
+from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
 
 CHUNK, ETA, READ, WRITE = 256, 1e-4, 3000, 40

@@ -125,7 +125,7 @@ def _say(row: dict[str, Any]) -> None:
 
 
 def _shapes(smoke: bool) -> Iterable[tuple[str, Any]]:
-    from inplace_ttt import benchmark
+    from inplace_ttt.ops import benchmark
 
     return [("tiny", benchmark.Shape(40, 72, 128, 32))] if smoke else benchmark.registry()
 
@@ -133,7 +133,7 @@ def _shapes(smoke: bool) -> Iterable[tuple[str, Any]]:
 def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
     import torch
 
-    from inplace_ttt import benchmark
+    from inplace_ttt.ops import benchmark
 
     for model, shape in shapes:
         # about 30 runs of some ten products each, and what compiling and tuning takes

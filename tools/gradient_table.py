@@ -23,11 +23,11 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
-from inplace_ttt.checkpoint import load_base
+from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.diagnostics.ablation import with_config, with_values
 from inplace_ttt.diagnostics.gradients import Gradients, Rates, first_step, gradients, summed
 from inplace_ttt.diagnostics.subject import Subject
-from inplace_ttt.text import tokens_of
+from inplace_ttt.files.text import tokens_of
 
 SMALL, TAU = 1e-4, 1e-5
 LEARNING_RATE = 1e-4

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from inplace_ttt import fast_linear, ttt_disabled
+from inplace_ttt import ttt_disabled
 from inplace_ttt.evaluation.recall import recall_accuracy, recall_data
+from inplace_ttt.layer import fast_linear
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import fast_weights

@@ -22,7 +22,7 @@ from inplace_ttt import InPlaceTTTError
 from inplace_ttt.evaluation.scratch.run import plan, table, train_one
 from inplace_ttt.evaluation.scratch.settings import Scratch
 from inplace_ttt.evaluation.scratch.tasks import Task
-from inplace_ttt.settings import read_settings
+from inplace_ttt.files.settings import read_settings
 
 
 def main() -> int:

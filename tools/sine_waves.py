@@ -15,7 +15,7 @@ import torch
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.evaluation.sine import Sine, table, train_one
-from inplace_ttt.settings import read_settings
+from inplace_ttt.files.settings import read_settings
 
 
 def main() -> int:

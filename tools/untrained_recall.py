@@ -25,18 +25,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from inplace_ttt.activations import seeing
-from inplace_ttt.calibration import whitening_of
-from inplace_ttt.checkpoint import load_base
+from inplace_ttt.calibration.activations import seeing
+from inplace_ttt.calibration.calibrate import whitening_of
+from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.config import InPlaceTTTConfig, KeyWhitening
 from inplace_ttt.evaluation.probe import Passage
 from inplace_ttt.families import locate
-from inplace_ttt.keys import WhitenedKeys
+from inplace_ttt.files.text import files_in, tokens_of
+from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import convert, fast_weights, ttt_disabled
-from inplace_ttt.text import files_in, tokens_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"

@@ -17,12 +17,12 @@ from transformers import DynamicCache
 
 from ..errors import InPlaceTTTError
 from ..families import Decoder, features, locate
-from ..fast_linear import FastWeight
+from ..layer.cache import streams
+from ..layer.fast_linear import FastWeight
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import state_dtype
 from ..ops.chunked import sum_of_writes
-from ..state import streams
 from ..surgery import fast_weights
 from .adapters import AuditedModule, Stream
 from .findings import NotChecked

@@ -16,12 +16,12 @@ from torch.nn.functional import cosine_similarity
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from .. import surgery
-from ..calibration import calibrate
+from ..calibration.calibrate import calibrate
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import locate
-from ..fast_linear import FastWeight
-from ..state import streams
+from ..layer.cache import streams
+from ..layer.fast_linear import FastWeight
 from .bench import Bench
 from .converted import borrowed, causal_lm, probe_chunk, small_chunks
 from .findings import TOLERANCE, Finding, NotChecked, judged

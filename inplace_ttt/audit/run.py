@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import one_line
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, one_line
 from ..families import features
 from ..surgery import config_of, fast_weights
 from .adapters import AuditedModule

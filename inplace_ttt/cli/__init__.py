@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .. import __version__
 from ..errors import InPlaceTTTError
-from ..version import __version__
 
 VERBS = {
     "convert": "give a checkpoint fast weights",

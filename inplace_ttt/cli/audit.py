@@ -16,7 +16,9 @@ from ..audit.catalogue import PROFILES, known
 from ..audit.compare import comparison
 from ..audit.report import Report
 from ..audit.run import as_declarations, audit_model
-from ..checkpoint import Checkpoint, is_adapter, load
+from ..checkpoint.adapter import is_adapter
+from ..checkpoint.loading import load
+from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError
 from . import Result
 

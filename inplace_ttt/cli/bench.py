@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..benchmark import LIMIT, Shape, measure
+from ..ops.benchmark import LIMIT, Shape, measure
 from . import Result
 
 EXAMPLES = """examples:

@@ -8,14 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calibration import CALIBRATION_TOKENS, measured_tensors
-from ..checkpoint import Checkpoint, Plan, describe_base, initial_tensors, parameters_of, plan_conversion, write_adapter, write_full
+from ..calibration.calibrate import CALIBRATION_TOKENS, measured_tensors
+from ..checkpoint.adapter import write_adapter
+from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
+from ..checkpoint.reading import Checkpoint, parameters_of
+from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
 from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
-from ..folder import new_folder
-from ..identity import TOKENS, max_logit_difference
-from ..settings import override
-from ..text import files_in, tokens_of
+from ..files.folders import new_folder
+from ..files.settings import override
+from ..files.text import files_in, tokens_of
 from . import Result
 from .loading import tokenizer_of
 
@@ -87,7 +89,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rows_to_calibrate_on(args: argparse.Namespace, plan: Plan) -> list[Tensor] | None:
+def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[Tensor] | None:
     """Token ids [1, T] to measure on, the texts' first ones in equal parts; None where the config needs no measurement."""
     if not plan.config.needs_calibration:
         if args.calibrate:

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from ..diagnostics.diagnosis import diagnose
 from ..diagnostics.report import PAGE, summary, write_into
 from ..errors import InPlaceTTTError
-from ..folder import new_folder
+from ..files.folders import new_folder
+from ..files.text import tokens_of
 from ..surgery import config_of, fast_weights
-from ..text import tokens_of
 from . import Result
 from .loading import load_with_tokenizer
 

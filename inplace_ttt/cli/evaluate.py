@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention_window import SINKS
 from ..errors import InPlaceTTTError
 from ..evaluation.ab import Protocol, compare
 from ..evaluation.contexts import growing_context
 from ..evaluation.plain import PlainReader
 from ..evaluation.plots import write_plots
 from ..evaluation.probe import Passage, second_copy
-from ..folder import new_folder
+from ..files.folders import new_folder
+from ..files.text import files_in, tokens_of
 from ..surgery import config_of
-from ..text import files_in, tokens_of
-from ..window import SINKS
 from . import Result
 from .loading import load_plain, load_with_tokenizer
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..checkpoint import Checkpoint, base_of, is_adapter, plan_conversion, read_adapter, write_adapter, write_full
+from ..checkpoint.adapter import is_adapter, read_adapter, write_adapter
+from ..checkpoint.official import write_official
+from ..checkpoint.reading import Checkpoint
+from ..checkpoint.writing import base_of, plan_conversion, write_full
 from ..errors import InPlaceTTTError
-from ..folder import new_folder
-from ..official import write_official
+from ..files.folders import new_folder
 from . import Result
 
 EXAMPLES = """examples:

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, set_seed
 
-from ..checkpoint import one_line
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, one_line
 from ..state import FastWeightState
 from ..surgery import ttt_disabled
 from . import Result

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..checkpoint import Checkpoint, write_full
-from ..folder import new_folder
-from ..official import is_official_tensor, read_official
+from ..checkpoint.official import is_official_tensor, read_official
+from ..checkpoint.reading import Checkpoint
+from ..checkpoint.writing import write_full
+from ..files.folders import new_folder
 from . import Result
 
 EXAMPLES = """example:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..checkpoint import Checkpoint, is_adapter, parameters_of, plan_conversion, read_adapter
+from ..checkpoint.adapter import is_adapter, read_adapter
+from ..checkpoint.reading import Checkpoint, parameters_of
+from ..checkpoint.writing import plan_conversion
 from ..config import InPlaceTTTConfig
 from . import Result
 

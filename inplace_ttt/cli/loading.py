@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint import is_adapter, load, load_base, read_adapter
+from ..checkpoint.adapter import is_adapter, read_adapter
+from ..checkpoint.loading import load, load_base
 from ..errors import InPlaceTTTError
 
 

@@ -13,15 +13,17 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..checkpoint import Checkpoint, is_adapter
+from ..checkpoint.adapter import is_adapter
+from ..checkpoint.fingerprint import fingerprint_of
+from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError
 from ..evaluation.ruler import TASKS
 from ..evaluation.ruler import table as tables
 from ..evaluation.ruler.material import Material
 from ..evaluation.ruler.prompt import Draft, Prompter, samples
 from ..evaluation.ruler.run import Results, Settings, Variant, run_cells
-from ..folder import new_folder
-from ..surgery import config_of, fingerprint_of, ttt_disabled
+from ..files.folders import new_folder
+from ..surgery import config_of, ttt_disabled
 from . import Result
 from .loading import load_converted, load_plain, tokenizer_of
 

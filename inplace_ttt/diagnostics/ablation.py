@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fast_linear import FastWeight
+from ..layer.fast_linear import FastWeight
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..context import ForwardContext
-from ..fast_linear import FastWeight
+from ..layer.fast_linear import FastWeight
+from ..layer.forward_context import ForwardContext
 from ..layout import ChunkLayout
 from ..surgery import causal_lm, config_of
 from .ablation import with_values

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..context import ForwardContext
-from ..fast_linear import FastWeight
+from ..layer.fast_linear import FastWeight
+from ..layer.forward_context import ForwardContext
 from ..layout import ChunkLayout
 from .ablation import requiring_grad
 from .subject import WRITER, Key, Subject

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families import locate
-from ..fast_linear import FastWeight
+from ..layer.fast_linear import FastWeight
 from ..surgery import causal_lm
 
 _AT_MOST = 1024

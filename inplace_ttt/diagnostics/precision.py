@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..fast_linear import FastWeight
+from ..layer.cache import streams
+from ..layer.fast_linear import FastWeight
 from ..layout import ChunkLayout
 from ..ops import fast_weight
-from ..state import FastWeightState, streams
+from ..state import FastWeightState
 from ..surgery import causal_lm
 
 

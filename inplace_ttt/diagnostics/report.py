@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..audit.page_assets import STYLE
-from ..folder import new_folder
+from ..files.folders import new_folder
 from . import plots
 from .diagnosis import Diagnosis
 from .findings import Finding

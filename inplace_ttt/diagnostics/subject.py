@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InPlaceTTTError
-from ..fast_linear import FastWeight
+from ..layer.fast_linear import FastWeight
+from ..layer.zero3 import is_partitioned
 from ..surgery import fast_weights
-from ..zero3 import is_partitioned
 
 WRITER = ("conv", "proj")
 Key = tuple[int | None, str]

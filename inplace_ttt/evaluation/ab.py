@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..attention_window import SINKS
 from ..errors import InPlaceTTTError
 from ..surgery import config_of
-from ..window import SINKS
 from .plain import PlainReader
 from .reading import own_and_foreign_losses, token_losses
 

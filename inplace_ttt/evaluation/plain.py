@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
-from ..folder import save_tensors
+from ..files.folders import save_tensors
 from ..models import MODEL_TYPE
 from ..surgery import fast_weights, ttt_disabled
 from .reading import Progress, token_losses

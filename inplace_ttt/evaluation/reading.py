@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ..state import streams
-from ..window import SINKS, attention_window, window_cache
+from ..attention_window import SINKS, attention_window, window_cache
+from ..layer.cache import streams
 
 PIECE = 512
 """Tokens read at once by a model without chunks."""

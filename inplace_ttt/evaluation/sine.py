@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import InPlaceTTTError
+from ..files.settings import require
 from ..memories.mac import MACModel, encoder
-from ..settings import require
 
 
 @dataclass(frozen=True)

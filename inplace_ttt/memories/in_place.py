@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Conv
+from ..layer.target import TargetGenerator
 from ..layout import ChunkLayout
 from ..ops import fast_weight
 from ..ops.precision import state_dtype
-from ..target import TargetGenerator
 from .protocol import Memory, Tokens, checked, gradient
 
 

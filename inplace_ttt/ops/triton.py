@@ -69,5 +69,5 @@ def fast_weight(
 
 
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """The convolution of `inplace_ttt.target`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B, T]."""
+    """The convolution of `inplace_ttt.layer.target`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B, T]."""
     return torch.ops.inplace_ttt.chunk_conv(x, conv, chunk_ids, first_tap)

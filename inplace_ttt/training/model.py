@@ -12,12 +12,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..checkpoint import is_adapter, load, load_base, one_line, read_adapter, read_json
+from ..attention_window import set_attention_window
+from ..checkpoint.adapter import is_adapter, read_adapter
+from ..checkpoint.loading import load, load_base
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, one_line
+from ..files.json_files import read_json
 from ..models import MODEL_TYPE
 from ..surgery import convert, fast_weights
-from ..window import set_attention_window
 from .recipe import Recipe
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..settings import WrongSetting, read_settings, require
+from ..files.settings import WrongSetting, read_settings, require
 
 
 @dataclass(frozen=True)

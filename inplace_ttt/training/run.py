@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
-from ..checkpoint import one_line
-from ..errors import InPlaceTTTError, NotSoError
+from ..checkpoint.saved_tensors import verify_saved
+from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..surgery import config_of
 from .attention import sdpa_sees_documents
 from .guards import FirstStep, GradientTap
@@ -26,7 +26,6 @@ from .order import rows_to_come
 from .recipe import Recipe
 from .repeats import with_repeats
 from .trainer import FastWeightTrainer, last_checkpoint, remove_incomplete
-from .verify import verify_saved
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from ..checkpoint.saved_tensors import verify_saved
 from ..errors import InPlaceTTTError, NotSoError
 from ..surgery import ttt_disabled
 from .parameters import parameter_groups, schedule
 from .recipe import Recipe
-from .verify import verify_saved
 
 _COMPLETE = "complete"
 

@@ -17,13 +17,13 @@ from audit.toy import ToyAdapter, ToyLayer
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
 from inplace_ttt.audit import Report, audit_model, audit_module
 from inplace_ttt.config import InPlaceTTTConfig as Config
-from inplace_ttt.fast_linear import FastWeight
+from inplace_ttt.layer.fast_linear import FastWeight
+from inplace_ttt.layer.stream import FastWeightStream
+from inplace_ttt.layer.target import TargetGenerator, _ChunkConv
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import chunked
 from inplace_ttt.ops import fast_weight as op
-from inplace_ttt.stream import FastWeightStream
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.target import TargetGenerator, _ChunkConv
 
 Patch = pytest.MonkeyPatch
 
@@ -123,11 +123,11 @@ def normalised_keys(patch: Patch) -> None:
         out = op(keys, v, None, **kwargs)
         return out if weight is None else out + torch.nn.functional.linear(z, weight)
 
-    patch.setattr("inplace_ttt.fast_linear.fast_weight", normalised)
+    patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", normalised)
 
 
 def stop_gradient(patch: Patch) -> None:
-    patch.setattr("inplace_ttt.fast_linear.fast_weight", lambda z, v, weight, **kwargs: op(z, v.detach(), weight, **kwargs))
+    patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", lambda z, v, weight, **kwargs: op(z, v.detach(), weight, **kwargs))
 
 
 def update_then_apply(patch: Patch) -> None:

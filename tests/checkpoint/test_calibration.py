@@ -13,9 +13,9 @@ from torch import Tensor
 
 from checkpoint.folders import bytes_of
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, load, save_adapter
-from inplace_ttt.activations import seeing
-from inplace_ttt.calibration import whitening_of
-from inplace_ttt.downhill import least_squares
+from inplace_ttt.calibration.activations import seeing
+from inplace_ttt.calibration.calibrate import whitening_of
+from inplace_ttt.calibration.initial_projection import least_squares
 from inplace_ttt.surgery import fast_weights, ttt_disabled
 
 STABLE = {

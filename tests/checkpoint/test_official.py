@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint.folders import save_base, tensors_of
 from inplace_ttt import cli, load
-from inplace_ttt.benchmark import materialising
+from inplace_ttt.ops.benchmark import materialising
 from inplace_ttt.surgery import config_of
 
 CHUNK = 8

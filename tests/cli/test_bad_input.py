@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_nothing(
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("inplace_ttt.folder.save_file", no_space)
+    monkeypatch.setattr("inplace_ttt.files.folders.save_file", no_space)
     assert "No space left on device" in refused(capsys, "convert", base, tmp_path / "out", *TINY)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
 
@@ -159,7 +159,7 @@ def test_a_difference_from_the_base_is_exit_code_1(
 
 def test_the_proof_sees_a_changed_weight(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof compares what was really written: a conversion that damages a weight fails it."""
-    from inplace_ttt import checkpoint
+    from inplace_ttt.checkpoint import reading as checkpoint
 
     real = checkpoint.initial_tensors
 

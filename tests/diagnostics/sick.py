@@ -12,9 +12,9 @@ from models import converted, random_ids
 from torch import Tensor, nn
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
-from inplace_ttt.fast_linear import FastWeight
+from inplace_ttt.layer.fast_linear import FastWeight
+from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.target import TargetGenerator
 
 CHUNK, ROW = 7, 50
 

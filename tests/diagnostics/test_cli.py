@@ -13,7 +13,7 @@ from training.runs import CHUNK, checkpoint
 
 from inplace_ttt import cli
 from inplace_ttt.diagnostics import plots
-from inplace_ttt.text import tokens_of
+from inplace_ttt.files.text import tokens_of
 
 PLOTS = {"gradients.png", "chunks.png", "writes.png", "effects.png", "keys.png", "sweeps.png", "precision.png"}
 

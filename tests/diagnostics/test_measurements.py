@@ -17,7 +17,7 @@ from inplace_ttt.diagnostics.effects import Change
 from inplace_ttt.diagnostics.keys import key_health
 from inplace_ttt.diagnostics.precision import running_sums
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
-from inplace_ttt.state import streams
+from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights, ttt_disabled
 
 from .sick import at_the_papers_start, healthy, rows

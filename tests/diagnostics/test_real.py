@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, cli, convert
-from inplace_ttt.checkpoint import load_base
+from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.diagnostics import Diagnosis, diagnose
+from inplace_ttt.files.text import tokens_of
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.text import tokens_of
 
 ROOT = Path(__file__).parents[2]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text" / "sotu" / "1995_william_j_clinton_d.txt"

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy, linear
 from transformers import PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
+from inplace_ttt.attention_window import attention_window
 from inplace_ttt.evaluation.ab import Paired, Protocol, compare
 from inplace_ttt.evaluation.contexts import growing_context
 from inplace_ttt.evaluation.probe import Passage, second_copy
 from inplace_ttt.evaluation.reading import own_and_foreign_losses, token_losses
-from inplace_ttt.state import streams
+from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.window import attention_window
 
 LENGTH = 6 * CHUNK + 3
 STABLE = {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "eta": 3.0}

@@ -9,7 +9,7 @@ import sine_waves
 import torch
 
 from inplace_ttt.evaluation.sine import BUILDERS, Sine, Training, Waves, by_phase, error, table, train_one, waves
-from inplace_ttt.settings import read_settings
+from inplace_ttt.files.settings import read_settings
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "memories" / "sine-cpu.yaml"
 TINY = Sine(seeds=[0], waves=Waves(40, 4, 2, 2), training=Training(epochs=1, phases=2), dim=8, segment=8, mac={"feedforward": 8})

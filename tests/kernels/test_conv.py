@@ -7,8 +7,8 @@ from inplace_ttt_kernels.conv import taps_gradient
 from models import distance
 from torch import Tensor
 
+from inplace_ttt.layer.target import _ChunkConv
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.target import _ChunkConv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = {

@@ -11,9 +11,9 @@ from test_fast_weight import DEVICE, inputs
 from torch import Tensor
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight, takes_weight, triton
-from inplace_ttt.target import TargetGenerator
 
 LAYOUT = ChunkLayout((((0, 11), (11, 30)), ((2, 25),)), 30, 8)
 

@@ -8,9 +8,9 @@ from models import distance
 from torch import Tensor
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight, state_dtype
-from inplace_ttt.target import TargetGenerator
 
 H, D, ETA = 6, 5, 0.3
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

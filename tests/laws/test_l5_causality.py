@@ -5,10 +5,10 @@ import torch
 from models import CHUNK, NAMES, converted, distance, logits, random_ids
 from torch import Tensor
 
+from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.target import TargetGenerator
 
 LENGTH = 4 * CHUNK + 3
 

@@ -9,7 +9,7 @@ from families import build
 from models import CHUNK, LAYERS, NAMES, converted, distance, gradients, hooks_of, logits, random_ids, streamed
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, revert, ttt_disabled
-from inplace_ttt.state import streams
+from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 
 LENGTH = 4 * CHUNK + 3

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTConfig, cli, convert, load
-from inplace_ttt.state import streams
+from inplace_ttt.layer.cache import streams
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".cache" / "smollm2-135m"

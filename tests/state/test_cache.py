@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
-from inplace_ttt.state import streams
+from inplace_ttt.layer.cache import streams
 
 TOLERANCE = 1e-5
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt.layer.cache import streams
+from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.state import streams
-from inplace_ttt.stream import FastWeightStream
 from inplace_ttt.surgery import fast_weights
 
 NAMES = ("llama", "gemma3", "gpt2", "gpt_neox", "moshi")  # gemma3 has a sliding window of 16

@@ -14,8 +14,9 @@ from transformers.cache_utils import DynamicLayer
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
 from inplace_ttt import state as state_module
-from inplace_ttt.state import streams
-from inplace_ttt.surgery import fast_weights, fingerprint_of
+from inplace_ttt.checkpoint.fingerprint import fingerprint_of
+from inplace_ttt.layer.cache import streams
+from inplace_ttt.surgery import fast_weights
 
 LONG = 25  # tokens: past the window; three chunks and four tokens
 TOLERANCE = 1e-5

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.layer.stream import _UNDO_REACH, FastWeightStream
 from inplace_ttt.layout import ChunkLayout, Span
 from inplace_ttt.ops import state_dtype
-from inplace_ttt.stream import _UNDO_REACH, FastWeightStream
 
 CHUNK, H, D, ETA = 4, 5, 3, 0.5
 

@@ -57,7 +57,7 @@ def test_a_measurement_that_breaks_is_named_and_the_rest_goes_on(monkeypatch: py
             raise ValueError("no such luck")
         return []
 
-    monkeypatch.setattr("inplace_ttt.benchmark.measure", measure)
+    monkeypatch.setattr("inplace_ttt.ops.benchmark.measure", measure)
     clock = gpu_check.Clock(minutes=10)
     shapes = [("A", SimpleNamespace(product=1.0, tokens=n, chunk_size=4)) for n in (8, 16)]
     assert [row["tokens"] for row in gpu_check._ops(shapes, clock, smoke=False)] == [16]

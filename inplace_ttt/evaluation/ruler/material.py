@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint import one_line
-from ...errors import InPlaceTTTError
+from ...errors import InPlaceTTTError, one_line
 
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 

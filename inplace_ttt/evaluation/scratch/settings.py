@@ -6,8 +6,8 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...files.settings import require
 from ...memories import MEMORIES
-from ...settings import require
 
 NONE = "none"
 """The name of the system without a memory."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InPlaceTTTError
-from ...text import files_in
+from ...files.text import files_in
 from ..recall import IGNORED, recall_data
 from .settings import Recall, Scratch, Text
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import InPlaceTTTError
+from ..errors import InPlaceTTTError
 
 T = TypeVar("T")
 

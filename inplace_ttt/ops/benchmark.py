@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import InPlaceTTTError
-from .layout import ChunkLayout
-from .ops import fast_weight
+from ..errors import InPlaceTTTError
+from ..layout import ChunkLayout
+from . import fast_weight
 
 LIMIT = 7 / 3
 """Products of the fused op over those of the plain linear, forward and backward: (2 + 5) / (1 + 2)."""

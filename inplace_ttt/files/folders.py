@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import InPlaceTTTError
+from ..errors import InPlaceTTTError
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .errors import InPlaceTTTError
-from .layout import ChunkLayout, Span
-from .ops import state_dtype
+from ..errors import InPlaceTTTError
+from ..layout import ChunkLayout, Span
+from ..ops import state_dtype
 
 _UNDO_REACH = 128
 """Tokens after which a written chunk can no longer be taken back, unless one forward read them all."""

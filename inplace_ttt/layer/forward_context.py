@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from .errors import InPlaceTTTError
-from .layout import ChunkLayout, Span
-from .parallel import gathered, ulysses_group
+from ..errors import InPlaceTTTError
+from ..layout import ChunkLayout, Span
+from .sequence_parallel import gather_rows, ulysses_group
 
 _KEY = "inplace_ttt_context"
 
@@ -122,7 +122,7 @@ class ForwardContext:
             raise InPlaceTTTError(
                 "rows that ranks share show their documents by position_ids alone; pass these, without cu_seq_lens and padding masks."
             )
-        return ChunkLayout.from_position_ids(gathered(positions, group), self.chunk_size)
+        return ChunkLayout.from_position_ids(gather_rows(positions, group), self.chunk_size)
 
     def spans(self) -> list[Span]:
         """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""

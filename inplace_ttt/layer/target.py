@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .config import Conv
-from .errors import InPlaceTTTError
-from .keys import WhitenedKeys
-from .layout import ChunkLayout
-from .ops import triton
+from ..config import Conv
+from ..errors import InPlaceTTTError
+from ..layout import ChunkLayout
+from ..ops import triton
+from .whitened_keys import WhitenedKeys
 
 
 class TargetGenerator(nn.Module):

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, LayerTensors, Plan, carry_over, plan_conversion, write_json
-from .config import InPlaceTTTConfig
-from .errors import InPlaceTTTError
-from .models import MODEL_TYPE
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from ..files.json_files import write_json
+from ..models import MODEL_TYPE
+from .reading import Checkpoint, LayerTensors
+from .writing import ConversionPlan, carry_over, plan_conversion
 
 _MODEL_TYPES = ("llama", "qwen3")
 _KEYS = ("ttt_mode", "ttt_layers", "ttt_proj", "ttt_lr", "ttt_chunk", "ttt_target")
@@ -35,7 +37,7 @@ class Imported:
     """An official checkpoint, read: the base it stands on, the plan, the tensors under our names, and layers it ignored."""
 
     checkpoint: Checkpoint
-    plan: Plan
+    plan: ConversionPlan
     tensors: LayerTensors
     ignored_layers: list[int]
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
-from .config import InPlaceTTTConfig
-from .context import ForwardContext, ForwardTracker, LayerCall
-from .errors import InPlaceTTTError
-from .families import DecoderLayer, features
-from .keys import WhitenedKeys
-from .layout import ChunkLayout
-from .ops import fast_weight, state_dtype, takes_weight
-from .ops.scan import fast_weight_across_ranks
-from .state import skip, stream_of
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from ..families import DecoderLayer, features
+from ..layout import ChunkLayout
+from ..ops import fast_weight, state_dtype, takes_weight
+from ..ops.scan import fast_weight_across_ranks
+from .cache import skip, stream_of
+from .forward_context import ForwardContext, ForwardTracker, LayerCall
 from .target import TargetGenerator
+from .whitened_keys import WhitenedKeys
 from .zero3 import gathered
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..checkpoint import Checkpoint
 from ..errors import InPlaceTTTError
+from .reading import Checkpoint
 
 
 def verify_saved(folder: Path, model: PreTrainedModel) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .families import locate
-from .surgery import config_of, fast_weights
+from ..families import locate
+from ..surgery import config_of, fast_weights
 
 
 @dataclass(frozen=True)

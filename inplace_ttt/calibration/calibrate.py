@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..checkpoint.loading import load_base
+from ..checkpoint.reading import Checkpoint, LayerTensors
+from ..checkpoint.writing import ConversionPlan
+from ..config import KeyWhitening
+from ..errors import InPlaceTTTError
+from ..families import locate
+from ..layer.fast_linear import FastWeight
+from ..surgery import config_of, convert, fast_weights, ttt_disabled
 from .activations import Seen, seeing
-from .checkpoint import Checkpoint, LayerTensors, Plan, load_base
-from .config import KeyWhitening
-from .downhill import downhill_projections
-from .errors import InPlaceTTTError
-from .families import locate
-from .fast_linear import FastWeight
-from .surgery import config_of, convert, fast_weights, ttt_disabled
+from .initial_projection import downhill_projections
 
 CALIBRATION_TOKENS = 32_768
 """Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
@@ -80,7 +82,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
             layers[index].ttt.proj.copy_(proj)
 
 
-def measured_tensors(checkpoint: Checkpoint, plan: Plan, rows: Sequence[Tensor]) -> LayerTensors:
+def measured_tensors(checkpoint: Checkpoint, plan: ConversionPlan, rows: Sequence[Tensor]) -> LayerTensors:
     """The new tensors of a fresh conversion with its measurements; loads the base, in the dtype of its weights."""
     model = convert(load_base(checkpoint.folder), plan.config)
     calibrate(model, rows, progress=True)

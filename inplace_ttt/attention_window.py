@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from .errors import InPlaceTTTError
-from .parallel import ulysses_group
+from .layer.sequence_parallel import ulysses_group
 
 SINKS = 4
 

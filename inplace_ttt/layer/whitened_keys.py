@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ops import state_dtype
+from ..ops import state_dtype
 
 
 class WhitenedKeys(nn.Module):
     """K = s (Z - (Z B) Bᵀ), which is s (Σ + ρI)^(-1/2) Z up to the directions left out; see `KeyWhitening`.
 
-    basis B [h, r] and scale s [] are buffers, filled by `inplace_ttt.calibration`. 4 h r operations a token, in float32.
+    basis B [h, r] and scale s [] are buffers, filled by `inplace_ttt.calibration.calibrate`. 4 h r operations a token, in float32.
     """
 
     basis: Tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .checkpoint import load, load_base
+from .loading import load, load_base
 
 TOKENS = 256
 

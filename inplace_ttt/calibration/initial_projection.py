@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from ..errors import InPlaceTTTError
+from ..surgery import fast_weights, ttt_disabled
 from .activations import seeing
-from .errors import InPlaceTTTError
-from .surgery import fast_weights, ttt_disabled
 
 RIDGE = 0.1
 """Of the least squares, as a fraction of the source's mean variance."""

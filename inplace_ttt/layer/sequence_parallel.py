@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import InPlaceTTTError
+from ..errors import InPlaceTTTError
 
 _ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 _TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
-
-
-@contextmanager
-def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Within it each rank of `group` calls the converted model with its contiguous, equal part of the same rows.
-
-    Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
-    training under DeepSpeed's Ulysses, whose group is found by itself.
-    """
-    from .surgery import fast_weights
-
-    trackers = {module.fast.tracker for module in fast_weights(model).values()}
-    for tracker in trackers:
-        tracker.group = group
-    try:
-        yield
-    finally:
-        for tracker in trackers:
-            tracker.group = None
 
 
 def ulysses_group() -> ProcessGroup | None:
@@ -47,7 +26,7 @@ def ulysses_group() -> ProcessGroup | None:
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def gathered(positions: Tensor, group: ProcessGroup) -> Tensor:
+def gather_rows(positions: Tensor, group: ProcessGroup) -> Tensor:
     """Whole rows [B, T] from each rank's part [B, T/P]."""
     parts = [torch.empty_like(positions) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, positions.contiguous(), group=group)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import one_line
-from .errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, one_line
 
 _BYTES_A_TOKEN = 8
 _TAIL = 16

@@ -1,0 +1,1 @@
+"""What the extensions need to know of a model, measured on a text."""

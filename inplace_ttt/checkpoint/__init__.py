@@ -1,0 +1,1 @@
+"""Converted checkpoints on disk: full, as an adapter, in the public code's format."""

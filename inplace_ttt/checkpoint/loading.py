@@ -1,0 +1,58 @@
+"""Converted models and their bases, loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..errors import InPlaceTTTError, one_line
+from ..layer.zero3 import whole
+from ..surgery import convert, fast_weights
+from .adapter import is_adapter, read_adapter
+from .fingerprint import fingerprint
+from .reading import Checkpoint
+
+
+def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Load a converted model, in eval mode: a full checkpoint, or an adapter folder onto its base.
+
+    base: another place of an adapter's base. kwargs: as for `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …).
+    Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's weights are others.
+    """
+    if not is_adapter(path):
+        if base is not None:
+            raise InPlaceTTTError(f"{path} is not an adapter folder, so that base={base!r} has no effect; leave it out.")
+        Checkpoint.open(path).ttt_config  # noqa: B018 - refuses what is not converted
+        return load_base(path, **kwargs)
+    config, described, tensors = read_adapter(path)
+    if base is None and described["revision"] is not None:
+        kwargs = {"revision": described["revision"], **kwargs}
+    model = convert(load_base(base or described["name_or_path"], **kwargs), config)
+    layers = fast_weights(model)
+    found = fingerprint(whole(module.weight) for module in layers.values() if module.matrix() is not None)  # type: ignore[arg-type]
+    if all(module.matrix() is not None for module in layers.values()) and found != described["fingerprint"]:
+        raise InPlaceTTTError(
+            f"{path} was made for a base with other weights than {base or described['name_or_path']} "
+            f"(fingerprint {described['fingerprint'][:12]}…, found {found[:12]}…); load it onto that base."
+        )
+    if sorted(tensors) != sorted(layers):
+        raise InPlaceTTTError(
+            f"{path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; write the adapter again."
+        )
+    for index, layer in layers.items():
+        layer.ttt.load_state_dict(tensors[index])
+    model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": base or described["name_or_path"]}}
+    return model
+
+
+def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
+    """A causal LM in eval mode; whatever transformers has against it becomes one sentence."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval()
+    except InPlaceTTTError:
+        raise
+    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InPlaceTTTError(f"cannot load {path}: {one_line(error)}") from None

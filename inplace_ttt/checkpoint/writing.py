@@ -1,0 +1,140 @@
+"""A converted checkpoint, written without loading its base.
+
+Conversion moves no weights: the base's shards are linked under a name of their own (a later save into the folder must
+not write through the link), one shard with the new tensors is added, and config.json says what was done.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from .. import models
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError, one_line
+from ..families import locate
+from ..files.folders import link_or_copy, save_tensors
+from ..files.json_files import write_json
+from ..surgery import SEED, config_of, convert, fast_weights, initial_std
+from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What a conversion adds, found on a model without weights. down_proj: TTT layer -> the checkpoint's name of its W0."""
+
+    base_model_type: str
+    config: InPlaceTTTConfig
+    down_proj: dict[int, str]
+    model: PreTrainedModel  # converted, on the meta device
+
+
+def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> ConversionPlan:
+    """Convert the checkpoint's architecture on the meta device: every refusal comes before anything is written."""
+    if checkpoint.section is not None:
+        raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
+    try:
+        base = AutoConfig.from_pretrained(checkpoint.folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(base)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise InPlaceTTTError(f"{checkpoint.name} is not a causal LM that transformers can build: {one_line(error)}") from None
+    base_type = base.model_type
+    paths = [layer.down_proj_path for layer in locate(model).layers]
+    convert(model, config)
+    resolved = config_of(model)
+    assert isinstance(resolved.layers, tuple)
+    return ConversionPlan(base_type, resolved, {i: checkpoint.find(f"{paths[i]}.weight") for i in resolved.layers}, model)
+
+
+def initial_tensors(checkpoint: Checkpoint, plan: ConversionPlan) -> LayerTensors:
+    """The new tensors of a fresh conversion, in the dtype of W0."""
+    tensors: LayerTensors = {}  # those of the extensions are zero, for a calibration to measure
+    std = initial_std(plan.model.config)
+    for index, module in fast_weights(plan.model).items():
+        name = plan.down_proj[index]
+        shape, dtype = checkpoint.shape_and_dtype(name)
+        if list(shape) != list(module.weight.shape):  # type: ignore[arg-type]
+            raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {list(module.weight.shape)}.")  # type: ignore[arg-type]
+        target = module.ttt.to_empty(device="cpu").to(dtype if dtype.is_floating_point else torch.bfloat16)
+        target.reset_parameters(std, SEED + index)
+        tensors[index] = dict(target.state_dict())
+    return tensors
+
+
+def write_full(
+    folder: Path,
+    checkpoint: Checkpoint,
+    plan: ConversionPlan,
+    tensors: LayerTensors,
+    base: Mapping[str, Any],
+    keep: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """A full converted checkpoint: the base's tensors that `keep` admits, the TTT shard, an index over both, the config."""
+    named = {
+        f"{plan.down_proj[layer].removesuffix('weight')}ttt.{kind}": tensor
+        for layer, pair in tensors.items()
+        for kind, tensor in pair.items()
+    }
+    carry_over(checkpoint, folder, keep, named)
+    raw = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+    section = {**models.section(plan.base_model_type, plan.config), "base": dict(base)}
+    write_json(folder / "config.json", models.on_disk({**raw, models.MODEL_TYPE: section}))
+    models.write_shim(folder)
+
+
+def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool], extra: Mapping[str, Tensor]) -> None:
+    """Bring a checkpoint's files into `folder`: shards linked, those with tensors to drop rewritten, `extra` as a shard."""
+    weight_map: dict[str, str] = {}
+    size = 0
+    for shard in tqdm(sorted(set(checkpoint.weight_map.values())), desc="shards", file=sys.stderr, disable=None):
+        names = [name for name, file in checkpoint.weight_map.items() if file == shard]
+        kept = [name for name in names if keep(name)]
+        target = folder / (shard if shard.startswith("base-") else f"base-{shard}")
+        if len(kept) == len(names):
+            link_or_copy(checkpoint.folder / shard, target)
+        elif kept:
+            save_tensors({name: checkpoint.tensor(name) for name in kept}, target)
+        if kept:
+            size += target.stat().st_size
+            weight_map |= dict.fromkeys(kept, target.name)
+    if extra:
+        save_tensors(extra, folder / TTT_SHARD)
+        size += (folder / TTT_SHARD).stat().st_size
+        weight_map |= dict.fromkeys(extra, TTT_SHARD)
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+    for file in checkpoint.folder.iterdir():
+        if file.is_file() and file.name not in ("config.json", INDEX) and _is_companion(file.name):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _is_companion(name: str) -> bool:
+    """Tokenizer, generation config, chat template, licence; not the model card, which is about the base."""
+    return not name.startswith(".") and (name.endswith((".json", ".txt", ".jinja", ".model")) or name.startswith(("LICENSE", "NOTICE")))
+
+
+def describe_base(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, Any]:
+    """Which base a conversion stands on."""
+    name = str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name
+    return {"name_or_path": name, "revision": checkpoint.revision, "fingerprint": checkpoint.fingerprint(plan.down_proj.values())}
+
+
+def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The base that a full checkpoint's TTT tensors can be an adapter for; refuses when training changed W0."""
+    base = checkpoint.section and checkpoint.section.get("base")
+    if not base or not base.get("fingerprint"):
+        raise InPlaceTTTError(f"{checkpoint.name} does not say which base it stands on, so an adapter of it could not be loaded.")
+    if checkpoint.fingerprint(checkpoint.down_projections().values()) != base["fingerprint"]:
+        raise InPlaceTTTError(
+            f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
+        )
+    return dict(base)

@@ -1,0 +1,1 @@
+"""Files a command reads and folders it writes."""
