@@ -19,9 +19,9 @@ from inplace_ttt.audit import Report, audit_model, audit_module
 from inplace_ttt.config import InPlaceTTTConfig as Config
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
-from inplace_ttt.layer.target import TargetGenerator, _ChunkConv
+from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import chunked
+from inplace_ttt.ops import chunk_conv, chunked
 from inplace_ttt.ops import fast_weight as op
 from inplace_ttt.surgery import fast_weights
 
@@ -92,7 +92,7 @@ def foreign(fault: str, seed: int = 0) -> Report:
 def transposed_projection(patch: Patch) -> None:
     def forward(self: TargetGenerator, x: Tensor, layout: ChunkLayout) -> Tensor:
         x = x.to(self.conv.dtype)
-        return _ChunkConv.apply(x, self.conv, layout.chunk_ids(x.device), self.first_tap) @ self.proj.T
+        return chunk_conv(x, self.conv, layout, self.first_tap) @ self.proj.T
 
     patch.setattr(TargetGenerator, "forward", forward)
 
