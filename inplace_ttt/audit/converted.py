@@ -23,15 +23,9 @@ from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import state_dtype
 from ..ops.chunked import sum_of_writes
-from ..surgery import fast_weights
+from ..surgery import causal_lm, fast_weights
 from .adapters import AuditedModule, Stream
-from .findings import NotChecked
-
-
-def causal_lm(model: nn.Module) -> Any:
-    """The transformers model itself, without PEFT's wrapper."""
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if get_base is not None else model
+from .outcome import NotChecked
 
 
 def probe_chunk(kernel: int) -> int:

@@ -136,7 +136,7 @@ def check_heads(config: PreTrainedConfig, ranks: int) -> None:
 
 def refuse_undeclared(recipe: Recipe, output: Path) -> None:
     """The audit before the first step, on a copy of the model, written beside the run; NotSoError on an undeclared deviation."""
-    from ..audit.recipes import audit_recipe, write_report
+    from .audit import audit_recipe, write_report
 
     report = audit_recipe(recipe)
     page = write_report(report, output)

@@ -1,4 +1,4 @@
-"""Planted faults: which item of the catalogue owns each, and how it is planted."""
+"""Faults planted in this package: which item of the catalogue owns each, and how it is planted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from families import build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from audit.toy import ToyAdapter, ToyLayer
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
-from inplace_ttt.audit import Report, audit_model, audit_module
+from inplace_ttt.audit import Report, audit_model
 from inplace_ttt.config import InPlaceTTTConfig as Config
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
@@ -53,37 +52,6 @@ class Mutation:
         if patch is not None and self.spoil is not None:
             self.spoil(model)
         return audit_model(model, seed=seed, profile=profile)
-
-
-# Faults in a module of somebody else's: its `fault`, and the item that owns it.
-
-FOREIGN: dict[str, str] = {
-    "nothing is written": "writes",
-    "a copy of W0 is the fast weight": "fast-tensor",
-    "reading moves P": "slow-weights",
-    "reading moves W0": "state-place",
-    "inclusive sum": "exclusive-sum",
-    "half of the own delta": "own-chunk-exposure",
-    "next chunk's delta": "causality",
-    "minus sign": "sign",
-    "mean instead of sum": "loss-sum",
-    "decay": "plain-sum",
-    "momentum": "plain-sum",
-    "error-correcting writes": "plain-sum",
-    "dense convolution": "conv-depthwise",
-    "convolution with a bias": "conv-bias",
-    "edges repeated instead of zeros": "conv-isolation",
-    "P before the convolution": "conv-before-projection",
-    "no reset between documents": "document-reset",
-    "the chunk grid ignores documents": "document-grid",
-    "a reset goes back to the pretrained weight": "reset-keeps-training",
-    "only row 0 is computed": "rows",
-    "stop-gradient": "gradient",
-}
-
-
-def foreign(fault: str, seed: int = 0) -> Report:
-    return audit_module(ToyAdapter(ToyLayer(fault, seed)), seed=seed)
 
 
 # Faults in this package.
@@ -194,7 +162,7 @@ def generated_tokens_dropped(patch: Patch) -> None:
 
 
 def half_precision_state(patch: Patch) -> None:
-    for module in ("fast_linear", "stream", "ops.chunked"):
+    for module in ("layer.fast_linear", "layer.stream", "ops.chunked"):
         patch.setattr(f"inplace_ttt.{module}.state_dtype", lambda dtype: torch.bfloat16)
 
 

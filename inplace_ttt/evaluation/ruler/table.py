@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .run import Results, Settings
-from .scoring import Mean, average, mean_of
+from .scoring import average, mean_of
 
 VARIANTS = ("on", "off", "base")
 
@@ -48,7 +48,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Mean, column: str) -> str:
+def _cell(value: dict[str, Any], column: str) -> str:
     sign = "+" if column == "difference" else ""
     error = "" if value["stderr"] is None else f" ± {value['stderr']:4.1f}"
     return f"{value['mean']:{sign}.1f}{error}"

@@ -1,0 +1,1 @@
+"""What reports share: pages from templates, pictures of evidence, means with their errors."""
