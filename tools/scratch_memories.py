@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.scratch.run import plan, table, train_one
-from inplace_ttt.evaluation.scratch.settings import Scratch
-from inplace_ttt.evaluation.scratch.tasks import Task
+from inplace_ttt.evaluation.from_scratch.settings import Scratch
+from inplace_ttt.evaluation.from_scratch.tasks import Task
+from inplace_ttt.evaluation.from_scratch.training import prepare, table, train_one
 from inplace_ttt.files.settings import read_settings
 
 
@@ -35,7 +35,7 @@ def main() -> int:
     folder = Path("runs") / args.recipe.stem if args.runs is None else args.runs
     try:
         settings = read_settings(Scratch, args.recipe, args.set)
-        task, sizes = plan(settings)
+        task, sizes = prepare(settings)
         print_sizes(sizes)
         rows = run(settings, task, folder)
         lines = table(rows, settings)

@@ -17,11 +17,12 @@ from ..checkpoint.adapter import is_adapter
 from ..checkpoint.fingerprint import fingerprint_of
 from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError
-from ..evaluation.ruler import TASKS
 from ..evaluation.ruler import table as tables
+from ..evaluation.ruler.answers import Settings, Variant, run_cells
 from ..evaluation.ruler.material import Material
 from ..evaluation.ruler.prompt import Draft, Prompter, samples
-from ..evaluation.ruler.run import Results, Settings, Variant, run_cells
+from ..evaluation.ruler.results import Results
+from ..evaluation.ruler.tasks import TASKS
 from ..files.folders import new_folder
 from ..surgery import config_of, ttt_disabled
 from . import Result

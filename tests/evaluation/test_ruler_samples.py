@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from evaluation import tiny
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.ruler import TASKS
 from inplace_ttt.evaluation.ruler.material import Material, read_questions
 from inplace_ttt.evaluation.ruler.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.scoring import average, mean_of, score
+from inplace_ttt.evaluation.ruler.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m"

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.evaluation.from_scratch import training
+from inplace_ttt.evaluation.from_scratch.model import CausalModel, WindowAttention
+from inplace_ttt.evaluation.from_scratch.settings import Model, Recall, Scratch, Text, Training
+from inplace_ttt.evaluation.from_scratch.tasks import TextTask, task_of
 from inplace_ttt.evaluation.recall import IGNORED
-from inplace_ttt.evaluation.scratch import run
-from inplace_ttt.evaluation.scratch.model import CausalModel, WindowAttention
-from inplace_ttt.evaluation.scratch.settings import Model, Recall, Scratch, Text, Training
-from inplace_ttt.evaluation.scratch.tasks import TextTask, task_of
 from inplace_ttt.files.settings import read_settings
 from inplace_ttt.memories import MEMORIES
 
@@ -35,7 +35,7 @@ every_system = pytest.mark.parametrize("system", OPTIONS)
 
 
 def model_of(system: str, size: Model = SIZE, vocabulary: int = 16, seed: int = 0) -> CausalModel:
-    return run.build(dataclasses.replace(TINY, model=size), vocabulary, system, seed).double()
+    return training.build(dataclasses.replace(TINY, model=size), vocabulary, system, seed).double()
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 23])
@@ -93,9 +93,9 @@ def test_the_shipped_recipes_are_matched(file: Path) -> None:
     settings = read_settings(Scratch, file)
     assert list(settings.systems) == ["none", *(name for name in MEMORIES if name != "gla")] and len(settings.seeds) == 3
     vocabulary = 256 if settings.recall is None else settings.recall.vocabulary
-    wanted = run.build(settings, vocabulary, "none", 0).parameter_count()
+    wanted = training.build(settings, vocabulary, "none", 0).parameter_count()
     for system in settings.systems:
-        assert abs(run.build(settings, vocabulary, system, 0).parameter_count() / wanted - 1) < 0.005, system
+        assert abs(training.build(settings, vocabulary, system, 0).parameter_count() / wanted - 1) < 0.005, system
     written = settings.systems["in-place"]["chunk"], settings.systems["lact"]["chunk"]
     assert written[0] == written[1] <= settings.training.length // 8
 
@@ -114,10 +114,10 @@ def test_every_system_reads_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> No
         optimizer.step()
         return 0.0
 
-    monkeypatch.setattr(run, "learn", learn)
+    monkeypatch.setattr(training, "learn", learn)
     for system, seed in (("none", 0), ("deltanet", 0), ("none", 1)):
         rows = read[system, seed] = []
-        run.train_one(TINY, task_of(TINY), system, seed)
+        training.train_one(TINY, task_of(TINY), system, seed)
     first, second, other = (torch.stack(rows) for rows in read.values())
     assert first.shape == (12, 4, 31) and first.equal(second) and not first.equal(other)
     assert len({tuple(row) for row in first.flatten(0, 1).tolist()}) == 48
@@ -127,7 +127,7 @@ def test_every_system_reads_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_few_steps_lower_the_loss(system: str) -> None:
     model, (ids, labels) = model_of(system).float(), task_of(TINY).batch(0, 0)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    losses = [run.learn(model, ids, labels, optimizer, max_grad_norm=1.0) for _ in range(8)]
+    losses = [training.learn(model, ids, labels, optimizer, max_grad_norm=1.0) for _ in range(8)]
     assert losses[-1] < 0.8 * losses[0]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -175,7 +175,7 @@ def test_texts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
-    factors = [run.factor(step, Training(steps=100, length=2, warmup_steps=20)) for step in range(101)]
+    factors = [training.factor(step, Training(steps=100, length=2, warmup_steps=20)) for step in range(101)]
     assert factors[0] == pytest.approx(0.05) and factors[19] == factors[20] == 1 and factors[100] == pytest.approx(0.1)
     assert sorted(factors[20:], reverse=True) == factors[20:]
 
@@ -215,9 +215,9 @@ def test_a_run_that_diverges_stops_no_other(tmp_path: Path, monkeypatch: pytest.
 def test_the_table_has_errors_over_seeds() -> None:
     shared = {"system": "none", "parameters": 5, "state_bytes": 0}
     rows = [{**shared, "scores": {"recall": score}, "tokens_per_second": score} for score in (1.0, 3.0)]
-    (line,) = run.table(rows, TINY)
+    (line,) = training.table(rows, TINY)
     assert line["scores"]["recall"] == {"mean": 2.0, "stderr": pytest.approx(1.0)} and (line["n"], line["tokens_per_second"]) == (2, 2.0)
-    assert math.isnan(run.table(rows[:1], TINY)[0]["scores"]["recall"]["stderr"])
+    assert math.isnan(training.table(rows[:1], TINY)[0]["scores"]["recall"]["stderr"])
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from evaluation import tiny
 from inplace_ttt import cli, load, ttt_disabled
-from inplace_ttt.evaluation.ruler import TASKS, run
+from inplace_ttt.evaluation.ruler import answers
+from inplace_ttt.evaluation.ruler.answers import answer
 from inplace_ttt.evaluation.ruler.material import Material
 from inplace_ttt.evaluation.ruler.prompt import Prompter, Sample, samples
-from inplace_ttt.evaluation.ruler.run import answer
+from inplace_ttt.evaluation.ruler.tasks import TASKS
 
 LENGTH = 1024
 BASIC = ["--lengths", str(LENGTH), "--tasks", "niah_single_2,fwe,qa_1", "--samples", "3"]
@@ -79,7 +80,7 @@ def greedy(model: PreTrainedModel, sample: Sample, budget: int) -> list[int]:
 
 @pytest.mark.parametrize("ttt", ["on", "off"])
 def test_answers_are_greedy_whatever_the_checkpoint_sets_for_chatting(ttt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_PREFILL", 100)  # pieces that end inside chunks
+    monkeypatch.setattr(answers, "_PREFILL", 100)  # pieces that end inside chunks
     model = load("ttt")
     model.generation_config.update(repetition_penalty=3.0, do_sample=True, temperature=2.0, no_repeat_ngram_size=2)
     before = model.generation_config.to_dict()
@@ -102,12 +103,12 @@ def test_a_run_that_was_stopped_goes_on(capsys: pytest.CaptureFixture[str], tmp_
         answered.extend(sample.task for sample in batch)
         return answer(model, tokenizer, batch, budget)
 
-    monkeypatch.setattr(run, "answer", counted)
+    monkeypatch.setattr(answers, "answer", counted)
     arguments = ["--haystack", "book.txt", "--qa", "questions.jsonl", *QUICK, "--out", str(tmp_path / "part")]
     assert cli.main(["ruler", "ttt", *arguments]) == 130
     assert list(predictions(tmp_path / "part")) == [f"off-fwe-{LENGTH}", f"on-fwe-{LENGTH}"]
     assert all(file.suffix == ".json" for file in (tmp_path / "part").iterdir())
-    monkeypatch.setattr(run, "answer", lambda *given: answered.extend(sample.task for sample in given[2]) or answer(*given))
+    monkeypatch.setattr(answers, "answer", lambda *given: answered.extend(sample.task for sample in given[2]) or answer(*given))
     answered.clear()
     assert ruler(capsys, *QUICK, "--out", tmp_path / "part") == whole
     assert len(answered) == 3 * 2, "what was there has been made again"

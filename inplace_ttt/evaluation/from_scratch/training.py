@@ -85,7 +85,7 @@ def score(model: nn.Module, task: Task, seed: int, batch_size: int) -> dict[str,
     return task.scores(torch.cat(losses), torch.cat(right), labels)
 
 
-def plan(settings: Scratch) -> tuple[Task, list[dict[str, Any]]]:
+def prepare(settings: Scratch) -> tuple[Task, list[dict[str, Any]]]:
     """The task, and every system's MLP width and parameters, beside attention's alone. Finds a bad recipe before anything is trained."""
     task = task_of(settings)
     aimed_at = build(settings, task.vocabulary, NONE, seed=0).parameter_count()
