@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from inplace_ttt import ttt_disabled
-from inplace_ttt.evaluation.recall import recall_accuracy, recall_data
 from inplace_ttt.layer import fast_linear
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import fast_weights
+from inplace_ttt.tasks.recall import recall_accuracy, recall_data
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.parameters import parameter_groups, schedule
 from inplace_ttt.training.recipe import load_recipe

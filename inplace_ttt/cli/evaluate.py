@@ -17,10 +17,11 @@ from ..evaluation.ab import Protocol, compare
 from ..evaluation.contexts import growing_context
 from ..evaluation.plain import PlainReader
 from ..evaluation.plots import write_plots
-from ..evaluation.probe import Passage, second_copy
+from ..evaluation.probe import second_copy
 from ..files.folders import new_folder
 from ..files.text import files_in, tokens_of
 from ..surgery import config_of
+from ..tasks.passages import Passage
 from . import Result
 from .loading import load_plain, load_with_tokenizer
 

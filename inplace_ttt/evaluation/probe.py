@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,31 +18,10 @@ from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from ..surgery import config_of
+from ..tasks.passages import Passage
 from .ab import Paired, Protocol
 from .plain import PlainReader
 from .reading import token_losses
-
-
-@dataclass(frozen=True)
-class Passage:
-    """length tokens that stand again `gap` tokens after their end."""
-
-    length: int = 512
-    gap: int = 1024
-
-    @property
-    def tokens(self) -> int:
-        """The shortest document that has room for it."""
-        return 2 * self.length + self.gap
-
-    def repeat(self, ids: Tensor, start: int) -> Tensor:
-        """A copy of token ids [T] in which the passage at `start` stands again."""
-        ids, again = ids.clone(), start + self.length + self.gap
-        ids[again : again + self.length] = ids[start : start + self.length]
-        return ids
-
-    def random_start(self, tokens: int, generator: random.Random) -> int:
-        return generator.randint(0, tokens - self.tokens)
 
 
 def second_copy(
@@ -79,14 +57,14 @@ def second_copy(
             off += [plain.losses(model, group, **how)]
     with_writes, without = torch.cat(on).double(), torch.cat(off).double()
     spans = {
-        "second_copy": [(start + passage.length + passage.gap, start + passage.tokens - 1) for start in starts],
-        "filler": [(start + passage.length, start + passage.length + passage.gap - 1) for start in starts],
+        "second_copy": [passage.second(start) for start in starts],
+        "filler": [passage.between(start) for start in starts],
     }
     found: dict[str, Any] = {"passage": passage.length, "gap": passage.gap}
     for name, where in spans.items():
         pairs = [
-            (float(a[first:last].mean()), float(b[first:last].mean()))
-            for a, b, (first, last) in zip(with_writes, without, where, strict=True)
+            (float(a[span.start : span.stop - 1].mean()), float(b[span.start : span.stop - 1].mean()))
+            for a, b, span in zip(with_writes, without, where, strict=True)
         ]
         found[name] = vars(Paired.of([a - b for a, b in pairs]))
         found[f"{name}_off"] = sum(b for _, b in pairs) / len(pairs)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InPlaceTTTError
-from ..evaluation.recall import recall_data
+from ..tasks.recall import recall_data
 from .data_report import DataReport, Tally, make_report
 from .packing import count, lay_out, pack
 from .sources import TOKENS, Source, find, open_source, read_error, root_cause

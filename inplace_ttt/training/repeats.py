@@ -9,7 +9,7 @@ from zlib import crc32
 
 import torch
 
-from ..evaluation.probe import Passage
+from ..tasks.passages import Passage
 from .recipe import Repeat
 
 
@@ -30,8 +30,7 @@ def repeated(row: dict[str, Any], settings: Repeat, seed: int) -> dict[str, Any]
     if generator.random() >= settings.share or stop - start < passage.tokens:
         return row
     first = start + passage.random_start(stop - start, generator)
-    again = first + passage.length + passage.gap
-    where = slice(again, again + passage.length)
+    where = passage.second(first)
     labels = torch.tensor(row["labels"])
     ids = passage.repeat(ids, first)
     labels[where] = torch.where(labels[where] >= 0, ids[where], labels[where])

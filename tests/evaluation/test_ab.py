@@ -14,10 +14,11 @@ from inplace_ttt import FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disa
 from inplace_ttt.attention_window import attention_window
 from inplace_ttt.evaluation.ab import Paired, Protocol, compare
 from inplace_ttt.evaluation.contexts import growing_context
-from inplace_ttt.evaluation.probe import Passage, second_copy
+from inplace_ttt.evaluation.probe import second_copy
 from inplace_ttt.evaluation.reading import own_and_foreign_losses, token_losses
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
+from inplace_ttt.tasks.passages import Passage
 
 LENGTH = 6 * CHUNK + 3
 STABLE = {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "eta": 3.0}

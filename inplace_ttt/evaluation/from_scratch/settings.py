@@ -15,7 +15,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Recall:
-    """The recall task (`evaluation/recall.py`): pairs, filler longer than the window, every key again."""
+    """The recall task (`tasks/recall.py`): pairs, filler longer than the window, every key again."""
 
     pairs: int = 16
     vocabulary: int = 128

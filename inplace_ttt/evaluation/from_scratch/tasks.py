@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import InPlaceTTTError
 from ...files.text import files_in
-from ..recall import IGNORED, recall_data
+from ...tasks.recall import IGNORED, recall_data
 from .settings import Recall, Scratch, Text
 
 Rows = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ...errors import InPlaceTTTError
-from ..recall import IGNORED
+from ...tasks.recall import IGNORED
 from .model import CausalModel, matching_width
 from .settings import NONE, Scratch, Training
 from .tasks import Task, task_of

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
-from inplace_ttt.evaluation.recall import recall_accuracy, recall_data
+from inplace_ttt.tasks.recall import recall_accuracy, recall_data
 
 SHAPES = [(16, 128, 256), (1, 4, 4), (3, 13, 40), (4, 19, 17), (8, 32, 33)]
 
