@@ -21,13 +21,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import yaml
 from matplotlib import pyplot
 
-from inplace_ttt.evaluation.ab import Paired
+from inplace_ttt.reports.statistics import Mean
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "runs" / "memory"
@@ -264,7 +264,7 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     values = {key: found[key] for key in ("on", "off", "foreign", "difference", "drift", "memory")}
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]
-        values["memory_unseen"] = vars(Paired.of([row["own_minus_foreign"] for row in unseen]))
+        values["memory_unseen"] = vars(Mean.of([row["own_minus_foreign"] for row in unseen], alone=0.0))
         if all("off" in row for row in unseen):
             values["off_unseen"] = fmean(row["off"] for row in unseen)
     return values
@@ -279,10 +279,8 @@ def _over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:
-    means = [seed[key]["mean"] for seed in seeds]
-    over_documents = fmean(seed[key]["stderr"] for seed in seeds)
-    over_seeds = stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
-    return {"mean": fmean(means), "stderr_documents": over_documents, "stderr_seeds": over_seeds}
+    found = Mean.of((seed[key]["mean"] for seed in seeds), alone=0.0)
+    return {"mean": found.mean, "stderr_documents": fmean(seed[key]["stderr"] for seed in seeds), "stderr_seeds": found.stderr}
 
 
 def _cell(value: dict[str, float]) -> str:

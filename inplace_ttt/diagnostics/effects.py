@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ChunkLayout
+from ..reports.statistics import Mean
 from ..surgery import ttt_disabled
 from .ablation import with_eta
 from .subject import Subject
@@ -71,7 +72,7 @@ class Scored:
         numbers, place = chunk.unique(return_inverse=True)
         count = torch.zeros(len(numbers), dtype=torch.float64, device=place.device).index_add_(0, place, torch.ones_like(difference))
         means = torch.zeros_like(count).index_add_(0, place, difference) / count
-        return Change(float(difference.mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else None)
+        return Change(float(difference.mean()), Mean.of(means.tolist()).stderr)
 
     def logit_change(self, on: Reading, off: Reading) -> float:
         assert on.logits is not None and off.logits is not None

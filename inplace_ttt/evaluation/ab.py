@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,23 +19,10 @@ from transformers import PreTrainedModel
 
 from ..attention_window import SINKS
 from ..errors import InPlaceTTTError
+from ..reports.statistics import Mean
 from ..surgery import config_of
 from .plain import PlainReader
 from .reading import own_and_foreign_losses, token_losses
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Mean of a difference over documents, its standard error (0 for one document), and their number."""
-
-    mean: float
-    stderr: float
-    n: int
-
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> Paired:
-        n = len(differences)
-        return cls(fmean(differences), stdev(differences) / n**0.5 if n > 1 else 0.0, n)
 
 
 @dataclass
@@ -78,13 +65,13 @@ class Comparison:
         found = [getattr(d, what) for d in self.documents]
         return None if any(x is None for x in found) else fmean(float(x[self.protocol.skip :].mean()) for x in found)
 
-    def paired(self, one: str, other: str) -> Paired | None:
+    def paired(self, one: str, other: str) -> Mean | None:
         """One minus the other, document by document, over the tokens that both have."""
         pairs = [(getattr(d, one), getattr(d, other)) for d in self.documents]
         if any(a is None or b is None for a, b in pairs):
             return None
         skip = self.protocol.skip
-        return Paired.of([float((a[: len(b)] - b[: len(a)])[skip:].double().mean()) for a, b in pairs])
+        return Mean.of([float((a[: len(b)] - b[: len(a)])[skip:].double().mean()) for a, b in pairs], alone=0.0)
 
     def positions(self, bins: int = 16) -> list[dict[str, Any]]:
         """The same by position: bins of equal length over the longest document."""
@@ -98,7 +85,7 @@ class Comparison:
             parts = [getattr(d, name)[start:stop] for d in self.documents if getattr(d, name) is not None and len(getattr(d, name)) > start]
             row[name] = fmean(float(part.mean()) for part in parts) if parts else None
         here = [d for d in self.documents if len(d.on) > start]
-        row["difference"] = vars(Paired.of([float((d.on - d.off)[start:stop].double().mean()) for d in here]))
+        row["difference"] = vars(Mean.of([float((d.on - d.off)[start:stop].double().mean()) for d in here], alone=0.0))
         return row
 
     def per_document(self, names: Sequence[str]) -> list[dict[str, Any]]:

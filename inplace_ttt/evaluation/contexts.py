@@ -13,8 +13,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
+from ..reports.statistics import Mean
 from ..surgery import config_of
-from .ab import Paired, Protocol
+from .ab import Protocol
 from .plain import PlainReader
 from .reading import token_losses
 
@@ -62,6 +63,6 @@ def growing_context(
             for name, per_document in last.items():
                 mean = float(per_document.mean())
                 row[name], row[f"{name}_perplexity"] = mean, exp(mean)
-            row["difference"] = vars(Paired.of((last["on"] - last["off"]).tolist()))
+            row["difference"] = vars(Mean.of((last["on"] - last["off"]).tolist(), alone=0.0))
             found.append(row)
     return found

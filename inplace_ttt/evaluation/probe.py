@@ -17,9 +17,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
+from ..reports.statistics import Mean
 from ..surgery import config_of
 from ..tasks.passages import Passage
-from .ab import Paired, Protocol
+from .ab import Protocol
 from .plain import PlainReader
 from .reading import token_losses
 
@@ -66,6 +67,6 @@ def second_copy(
             (float(a[span.start : span.stop - 1].mean()), float(b[span.start : span.stop - 1].mean()))
             for a, b, span in zip(with_writes, without, where, strict=True)
         ]
-        found[name] = vars(Paired.of([a - b for a, b in pairs]))
+        found[name] = vars(Mean.of([a - b for a, b in pairs], alone=0.0))
         found[f"{name}_off"] = sum(b for _, b in pairs) / len(pairs)
     return found

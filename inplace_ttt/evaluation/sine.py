@@ -21,6 +21,7 @@ from tqdm import tqdm
 from ..errors import InPlaceTTTError
 from ..files.settings import require
 from ..memories.mac import MACModel, encoder
+from ..reports.statistics import Mean
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,6 @@ def table(rows: list[dict[str, Any]], settings: Sine) -> list[dict[str, Any]]:
     """Mean and standard error over the seeds of each model, and its error relative to attention's."""
     lines = []
     for name in settings.models:
-        found = torch.tensor([row["test_mse"] for row in rows if row["model"] == name], dtype=torch.float64)
-        stderr = (found.std() / len(found) ** 0.5).item() if len(found) > 1 else math.nan
-        lines.append(
-            {"model": name, "mean": found.mean().item(), "stderr": stderr, "n": len(found), "published": settings.published.get(name)}
-        )
+        found = Mean.of((row["test_mse"] for row in rows if row["model"] == name), alone=math.nan)
+        lines.append({"model": name, **vars(found), "published": settings.published.get(name)})
     return lines

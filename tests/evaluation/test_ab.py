@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.ab import Paired, Protocol, compare
+from inplace_ttt.evaluation.ab import Protocol, compare
 from inplace_ttt.evaluation.contexts import growing_context
 from inplace_ttt.evaluation.probe import second_copy
 from inplace_ttt.evaluation.reading import own_and_foreign_losses, token_losses
 from inplace_ttt.layer.cache import streams
+from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.passages import Passage
 
@@ -140,5 +141,5 @@ def test_growing_context_scores_the_same_block() -> None:
 
 
 def test_paired_errors() -> None:
-    assert Paired.of([1.0, 2.0, 3.0]) == Paired(2.0, pytest.approx(1 / 3**0.5), 3)
-    assert Paired.of([1.0]) == Paired(1.0, 0.0, 1)
+    assert Mean.of([1.0, 2.0, 3.0]) == Mean(2.0, pytest.approx(1 / 3**0.5), 3)
+    assert Mean.of([1.0], alone=0.0) == Mean(1.0, 0.0, 1)

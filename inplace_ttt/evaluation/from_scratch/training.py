@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ...errors import InPlaceTTTError
+from ...reports.statistics import Mean
 from ...tasks.recall import IGNORED
 from .model import CausalModel, matching_width
 from .settings import NONE, Scratch, Training
@@ -110,6 +111,6 @@ def table(rows: list[dict[str, Any]], settings: Scratch) -> list[dict[str, Any]]
     return lines
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    stderr = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return {"mean": statistics.mean(values), "stderr": stderr}
+def spread(values: list[float]) -> dict[str, float | None]:
+    found = Mean.of(values, alone=math.nan)
+    return {"mean": found.mean, "stderr": found.stderr}

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from statistics import mean, stdev
-from typing import TypedDict
+from statistics import mean
+from typing import Any
+
+from ...reports.statistics import Mean
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
-
-
-class Mean(TypedDict):
-    """stderr is None of a single value."""
-
-    mean: float
-    stderr: float | None
-    n: int
 
 
 def score(prediction: str, answers: Sequence[str], any_answer: bool) -> float:
@@ -25,13 +19,12 @@ def score(prediction: str, answers: Sequence[str], any_answer: bool) -> float:
     return 100.0 * (any(found) if any_answer else mean(found))
 
 
-def mean_of(values: Sequence[float]) -> Mean:
-    """Mean and its standard error over samples."""
-    n = len(values)
-    return {"mean": mean(values), "stderr": stdev(values) / n**0.5 if n > 1 else None, "n": n}
+def mean_of(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and its standard error over samples, None of a single one."""
+    return vars(Mean.of(values))
 
 
-def average(rows: Sequence[Mean]) -> Mean:
+def average(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean over tasks of the tasks' means, each of which counts alike; n: tasks."""
     errors = [row["stderr"] for row in rows]
     known = [error for error in errors if error is not None]

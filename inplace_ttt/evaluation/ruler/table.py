@@ -7,7 +7,7 @@ from typing import Any
 
 from .answers import Settings
 from .results import Results
-from .scoring import Mean, average, mean_of
+from .scoring import average, mean_of
 
 VARIANTS = ("on", "off", "base")
 
@@ -49,7 +49,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Mean, column: str) -> str:
+def _cell(value: dict[str, Any], column: str) -> str:
     sign = "+" if column == "difference" else ""
     error = "" if value["stderr"] is None else f" ± {value['stderr']:4.1f}"
     return f"{value['mean']:{sign}.1f}{error}"

@@ -1,0 +1,1 @@
+"""What reports share: means with their errors."""
