@@ -1,4 +1,4 @@
-"""On, off, base and foreign memory: each number is what a plain reading of the definition gives."""
+"""On, off, base and cross-document state: each number is what a plain reading of the definition gives."""
 
 import random
 
@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.ab import Protocol, compare
-from inplace_ttt.evaluation.contexts import growing_context
-from inplace_ttt.evaluation.probe import second_copy
-from inplace_ttt.evaluation.reading import own_and_foreign_losses, token_losses
+from inplace_ttt.evaluation.comparison import compare
+from inplace_ttt.evaluation.growing_context import growing_context
+from inplace_ttt.evaluation.protocol import Protocol
+from inplace_ttt.evaluation.second_copy import second_copy
+from inplace_ttt.evaluation.token_losses import own_and_foreign_losses, token_losses
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.surgery import fast_weights
@@ -43,7 +44,7 @@ def test_pieces_are_one_call(name: str, piece: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, STABLE], ids=["paper", "extensions"])
-def test_foreign_memory_is_the_state_another_document_had_at_that_chunk(options: dict) -> None:
+def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) -> None:
     """By the definition: chunk by chunk, row r alone with W0 and, added by hand, η K Sᵀ of what row r + 1 had written."""
     model, rows = converted("llama", **options), random_ids(3, LENGTH)
     own, foreign = own_and_foreign_losses(model, rows, piece=CHUNK)

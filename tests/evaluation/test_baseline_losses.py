@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, convert
-from inplace_ttt.evaluation.plain import PlainReader
-from inplace_ttt.evaluation.reading import token_losses
+from inplace_ttt.evaluation.baseline_losses import BaselineLosses
+from inplace_ttt.evaluation.token_losses import token_losses
 
 ROWS = random_ids(2, 40)
 
@@ -30,7 +30,7 @@ class Counted:
 def read(model: PreTrainedModel, folder: Path | None, rows: Tensor = ROWS, window: int | None = None) -> tuple[Tensor, int]:
     """The losses, and how many tokens the model had to read for them."""
     counted, told = Counted(model), []
-    losses = PlainReader(folder).losses(model, rows, window=window, sinks=2, progress=told.append)
+    losses = BaselineLosses(folder).of(model, rows, window=window, sinks=2, progress=told.append)
     assert sum(told) == rows.numel(), "the bar moves, read or found"
     return losses, counted.tokens
 
@@ -83,4 +83,4 @@ def test_what_is_not_whole_is_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InPlaceTTTError, match=r"cannot write .*file: .*; name another folder"):
-        PlainReader(tmp_path / "file")
+        BaselineLosses(tmp_path / "file")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from math import exp
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from ..reports.statistics import Mean
-from ..surgery import config_of
-from .ab import Protocol
-from .plain import PlainReader
-from .reading import token_losses
+from .baseline_losses import BaselineLosses
+from .protocol import Protocol, on_and_off_losses, progress_bar
 
 
 def growing_context(
@@ -28,7 +24,7 @@ def growing_context(
     *,
     block: int = 512,
     base: PreTrainedModel | None = None,
-    plain: PlainReader | None = None,
+    baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
     """For each number of context tokens: mean loss (nats) and perplexity on the block after it, TTT on, off, base.
@@ -44,21 +40,13 @@ def growing_context(
             f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document has {min(short)}; give longer "
             "documents, or a shorter context."
         )
-    plain = plain or PlainReader()
     ends = torch.stack([d[: longest + block] for d in documents])
     found = []
     total = (2 + (base is not None)) * len(documents) * sum(context + block for context in contexts)
-    with tqdm(total=total, desc="contexts", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
-        how: dict[str, Any] = {**protocol.attention, "progress": bar.update}
+    with progress_bar("contexts", total, progress) as bar:
         for context in contexts:
-            rows = ends[:, longest - context :]
-            losses: dict[str, list[Tensor]] = {"on": [], "off": [], "base": []}
-            for group in rows.split(protocol.batch_size):
-                losses["on"] += [token_losses(model, group, piece=config_of(model).chunk_size, **how)]
-                losses["off"] += [plain.losses(model, group, **how)]
-                if base is not None:
-                    losses["base"] += [plain.losses(base, group, **how)]
-            last = {name: torch.cat(parts)[:, -block:].double().mean(1) for name, parts in losses.items() if parts}
+            losses = on_and_off_losses(model, ends[:, longest - context :], protocol, baseline, base, progress=bar.update)
+            last = {name: all_tokens[:, -block:].double().mean(1) for name, all_tokens in losses.items()}
             row: dict[str, Any] = {"context": context, "block": block}
             for name, per_document in last.items():
                 mean = float(per_document.mean())

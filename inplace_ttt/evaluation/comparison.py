@@ -1,12 +1,12 @@
-"""Do writes help, and are they memory? The same weights with TTT on, off, and reading foreign memory; and the base.
+"""Do writes help, and by what their own document says? One model with TTT on, off, and on cross-document state; and the base.
 
-On below off proves little: training may have taught the writes a constant that any document's memory holds. What is left
-of the gain when a document is read with the memory that another one wrote is such drift; own minus foreign is memory.
+On below off proves little: training may have taught the target generator a constant that any document writes. What is left
+of the gain when a document is read with the state that another document wrote (`foreign`) is such drift; on minus foreign
+is `memory`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -14,43 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..attention_window import SINKS
 from ..errors import InPlaceTTTError
 from ..reports.statistics import Mean
 from ..surgery import config_of
-from .plain import PlainReader
-from .reading import own_and_foreign_losses, token_losses
+from .baseline_losses import BaselineLosses
+from .protocol import Protocol, progress_bar
+from .token_losses import own_and_foreign_losses, token_losses
 
 
 @dataclass
 class DocumentLosses:
-    """Token losses of one document, float32 [T - 1] each; those of foreign memory end where the other document does."""
+    """Token losses of one document, float32 [T - 1] each; foreign (cross-document state) ends where the other document does."""
 
     on: Tensor
     off: Tensor
     foreign: Tensor | None = None
     base: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How documents are read.
-
-    window, sinks: attention, all of the text without a window. skip: first tokens that do not count.
-    batch_size: documents at once; foreign memory needs at least two.
-    """
-
-    window: int | None = None
-    sinks: int = SINKS
-    skip: int = 0
-    batch_size: int = 4
-
-    @property
-    def attention(self) -> dict[str, int | None]:
-        return {"window": self.window, "sinks": self.sinks}
 
 
 @dataclass
@@ -117,12 +98,12 @@ def compare(
     protocol: Protocol,
     base: PreTrainedModel | None = None,
     *,
-    plain: PlainReader | None = None,
+    baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> Comparison:
-    """Read documents of token ids [T] with a converted model, TTT on, off and under foreign memory, and with `base`.
+    """Read documents of token ids [T] with a converted model, TTT on, off and on cross-document state, and with `base`.
 
-    plain: reads what nothing writes in, TTT off and `base`.
+    baseline: where losses without writes are kept.
 
     Raises InPlaceTTTError when a document is too short for anything to read what was written.
     """
@@ -135,13 +116,11 @@ def compare(
                 f"the first {protocol.skip} do not count); give longer texts."
             )
     settings: dict[str, Any] = dict(protocol.attention)
-    plain = plain or PlainReader()
+    baseline = baseline or BaselineLosses()
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
     found: dict[int, DocumentLosses] = {}
     passes = 3 + (base is not None)
-    with tqdm(
-        total=passes * sum(map(len, documents)), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True
-    ) as bar:
+    with progress_bar("reading", passes * sum(map(len, documents)), progress) as bar:
         settings["progress"] = bar.update
         for group in _groups(order, protocol.batch_size):
             rows = _padded([documents[i] for i in group])
@@ -149,8 +128,8 @@ def compare(
                 on, foreign = own_and_foreign_losses(model, rows, piece=chunk, **settings)
             else:
                 on, foreign = token_losses(model, rows, piece=chunk, **settings), None
-            off = plain.losses(model, rows, **settings)
-            untouched = None if base is None else plain.losses(base, rows, **settings)
+            off = baseline.of(model, rows, **settings)
+            untouched = None if base is None else baseline.of(base, rows, **settings)
             for row, i in enumerate(group):
                 end = len(documents[i]) - 1
                 lender = len(documents[group[(row + 1) % len(group)]])
@@ -164,7 +143,7 @@ def compare(
 
 
 def _groups(order: list[int], size: int) -> Iterator[list[int]]:
-    """Documents of like length together; nobody is left alone, since foreign memory needs another document."""
+    """Documents of like length together; nobody is left alone, since cross-document state needs another document."""
     groups = [order[first : first + size] for first in range(0, len(order), size)]
     if len(groups) > 1 and len(groups[-1]) == 1:
         last = groups.pop()

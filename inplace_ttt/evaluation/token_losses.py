@@ -51,10 +51,10 @@ def token_losses(
 
 
 def own_and_foreign_losses(model: PreTrainedModel, rows: Tensor, *, piece: int, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Token losses [B, T - 1] of each row reading its own memory, and reading the memory that the next row writes.
+    """Token losses [B, T - 1] of each row reading its own state, and reading the state that the next row writes.
 
-    Every row is in the batch twice, as the writer that it always is, and as a reader whose fast weights are those of
-    another row's writer, chunk by chunk: foreign memory is as old and as large as the own one. piece: the chunk size.
+    Every row is in the batch twice: once reading its own state, and once reading, chunk by chunk, the state of another
+    row, which has as many writes as its own (cross-document state, `foreign`). piece: the chunk size.
     """
     count = len(rows)
     sources = [*range(count), *(reader % count for reader in range(1, count + 1))]

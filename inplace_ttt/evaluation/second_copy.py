@@ -1,28 +1,24 @@
 """The second-copy probe: a passage stands twice in a document, the second time beyond the attention window.
 
-Only a memory can know the second copy. What the writes change on the unrelated text between the copies, the filler, is
+Only the fast weights can know the second copy. What the writes change on the unrelated text between the copies, the filler, is
 the bias that recall has to beat.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from ..reports.statistics import Mean
-from ..surgery import config_of
 from ..tasks.passages import Passage
-from .ab import Protocol
-from .plain import PlainReader
-from .reading import token_losses
+from .baseline_losses import BaselineLosses
+from .protocol import Protocol, on_and_off_losses, progress_bar
 
 
 def second_copy(
@@ -32,7 +28,7 @@ def second_copy(
     passage: Passage | None = None,
     *,
     seed: int = 0,
-    plain: PlainReader | None = None,
+    baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Loss with TTT on minus off on the second copy and on the filler, paired over documents of token ids [T], one length.
@@ -49,14 +45,9 @@ def second_copy(
     generator = random.Random(seed)
     starts = [passage.random_start(length, generator) for _ in documents]
     rows = torch.stack([passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)])
-    plain = plain or PlainReader()
-    on, off = [], []
-    with tqdm(total=2 * rows.numel(), desc="second copy", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
-        how: dict[str, Any] = {**protocol.attention, "progress": bar.update}
-        for group in rows.split(protocol.batch_size):
-            on += [token_losses(model, group, piece=config_of(model).chunk_size, **how)]
-            off += [plain.losses(model, group, **how)]
-    with_writes, without = torch.cat(on).double(), torch.cat(off).double()
+    with progress_bar("second copy", 2 * rows.numel(), progress) as bar:
+        losses = on_and_off_losses(model, rows, protocol, baseline, progress=bar.update)
+    with_writes, without = losses["on"].double(), losses["off"].double()
     spans = {
         "second_copy": [passage.second(start) for start in starts],
         "filler": [passage.between(start) for start in starts],

@@ -1,4 +1,4 @@
-"""Token losses without writes. They are the base's alone, so that what one model was read for need not be read for the next."""
+"""Token losses without writes, kept in a folder: they are the base's, so that models on one base share them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ..errors import InPlaceTTTError
 from ..files.folders import save_tensors
 from ..models import MODEL_TYPE
 from ..surgery import fast_weights, ttt_disabled
-from .reading import Progress, token_losses
+from .token_losses import Progress, token_losses
 
 _SAYS_NOTHING = {MODEL_TYPE, "model_type", "auto_map", "architectures", "transformers_version", "_name_or_path"}
 """Keys of a config in which a base and its conversion may differ."""
 
 
-class PlainReader:
-    """Reads rows with TTT off. With a folder, what it has read it finds there again.
+class BaselineLosses:
+    """Token losses with TTT off. With a folder, rows that were read once are looked up there.
 
     A file answers for the same weights (all but conv and P), config, rows, window and device, and for nothing else: runs
     that train conv and P alone share it, with each other and with their base; a run that trained W0 has files of its own.
-    A reader looks at a model's weights once; take a new one after training on.
+    A model's weights are looked at once; make a new object after training on.
 
     Raises InPlaceTTTError when the folder cannot be written, here or later.
     """
@@ -45,7 +45,7 @@ class PlainReader:
                 self.folder.mkdir(parents=True, exist_ok=True)
         self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
-    def losses(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
+    def of(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
         """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window and sinks."""
         file = None if self.folder is None else self.folder / f"{self._key(model, rows, attention)}.safetensors"
         if file is not None and (found := _held(file, rows)) is not None:
@@ -66,8 +66,8 @@ class PlainReader:
 
 def _of_model(model: PreTrainedModel) -> str:
     """sha256 of all that the model computes with when it does not write, to the bit."""
-    writers = [layer.ttt for layer in fast_weights(model).values()]
-    ttt = {id(tensor) for writer in writers for tensor in chain(writer.parameters(), writer.buffers())}
+    generators = [layer.ttt for layer in fast_weights(model).values()]
+    ttt = {id(tensor) for generator in generators for tensor in chain(generator.parameters(), generator.buffers())}
     config = {key: value for key, value in model.config.to_dict().items() if key not in _SAYS_NOTHING}
     digest = hashlib.sha256(json.dumps([config, str(model.device.type)], sort_keys=True, default=str).encode())
     for tensor in chain(model.parameters(), model.buffers()):
