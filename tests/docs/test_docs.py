@@ -65,13 +65,16 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, entered, with what the pages take for given: ./smollm2-135m and book.txt."""
+    """An empty folder, entered, with what the pages take for given: ./smollm2-135m, book.txt, and what `make model text` fetches."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     logging.disable_progress_bar()
     book = tmp_path / "book.txt"
     book.write_text(some_text(words=1500), encoding="utf-8")
     small_model(tmp_path / "smollm2-135m", book)
+    (tmp_path / ".cache" / "text" / "shakespeare").mkdir(parents=True)
+    (tmp_path / ".cache" / "text" / "shakespeare" / "hamlet.txt").symlink_to(book)
+    (tmp_path / ".cache" / "smollm2-135m").symlink_to(tmp_path / "smollm2-135m")
     return tmp_path
 
 
@@ -208,10 +211,10 @@ def test_the_readme_has_every_verb_and_every_family() -> None:
     assert not missing, f"README.md does not name {missing}"
 
 
-def test_the_errors_in_the_cookbook_are_raised_somewhere() -> None:
+def test_the_errors_in_the_documentation_are_raised_somewhere() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "inplace_ttt").rglob("*.py"))
     messages = re.sub(r'"\s*\n\s*f?"', "", source)  # literals that stand on several lines
-    table = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8").partition("## Errors you may meet")[2]
+    table = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("## Errors you may meet")[2]
     quoted = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)  # the messages of others say from whom they are
     assert len(quoted) > 10
     assert [message for message in quoted if message not in messages] == []

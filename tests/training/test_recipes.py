@@ -180,13 +180,13 @@ def test_hub_models_are_described_without_a_network(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_documentation_names_every_setting() -> None:
-    text = (FOLDER.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    text = (FOLDER.parent / "docs" / "train.md").read_text(encoding="utf-8")
     sections = get_type_hints(Recipe)
     for name in ("model", "data", "optimisation", "parallel", "monitor", "audit"):
         assert f"### {name}\n" in text
         part = text.partition(f"### {name}\n")[2].partition("\n##")[0]
         missing = [field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part]
-        assert not missing, f"docs/recipes.md does not name {missing} of {name}"
+        assert not missing, f"docs/train.md does not name {missing} of {name}"
 
 
 @pytest.mark.parametrize("file", [f for f in RECIPES if load_recipe(f).audit.profile], ids=lambda file: file.stem)
