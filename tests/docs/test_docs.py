@@ -23,12 +23,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+import inplace_ttt
 from inplace_ttt.cli import VERBS, main
 from inplace_ttt.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [
+    *GUIDES,
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
+    *(ROOT / n for n in ("recipes/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 NOT_RUN_AT_MOST = 1
 FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")
@@ -209,6 +214,11 @@ def test_the_readme_has_every_verb_and_every_family() -> None:
     assert rows == list(VERBS)
     missing = [family for family in FAMILIES if f"`{family}`" not in readme]
     assert not missing, f"README.md does not name {missing}"
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: inplace_ttt\.(\w+)$", page, flags=re.MULTILINE)) == {*inplace_ttt.__all__} - {"__version__"}
 
 
 def test_the_errors_in_the_documentation_are_raised_somewhere() -> None:
