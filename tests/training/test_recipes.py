@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inplace_ttt.audit import gate
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training import plan
+from inplace_ttt.training.meta_step import StepCost
 from inplace_ttt.training.model import build_model, meta_model
 from inplace_ttt.training.recipe import Recipe, load_recipe
-from inplace_ttt.training.trace import Trace
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -79,7 +79,7 @@ def test_it_builds_at_toy_size(file: Path, tmp_path: Path) -> None:
     assert is_converted(model)
     layers = fast_weights(model)
     assert max(layers) < text.num_hidden_layers and len(layers) < text.num_hidden_layers
-    settings = written.ttt_config() or earlier(written).ttt_config()
+    settings = written.surgery or earlier(written).surgery
     assert settings is not None and config_of(model) == settings.resolve(text.num_hidden_layers)
     for key, value in written.model.overrides.items():
         found = getattr(text, key)
@@ -95,8 +95,8 @@ def test_it_builds_at_toy_size(file: Path, tmp_path: Path) -> None:
 
 @every_recipe
 def test_its_plan_warns_of_nothing(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At full size, but without the trace of a step, which takes seconds."""
-    monkeypatch.setattr(plan, "trace", lambda recipe: Trace(10**9, 10**9, 0, 10**12))
+    """At full size, but without the cost of a step, which takes seconds."""
+    monkeypatch.setattr(plan, "step_cost", lambda recipe: StepCost(10**9, 10**9, 0, 10**12))
     recipe = full_size(file, tmp_path)
     made = plan.make_plan(recipe)
     assert made.warnings == []
@@ -114,7 +114,7 @@ def full_size(file: Path, folder: Path) -> Recipe:
     recipe = load_recipe(file)
     path = recipe.model.path or ""
     if path.startswith("runs/"):
-        return load_recipe(file, [f"model.path={earlier(recipe).model.path}", f"surgery={json.dumps(earlier(recipe).surgery)}"])
+        return load_recipe(file, [f"model.path={earlier(recipe).model.path}", f"surgery={json.dumps(earlier(recipe).surgery.to_dict())}"])
     if path.startswith(".cache/"):
         (folder / "config.json").write_text(SMOLLM2.read_text())
         return load_recipe(file, [f"model.path={folder}"])
@@ -125,7 +125,7 @@ def full_size(file: Path, folder: Path) -> Recipe:
 def test_the_papers_runs_follow_the_paper(file: Path) -> None:
     """Table 6, 7 and 8: rule, length, learning rate, weight decay, tokens; and the scratch models' own sizes."""
     recipe = load_recipe(file)
-    settings = recipe.ttt_config() or earlier(recipe).ttt_config()
+    settings = recipe.surgery or earlier(recipe).surgery
     assert settings is not None
     assert (settings.layers, settings.target, settings.kernel_size, settings.conv) == ("every:6", "embeddings", 5, "lookahead")
     o = recipe.optimisation
@@ -151,7 +151,7 @@ def test_the_papers_runs_follow_the_paper(file: Path) -> None:
 def test_the_public_codes_runs_follow_it() -> None:
     for file in FOLDER.glob("*official*.yaml"):
         recipe = load_recipe(file)
-        settings, o = recipe.ttt_config(), recipe.optimisation
+        settings, o = recipe.surgery, recipe.optimisation
         assert settings is not None and (settings.target, settings.eta, settings.chunk_size) == ("hidden_states", 3.0, 4096)
         assert (recipe.data.sequence_length, o.steps, recipe.rows_per_step) == (65536, 5000, 64)
         assert (o.learning_rate, o.weight_decay, o.conv_weight_decay, o.proj_weight_decay, o.warmup_steps) == (5e-6, 0.1, 0.1, 0.1, 100)
