@@ -1,20 +1,17 @@
-"""Answers of a model to the tasks, batched, each result kept in a file as it comes."""
+"""Answers of a model to the tasks, batched, each result {asked, scores, tokens, answers, predictions} kept in a file as it comes."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...errors import InPlaceTTTError
+from ...files.results import Results
 from . import TASKS
 from .material import Material
 from .prompt import Prompter, Sample, Task, check, samples
@@ -48,44 +45,6 @@ class Variant:
     fingerprint: str
     config: dict[str, Any] | None  # of the writes, where there are any
     switch: Callable[[], AbstractContextManager[Any]]
-
-
-class Results:
-    """The results of cells, in a folder (None: in memory), one file each: {asked, scores, tokens, answers, predictions}."""
-
-    def __init__(self, folder: str | None) -> None:
-        self.folder = None if folder is None else Path(folder)
-        self.known: dict[str, dict[str, Any]] = {}
-        try:
-            if self.folder is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InPlaceTTTError(f"cannot write to {folder}: {error.strerror}; choose another --out.") from None
-
-    def get(self, name: str, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """The result of a cell if there is one. Raises InPlaceTTTError when it answers another question."""
-        if name not in self.known and self.folder is not None and (file := self.folder / f"{name}.json").exists():
-            try:
-                result = json.loads(file.read_text(encoding="utf-8"))
-                known = result["asked"]
-            except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
-                raise InPlaceTTTError(f"{file} is not a result of this command; delete it or choose another --out.") from None
-            if differing := [key for key in asked if known.get(key) != asked[key]]:
-                raise InPlaceTTTError(
-                    f"{file} was made with {differing[0]} {known.get(differing[0])!r}, not {asked[differing[0]]!r}; choose another --out."
-                )
-            self.known[name] = result
-        return self.known.get(name)
-
-    def put(self, name: str, result: dict[str, Any]) -> None:
-        self.known[name] = result
-        if self.folder is not None:
-            partial = self.folder / f".{name}.partial"
-            try:
-                partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-                os.replace(partial, self.folder / f"{name}.json")
-            except OSError as error:
-                raise InPlaceTTTError(f"cannot write to {self.folder}: {error.strerror}; what is done is kept, run again.") from None
 
 
 def asked(task: Task, length: int, settings: Settings, variant: Variant, material: Material, prompter: Prompter) -> dict[str, Any]:
@@ -124,7 +83,7 @@ def run_cells(
         for task, length in settings.cells()
         for variant in variants
     ]
-    missing = [question for question in questions if results.get(*question[3:]) is None]
+    missing = [question for question in questions if results.get(question[3], asked=question[4]) is None]
     for task, length in dict.fromkeys(question[:2] for question in missing):
         progress(f"{task.name}-{length}", 0)
         check(task, length, settings.count, settings.seed, material, prompter)
