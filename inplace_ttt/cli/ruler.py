@@ -21,9 +21,9 @@ from ..evaluation.ruler import table as tables
 from ..evaluation.ruler.answers import Settings, Variant, run_cells
 from ..evaluation.ruler.material import Material
 from ..evaluation.ruler.prompt import Draft, Prompter, samples
-from ..evaluation.ruler.results import Results
 from ..evaluation.ruler.tasks import TASKS
 from ..files.folders import new_folder
+from ..files.results import Results
 from ..surgery import config_of, ttt_disabled
 from . import Result
 from .loading import load_converted, load_plain, tokenizer_of

@@ -200,7 +200,8 @@ def test_the_tool_prints_the_table_and_makes_no_run_twice(
     with pytest.raises(TypeError):  # but what is missing is
         scratch_memories.main()
     monkeypatch.setattr("sys.argv", [*arguments, "training.learning_rate=1e-3"])
-    assert scratch_memories.main() == 2 and "is of other settings; remove it" in capsys.readouterr().err
+    assert scratch_memories.main() == 2
+    assert "none-0.json was made with training.learning_rate 0.004, not 0.001; name another folder" in capsys.readouterr().err
 
 
 def test_a_run_that_diverges_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

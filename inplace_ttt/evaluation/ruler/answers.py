@@ -1,4 +1,4 @@
-"""Answers of a model to the tasks, batched, each result kept in a file as it comes."""
+"""Answers of a model to the tasks, batched, each result {asked, scores, tokens, answers, predictions} kept in a file as it comes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...files.results import Results
 from .material import Material
 from .prompt import Prompter, Sample, Task, check, samples
-from .results import Results
 from .scoring import score
 from .tasks import TASKS
 
@@ -83,7 +83,7 @@ def run_cells(
         for task, length in settings.cells()
         for variant in variants
     ]
-    missing = [question for question in questions if results.get(*question[3:]) is None]
+    missing = [question for question in questions if results.get(question[3], asked=question[4]) is None]
     for task, length in dict.fromkeys(question[:2] for question in missing):
         progress(f"{task.name}-{length}", 0)
         check(task, length, settings.count, settings.seed, material, prompter)

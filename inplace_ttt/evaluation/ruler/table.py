@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...files.results import Results
 from .answers import Settings
-from .results import Results
 from .scoring import average, mean_of
 
 VARIANTS = ("on", "off", "base")

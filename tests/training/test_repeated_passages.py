@@ -10,7 +10,7 @@ from datasets import Dataset
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe import Repeat
-from inplace_ttt.training.repeats import repeated, with_repeats
+from inplace_ttt.training.repeated_passages import repeat_passage, with_repeated_passages
 
 from .tiny import CONFIG, tiny_recipe
 
@@ -29,8 +29,8 @@ def test_a_passage_stands_again_inside_the_longest_document(documents: list[int]
     changed = 0
     for seed in range(40):
         before = row(documents, seed)
-        after = repeated(before, REPEAT, seed=0)
-        assert after == repeated(before, REPEAT, seed=0), "a function of the row"
+        after = repeat_passage(before, REPEAT, seed=0)
+        assert after == repeat_passage(before, REPEAT, seed=0), "a function of the row"
         if after == before:
             continue
         changed += 1
@@ -45,15 +45,15 @@ def test_a_passage_stands_again_inside_the_longest_document(documents: list[int]
 
 def test_no_document_has_room() -> None:
     short = [row([30, 34], seed) for seed in range(20)]
-    assert all(repeated(r, Repeat(1.0, 10, 15), 0) == r for r in short)
+    assert all(repeat_passage(r, Repeat(1.0, 10, 15), 0) == r for r in short)
 
 
 def test_stored_and_streamed_rows_are_the_same() -> None:
     rows = Dataset.from_list([row([64], seed) for seed in range(12)])
-    stored = list(with_repeats(rows, REPEAT, 3))
-    streamed = list(with_repeats(rows.to_iterable_dataset(), REPEAT, 3))
-    assert stored == streamed == [repeated(r, REPEAT, 3) for r in rows] != list(rows)
-    assert with_repeats(rows, None, 3) is rows
+    stored = list(with_repeated_passages(rows, REPEAT, 3))
+    streamed = list(with_repeated_passages(rows.to_iterable_dataset(), REPEAT, 3))
+    assert stored == streamed == [repeat_passage(r, REPEAT, 3) for r in rows] != list(rows)
+    assert with_repeated_passages(rows, None, 3) is rows
 
 
 @pytest.mark.parametrize(

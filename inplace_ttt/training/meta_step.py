@@ -1,4 +1,4 @@
-"""What one micro-step holds and computes, found by running it on tensors that have shapes and no values."""
+"""What one micro-step holds and computes, found by running it on the meta device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .model import meta_model
 from .recipe import Recipe
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
-"""Matrix products, and which argument is their left factor."""
+"""Matrix products, and which argument is their left factor. (torch's FlopCounterMode leaves out those in place, a fifth of them.)"""
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepCost:
     """One forward and backward of a device's micro-step, beside the weights.
 
     activations: bytes at the peak, without the gradients of parameters. step: bytes at the peak, with them.
@@ -35,7 +35,7 @@ class Trace:
     product_flops: int
 
 
-def trace(recipe: Recipe) -> Trace:
+def step_cost(recipe: Recipe) -> StepCost:
     """Forward and backward of one micro-step on the meta device."""
     rows, length = recipe.optimisation.batch_size, recipe.data.sequence_length // recipe.parallel.sequence_parallel
     model = meta_model(recipe).train()
@@ -53,7 +53,7 @@ def trace(recipe: Recipe) -> Trace:
         seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
         mask = torch.zeros(rows, 1, seen, seen, dtype=torch.bool)
         _loss(causal_lm, ids, mask, recipe.optimisation.liger).backward()
-    return Trace(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
+    return StepCost(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:
@@ -111,7 +111,7 @@ def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
     return _Attention.apply(query, repeat_kv(key, repeats), repeat_kv(value, repeats), mask).transpose(1, 2), None
 
 
-_NAMES = {"flash_attention_2": "inplace_ttt_traced_flash", "sdpa": "inplace_ttt_traced_sdpa"}
+_NAMES = {"flash_attention_2": "inplace_ttt_meta_flash", "sdpa": "inplace_ttt_meta_sdpa"}
 AttentionInterface.register(_NAMES["flash_attention_2"], _flash)
 AttentionInterface.register(_NAMES["sdpa"], _sdpa)
 
