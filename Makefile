@@ -6,7 +6,7 @@ TEXT := .cache/text
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test lint bench model text clean
+.PHONY: demo test lint docs bench model text clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -35,10 +35,14 @@ lint: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict --quiet
+
+docs: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 
 bench: model text
 	$(VENV)/inplace-ttt bench
 	$(VENV)/python tools/bench_model.py --model $(MODEL)
 
 clean:
-	rm -rf .venv .cache build *.egg-info
+	rm -rf .venv .cache build site *.egg-info

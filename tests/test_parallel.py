@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layer.sequence_parallel import gather_rows
 from inplace_ttt.surgery import share_sequence
-from inplace_ttt.training.attention import document_mask
+from inplace_ttt.training.ulysses import document_mask
 
 PACKED = [[*range(35), *range(7), *range(14)], [*range(56)]]  # documents on the grid of 7, across the borders of 2 and 4 ranks
 

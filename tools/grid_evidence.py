@@ -22,6 +22,9 @@ from typing import Any
 import memory_evidence as evidence
 from safetensors.torch import load_file, save_file
 
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.files.results import Results
+
 ROOT = evidence.ROOT
 WORK = ROOT / "runs" / "grid"
 STEPS, DOCUMENTS, TOKENS = 24, 12, 2048
@@ -70,37 +73,24 @@ POINTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", nargs="+", default=list(POINTS), choices=POINTS, metavar="P", help="; ".join(POINTS))
+    parser.add_argument("--points", nargs="+", default=list(POINTS), choices=POINTS, metavar="P", help="; ".join(POINTS).replace("%", "%%"))
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "grid"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
     evidence.split_texts()
-    out = Path(args.out).with_suffix(".json")
-    rows = kept(out)
+    out = Path(args.out)
+    results = Results(out.parent, "name another --out, or delete it")
+    held = results.get(out.name, protocol=protocol()) or {"points": []}
+    rows = {row["point"]: row for row in held["points"]}
     for name in [] if args.table else args.points:
         if name not in rows:
             measure(name)
             rows[name] = found(name)
-            save(out, rows)
+            results.put(out.name, {"command": "python tools/grid_evidence.py", "protocol": protocol(), "points": in_order(rows)})
     if not rows:
         sys.exit("nothing is measured yet; leave --table out.")
     print_table(in_order(rows))
     return 0
-
-
-def kept(out: Path) -> dict[str, dict[str, Any]]:
-    """The points in OUT.json."""
-    if not out.exists():
-        return {}
-    held = json.loads(out.read_text())
-    if held["protocol"] != protocol():
-        sys.exit(f"{out} was measured with another recipe, protocol or texts; name another --out, or delete it.")
-    return {row["point"]: row for row in held["points"]}
-
-
-def save(out: Path, rows: dict[str, dict[str, Any]]) -> None:
-    values = {"command": "python tools/grid_evidence.py", "protocol": protocol(), "points": in_order(rows)}
-    out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def in_order(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -170,4 +160,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InPlaceTTTError as error:
+        sys.exit(f"grid_evidence: {error}")

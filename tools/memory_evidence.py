@@ -27,6 +27,8 @@ from typing import Any
 import yaml
 from matplotlib import pyplot
 
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +85,7 @@ def main() -> int:
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "memory"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
-    out = Path(args.out).with_suffix(".json")
+    out = Path(args.out)
     split_texts()
     record = Record.open(out)
     for seed in [] if args.table else args.seeds:
@@ -162,7 +164,8 @@ def command(*words: str) -> None:
 class Record:
     """What was measured: by rule and seed, what `_seed` gives. OUT.json holds it."""
 
-    path: Path
+    results: Results
+    name: str
     protocol: dict[str, Any]
     seeds: dict[tuple[str, int], dict[str, Any]]
 
@@ -175,10 +178,9 @@ class Record:
             "beyond_training": {"number": LONG_DOCUMENTS, "tokens": LONG, "past_token": TOKENS},
             **digests(),
         }
-        held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"protocol": protocol, "rules": []}
-        if held["protocol"] != protocol:
-            sys.exit(f"{path} was measured with another recipe, protocol or texts; name another --out, or delete it.")
-        return cls(path, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
+        results = Results(path.parent, "name another --out, or delete it")
+        held = results.get(path.name, protocol=protocol) or {"rules": []}
+        return cls(results, path.name, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
 
     def is_done(self, name: str, seed: int) -> bool:
         return {"difference", *(READ_IN_FULL if seed == 0 else ())} <= self.seeds.get((name, seed), {}).keys()
@@ -200,8 +202,7 @@ class Record:
         return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if what in seed]
 
     def save(self) -> None:
-        values = {"command": "python tools/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()}
-        self.path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        self.results.put(self.name, {"command": "python tools/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()})
 
 
 def print_tables(record: Record) -> None:
@@ -299,4 +300,7 @@ def _digest(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InPlaceTTTError as error:
+        sys.exit(f"memory_evidence: {error}")

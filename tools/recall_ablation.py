@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from inplace_ttt import ttt_disabled
-from inplace_ttt.evaluation.recall import recall_accuracy, recall_data
+from inplace_ttt import InPlaceTTTError, ttt_disabled
+from inplace_ttt.files.results import Results
 from inplace_ttt.layer import fast_linear
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import fast_weights
+from inplace_ttt.tasks.recall import recall_accuracy, recall_data
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.parameters import parameter_groups, schedule
 from inplace_ttt.training.recipe import load_recipe
@@ -70,15 +69,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the recipe, for every variant")
     args = parser.parse_args()
-    folder = Path(args.runs)
-    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(args.runs, "choose another --runs")
     todo = [(seed, variant) for seed in range(args.seeds) for variant in VARIANTS]
     rows: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in VARIANTS}
     with tqdm(todo, unit="run", file=sys.stderr, disable=None) as bar:
         for seed, variant in bar:
             bar.set_postfix_str(f"{variant.name}, seed {seed}")
             asked = {"variant": asdict(variant), "seed": seed, "steps": args.steps, "set": args.set}
-            rows[variant.name].append(_once(folder / f"{_slug(variant.name)}-{seed}.json", asked, lambda: _run(variant, seed, args)))  # noqa: B023
+            name = f"{_slug(variant.name)}-{seed}"
+            if results.get(name, asked=asked) is None:
+                results.put(name, {"asked": asked, **_run(variant, seed, args)})
+            rows[variant.name].append(results.known[name])
     summary = {
         "command": "python tools/recall_ablation.py " + " ".join(sys.argv[1:]),
         "recipe": "recipes/recall-cpu.yaml",
@@ -88,23 +89,10 @@ def main() -> None:
         "variants": {name: _spread(runs) for name, runs in rows.items()},
     }
     out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    Results(out.parent).put(out.name, summary)
     _plot(summary, out.with_suffix(".png"))
     for name, row in summary["variants"].items():
         print(f"{name:28} {row['on']['mean']:6.1%} ({row['on']['min']:.1%} to {row['on']['max']:.1%})   off {row['off']['mean']:.1%}")
-
-
-def _once(path: Path, asked: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result in `path` if it answers what is asked, else a new one, written there whole."""
-    asked = json.loads(json.dumps(asked))
-    if path.exists() and (known := json.loads(path.read_text(encoding="utf-8")))["asked"] == asked:
-        return known
-    result = {"asked": asked, **run()}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-    return result
 
 
 def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -205,4 +193,7 @@ def _plot(summary: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InPlaceTTTError as error:
+        sys.exit(f"recall_ablation: {error}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
@@ -19,9 +18,10 @@ import torch
 from tqdm import tqdm
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.scratch.run import plan, table, train_one
-from inplace_ttt.evaluation.scratch.settings import Scratch
-from inplace_ttt.evaluation.scratch.tasks import Task
+from inplace_ttt.evaluation.from_scratch.settings import Scratch
+from inplace_ttt.evaluation.from_scratch.tasks import Task
+from inplace_ttt.evaluation.from_scratch.training import prepare, table, train_one
+from inplace_ttt.files.results import Results
 from inplace_ttt.files.settings import read_settings
 
 
@@ -35,13 +35,14 @@ def main() -> int:
     folder = Path("runs") / args.recipe.stem if args.runs is None else args.runs
     try:
         settings = read_settings(Scratch, args.recipe, args.set)
-        task, sizes = plan(settings)
+        task, sizes = prepare(settings)
         print_sizes(sizes)
-        rows = run(settings, task, folder)
+        rows = run(settings, task, Results(folder, "name another folder with --runs"))
         lines = table(rows, settings)
         if args.json is not None:
             about = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "threads": torch.get_num_threads()}
-            save(args.json, {**about, "settings": dataclasses.asdict(settings), "sizes": sizes, "table": lines, "rows": rows})
+            figures = {"settings": dataclasses.asdict(settings), "sizes": sizes, "table": lines, "rows": rows}
+            Results(args.json.parent, "choose another --json").put(args.json.stem, {**about, **figures})
     except InPlaceTTTError as error:
         print(f"scratch_memories: {error}", file=sys.stderr)
         return 2
@@ -49,62 +50,34 @@ def main() -> int:
     return 0
 
 
-def run(settings: Scratch, task: Task, folder: Path) -> list[dict[str, Any]]:
+def run(settings: Scratch, task: Task, results: Results) -> list[dict[str, Any]]:
     """Every run, seed by seed, so that what is there early is a whole table. Runs of other settings are refused first.
 
     A run that diverges stops no other; it is named at the end.
     """
     todo = [(seed, system) for seed in settings.seeds for system in settings.systems]
-    held = {of: held_in(file_of(folder, *of), asked_of(settings, of[1])) for of in todo}
+    held = {of: results.get(f"{of[1]}-{of[0]}", asked=asked_of(settings, of[1])) for of in todo}
     rows, diverged = [], []
     with tqdm(todo, unit="run", disable=None) as bar:
         for seed, system in bar:
             found = held[seed, system]
             if found is None:
                 try:
-                    found = train_one(settings, task, system, seed)
+                    found = {"asked": asked_of(settings, system), "found": train_one(settings, task, system, seed)}
                 except InPlaceTTTError as error:
                     diverged.append(str(error))
                     continue
-                save(file_of(folder, seed, system), {"asked": asked_of(settings, system), "found": found})
-            rows.append(found)
+                results.put(f"{system}-{seed}", found)
+            rows.append(found["found"])
     if diverged:
         raise InPlaceTTTError(" ".join(diverged))
     return rows
 
 
-def file_of(folder: Path, seed: int, system: str) -> Path:
-    return folder / f"{system}-{seed}.json"
-
-
-def held_in(file: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The figures in a file that answers what is asked; None without a file."""
-    try:
-        held = json.loads(file.read_text(encoding="utf-8"))
-        if held["asked"] == asked:
-            return held["found"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InPlaceTTTError(f"{file} is not a run of this tool; remove it, or name another folder with --runs.") from None
-    raise InPlaceTTTError(f"{file} is of other settings; remove it, or name another folder with --runs.")
-
-
 def asked_of(settings: Scratch, system: str) -> dict[str, Any]:
     """What a run depends on besides its seed: not the other systems."""
     shared = {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("systems", "seeds")}
-    return json.loads(json.dumps({**shared, "system": system, "options": settings.systems[system]}))
-
-
-def save(file: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    partial = file.with_suffix(".partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(file)
-    except OSError as error:
-        raise InPlaceTTTError(f"cannot write {file}: {error.strerror}; choose a place you may write to.") from None
+    return {**shared, "system": system, "options": settings.systems[system]}
 
 
 def print_sizes(sizes: list[dict[str, Any]]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.evaluation.sine import Sine, table, train_one
+from inplace_ttt.files.results import Results
 from inplace_ttt.files.settings import read_settings
 
 
@@ -44,19 +44,13 @@ def main() -> int:
 def run(settings: Sine, file: Path | None) -> list[dict[str, object]]:
     """Every model with every seed; each result is saved when it is there, so that a run can be taken up again."""
     about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "settings": dataclasses.asdict(settings)}
-    held = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {"rows": []}
-    if held["rows"] and held["settings"] != about["settings"]:
-        raise InPlaceTTTError(f"{file} holds figures of other settings; name another file.")
-    rows = held["rows"]
+    results, name = Results(file and file.parent, "name another file"), file.stem if file else "sine"
+    rows = (results.get(name, settings=about["settings"]) or {"rows": []})["rows"]
     for seed in settings.seeds:
-        for name in settings.models:
-            if any((row["model"], row["seed"]) == (name, seed) for row in rows):
-                continue
-            rows.append(train_one(name, seed, settings))
-            if file is not None:
-                partial = file.with_suffix(".partial")
-                partial.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), **about, "rows": rows}, indent=1) + "\n")
-                partial.replace(file)
+        for model in settings.models:
+            if not any((row["model"], row["seed"]) == (model, seed) for row in rows):
+                rows.append(train_one(model, seed, settings))
+                results.put(name, {"command": " ".join(["python", *sys.argv]), **about, "rows": rows})
     return rows
 
 

@@ -30,13 +30,13 @@ from inplace_ttt.calibration.calibrate import whitening_of
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.config import InPlaceTTTConfig, KeyWhitening
-from inplace_ttt.evaluation.probe import Passage
 from inplace_ttt.families import locate
 from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import convert, fast_weights, ttt_disabled
+from inplace_ttt.tasks.passages import Passage
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
@@ -136,7 +136,7 @@ def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table:
     read = fast_weight(keys, values, None, eta=1.0, layout=layout, damping=damping)
     passage, directions, hits = Passage(), torch.nn.functional.normalize(table, dim=1), []
     for row, start in enumerate(starts):
-        again = slice(start + passage.length + passage.gap, start + passage.tokens - 1)
+        again = slice(passage.second(start).start, passage.second(start).stop - 1)
         best = (read[row, again] @ directions.T).argmax(1)
         hits.append(best == rows[row, again.start + 1 : again.stop + 1])
     return float(torch.cat(hits).float().mean())

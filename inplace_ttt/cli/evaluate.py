@@ -13,14 +13,16 @@ from transformers import PreTrainedModel
 
 from ..attention_window import SINKS
 from ..errors import InPlaceTTTError
-from ..evaluation.ab import Protocol, compare
-from ..evaluation.contexts import growing_context
-from ..evaluation.plain import PlainReader
+from ..evaluation.baseline_losses import BaselineLosses
+from ..evaluation.comparison import compare
+from ..evaluation.growing_context import growing_context
 from ..evaluation.plots import write_plots
-from ..evaluation.probe import Passage, second_copy
+from ..evaluation.protocol import Protocol
+from ..evaluation.second_copy import second_copy
 from ..files.folders import new_folder
 from ..files.text import files_in, tokens_of
 from ..surgery import config_of
+from ..tasks.passages import Passage
 from . import Result
 from .loading import load_plain, load_with_tokenizer
 
@@ -29,8 +31,8 @@ EXAMPLES = """examples:
   inplace-ttt evaluate runs/x/final --text a.txt b.txt --base ./smollm2 --window 256 --second-copy
   inplace-ttt evaluate runs/x/final --text books/ --contexts 1024,4096,8192 --out evaluation
 
-on, off: the same weights with and without writes. foreign: each document read with the memory that another one wrote.
-memory = on - foreign is what a document's own text did; what foreign memory keeps of the gain is drift.
+on, off: the same weights with and without writes. foreign: each document read with the state that another one wrote.
+memory = on - foreign is what a document's own text did; what remains of the gain with another's state is drift.
 
 exit code: 0 done, whatever the numbers say; 2 bad input"""
 
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passage", metavar="L,G", help="its length and the gap between the copies (default: 512,1024)")
     parser.add_argument("--contexts", metavar="N,…", help="also the loss on a fixed last block after so many tokens of context")
     parser.add_argument("--block", type=int, metavar="N", help="tokens of that block (default: 512)")
-    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="documents at once; foreign memory needs two (default: 4)")
+    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="documents at once; foreign needs two (default: 4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the passages' places (default: 0)")
     parser.add_argument(
         "--cache", metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
@@ -87,14 +89,14 @@ def run(args: argparse.Namespace) -> Result:
     base = None if args.base is None else load_plain(args.base, model.dtype)
     protocol = Protocol(args.window, SINKS if args.sinks is None else args.sinks, _skip(args, model), args.batch_size)
     names, documents = _documents(args, model, tokenizer, protocol)
-    plain = PlainReader(args.cache)
-    result = compare(model, documents, protocol, base, plain=plain, progress=True)
+    baseline = BaselineLosses(args.cache)
+    result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.second_copy:
-        probe = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, plain=plain, progress=True)
+        probe = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, baseline=baseline, progress=True)
         result.extra["second_copy"] = probe
     if contexts:
         result.extra["contexts"] = growing_context(
-            model, documents, contexts, protocol, block=args.block or BLOCK, base=base, plain=plain, progress=True
+            model, documents, contexts, protocol, block=args.block or BLOCK, base=base, baseline=baseline, progress=True
         )
     values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
     if args.out:
@@ -111,7 +113,9 @@ def render(result: dict[str, Any]) -> str:
     meaning = {"difference": "on - off", "gain": "on - base", "drift": "foreign - off", "memory": "on - foreign"}
     lines += [f"  {text:14}{_with_error(result[name])}" for name, text in meaning.items() if result[name] is not None]
     if result["foreign"] is None:
-        lines.append("  one document alone: no foreign memory to read, so that this says nothing about memory; give two or more")
+        lines.append(
+            "  one document alone: there is no other document's state to read, so that memory cannot be measured; give two or more"
+        )
     if "second_copy" in result:
         probe = result["second_copy"]
         lines.append(f"  second copy of {probe['passage']} tokens, {probe['gap']} later: on - off {_with_error(probe['second_copy'])}")

@@ -17,12 +17,13 @@ from ..checkpoint.adapter import is_adapter
 from ..checkpoint.fingerprint import fingerprint_of
 from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError
-from ..evaluation.ruler import TASKS
 from ..evaluation.ruler import table as tables
+from ..evaluation.ruler.answers import Settings, Variant, run_cells
 from ..evaluation.ruler.material import Material
 from ..evaluation.ruler.prompt import Draft, Prompter, samples
-from ..evaluation.ruler.run import Results, Settings, Variant, run_cells
+from ..evaluation.ruler.tasks import TASKS
 from ..files.folders import new_folder
+from ..files.results import Results
 from ..surgery import config_of, ttt_disabled
 from . import Result
 from .loading import load_converted, load_plain, tokenizer_of
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", metavar="T,…", help="RULER's names (default: all, qa_1 and qa_2 where --qa gives their files)")
     parser.add_argument("--samples", type=int, default=100, metavar="N", help="a task and length (default: 100; the benchmark's own: 500)")
     parser.add_argument("--haystack", metavar="F", help="UTF-8 text to hide needles in; RULER has Paul Graham's essays")
-    parser.add_argument("--qa", nargs="+", default=[], metavar="F", help="questions of qa_1, then of qa_2 (see docs/ruler.md)")
+    parser.add_argument("--qa", nargs="+", default=[], metavar="F", help="questions of qa_1, then of qa_2 (see docs/evaluate.md)")
     parser.add_argument("--base", metavar="B", help="unconverted checkpoint to compare with; of an adapter, where its base is")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the samples (default: 0)")

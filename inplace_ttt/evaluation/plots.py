@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InPlaceTTTError
 
 _COLOURS = {"on": "#2a6fdb", "off": "#8a8f98", "base": "#444b55", "foreign": "#d9822b"}
-_NAMES = {"on": "TTT on", "off": "TTT off", "base": "base", "foreign": "foreign memory"}
+_NAMES = {"on": "TTT on", "off": "TTT off", "base": "base", "foreign": "another document's state"}
 
 
 def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:

@@ -121,22 +121,26 @@ def override(values: dict[str, Any], text: str, lines: dict[tuple[str, ...], int
 
 
 def _build(cls: Any, values: Any, keys: tuple[str, ...], source: _Source, **internal: Any) -> Any:
-    """A dataclass from plain values, each checked against its type."""
+    """A dataclass from plain values, each checked against its type. A class of presets fills in the rest from the one named `preset`."""
     if not isinstance(values, Mapping):
         raise source.error(keys, f"must be a table of settings, got {values!r}")
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("internal")}
+    presets = {"preset": str} if hasattr(cls, "preset") else {}
     for key in values:
-        if key not in fields:
-            raise source.error((*keys, key), f"there is no such setting; known here: {', '.join(fields)}")
+        if key not in (*fields, *presets):
+            raise source.error((*keys, key), f"there is no such setting; known here: {', '.join((*presets, *fields))}")
     for name, f in fields.items():
         if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise source.error((*keys, name), "this setting is missing")
-    built = {name: _value(hints[name], value, (*keys, name), source) for name, value in values.items()}
+    built = {name: _value((hints | presets)[name], value, (*keys, name), source) for name, value in values.items()}
     try:
-        return cls(**built, **internal)
+        rest = vars(cls.preset(built.pop("preset"))) if presets and "preset" in built else {}
+        return cls(**{**rest, **built, **internal})
     except WrongSetting as error:
         raise source.error((*keys, error.key), str(error)) from None
+    except InPlaceTTTError as error:
+        raise source.error(keys, str(error).rstrip(".")) from None
 
 
 def _value(hint: Any, value: Any, keys: tuple[str, ...], source: _Source) -> Any:
@@ -158,9 +162,9 @@ def _value(hint: Any, value: Any, keys: tuple[str, ...], source: _Source) -> Any
         raise source.error(keys, f"must be {_describe(hint)}, got {value!r}")
     if dataclasses.is_dataclass(hint):
         return _build(hint, {} if value is None else value, keys, source)
-    if origin is list:
-        items = value if isinstance(value, list) else [value]
-        return [_value(get_args(hint)[0], item, (*keys, str(i)), source) for i, item in enumerate(items)]
+    if origin in (list, tuple):
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return origin(_value(get_args(hint)[0], item, (*keys, str(i)), source) for i, item in enumerate(items))
     if origin is Literal:
         if value in get_args(hint):
             return value
@@ -183,7 +187,7 @@ def _describe(hint: Any) -> str:
         return " or ".join(_describe(option) for option in get_args(hint))
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list ({_describe(get_args(hint)[0])})"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a table", type(None): "nothing"}
     return names.get(origin or hint, "a table")

@@ -7,7 +7,7 @@ import sys
 
 from ..errors import InPlaceTTTError
 from .recipe import load_recipe
-from .run import run
+from .worker import run
 
 
 def main() -> int:

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InPlaceTTTError
-from ..evaluation.recall import recall_data
+from ..tasks.recall import recall_data
 from .data_report import DataReport, Tally, make_report
 from .packing import count, lay_out, pack
+from .recipe import Data, Recipe
 from .sources import TOKENS, Source, find, open_source, read_error, root_cause
+from .tokenising import digest_of, token_features, tokenise
+from .ulysses import check_sharing
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset, Features, IterableDataset
-
-    from .recipe import Data, Recipe
 
 SHUFFLE_BUFFER = 64
 """Documents of a source that a stream holds to shuffle them; the files of a source are shuffled too."""
@@ -32,8 +33,6 @@ _FORMAT = 1
 _BATCH = 32
 """Documents, or rows, handled at a time: one may have a million tokens."""
 _STREAM_BATCH = 4
-_CHARACTERS = 1 << 21
-"""Characters handed to the tokenizer at a time, unless one document has more: it needs hundreds of bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,8 @@ def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
 
     Every process of a run may call it: one tokenises and packs, the others wait and read the cache.
     """
-    data, length = recipe.data, recipe.data.sequence_length
-    ranks = recipe.parallel.sequence_parallel
-    if ranks > 1 and (length // ranks) % chunk_size:
-        raise InPlaceTTTError(
-            f"sequence_length {length} over {ranks} sequence-parallel ranks gives each {length // ranks} tokens, which is no multiple of "
-            f"chunk_size {chunk_size}; make data.sequence_length a multiple of {ranks * chunk_size}."
-        )
+    data = recipe.data
+    check_sharing(recipe, chunk_size)
     build = _recall if data.recall is not None else _streamed if data.streaming else _cached
     return build(_Job(recipe, tokenizer, chunk_size))
 
@@ -75,7 +69,7 @@ def _recall(job: _Job) -> TrainingData:
     train = make(task.rows)
     validation = make(data.validation_documents, held_out=True) if data.validation_documents else None
     counts = count([data.sequence_length] * task.rows, data.sequence_length, job.chunk_size)
-    sha256 = hashlib.sha256("".join(map(_digest, train[TOKENS])).encode()).hexdigest()
+    sha256 = hashlib.sha256("".join(map(digest_of, train[TOKENS])).encode()).hexdigest()
     sizes = _sizes([data.sequence_length] * data.validation_documents, job)
     report = make_report(job.recipe, counts, Tally(task.rows, sha256=sha256), [], sizes)
     return TrainingData(train, validation, report)
@@ -185,49 +179,16 @@ def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
     records, column = open_source(source, job.recipe.data, streaming=False)
     key = _key(_FORMAT, records._fingerprint, column, job.tokenizer_key)
     return records.map(
-        functools.partial(_tokenise, column=column, tokenizer=job.tokenizer, source=source.name),
+        functools.partial(tokenise, column=column, tokenizer=job.tokenizer, source=source.name),
         batched=True,
         batch_size=_BATCH,
         writer_batch_size=_BATCH,
         remove_columns=[column],
-        features=_token_features(),
+        features=token_features(),
         new_fingerprint=key,
         cache_file_name=str(cache / f"inplace-ttt-tokens-{key}.arrow"),
         desc=f"Tokenising {source.name}",
     )
-
-
-def _tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, source: str) -> dict[str, list[Any]]:
-    """A batch of texts, or of tokens. The tokenizer's own special tokens, and EOS after each text; empty texts have no tokens."""
-    import numpy as np
-
-    found = _checked(batch[column], len(tokenizer), source) if column == TOKENS else _read(batch[column], column, tokenizer, source)
-    documents = [np.asarray(tokens, dtype=np.int32) for tokens in found]
-    return {TOKENS: documents, "length": [len(d) for d in documents], "digest": [_digest(d) for d in documents]}
-
-
-def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator[Sequence[int]]:
-    for tokens in documents:
-        if tokens and not (isinstance(tokens[0], int) and min(tokens) >= 0 and max(tokens) < vocabulary):
-            raise InPlaceTTTError(
-                f"the input_ids of {source} are not those of this tokenizer (ids 0 to {vocabulary - 1}): {min(tokens)} to {max(tokens)}; "
-                "tokenise the documents with it."
-            )
-        yield tokens or ()
-
-
-def _read(texts: Sequence[Any], column: str, tokenizer: Any, source: str) -> Iterator[Sequence[int]]:
-    """The tokens of each text, a few texts in the tokenizer at a time."""
-    few: list[str] = []
-    for i, text in enumerate(texts):
-        if not isinstance(text, str | None):
-            raise InPlaceTTTError(f"the field {column!r} of {source} holds {type(text).__name__}, not text; set data.text_field.")
-        few.append(text if text and text.strip() else "")
-        if i + 1 == len(texts) or sum(map(len, few)) >= _CHARACTERS:
-            for kept, tokens in zip(few, tokenizer(few, verbose=False)["input_ids"], strict=True):
-                ended = tokenizer.eos_token_id is None or tokens[-1:] == [tokenizer.eos_token_id]
-                yield () if not kept else tokens if ended else [*tokens, tokenizer.eos_token_id]
-            few = []
 
 
 def _rows(job: _Job, documents: Dataset, order: np.ndarray, lengths: np.ndarray, cache: Path) -> Dataset:
@@ -319,8 +280,8 @@ def _stream(job: _Job, sources: Iterable[Source], shuffle: bool) -> IterableData
         records, column = open_source(source, job.recipe.data, streaming=True)
         if shuffle:
             records = records.shuffle(seed=job.recipe.data.seed, buffer_size=SHUFFLE_BUFFER)
-        tokenise = functools.partial(_tokenise, column=column, tokenizer=job.tokenizer, source=source.name)
-        streams.append(records.map(tokenise, batched=True, batch_size=_STREAM_BATCH, remove_columns=[column], features=_token_features()))
+        to_tokens = functools.partial(tokenise, column=column, tokenizer=job.tokenizer, source=source.name)
+        streams.append(records.map(to_tokens, batched=True, batch_size=_STREAM_BATCH, remove_columns=[column], features=token_features()))
     stopping: Any = "all_exhausted_without_replacement"
     documents = interleave_datasets(streams, stopping_strategy=stopping) if shuffle else concatenate_datasets(streams)
     return documents.filter(_has_tokens)
@@ -352,21 +313,8 @@ def _column(documents: Dataset, name: str) -> Iterator[Any]:
         yield from batch[name]
 
 
-def _digest(tokens: Sequence[int] | np.ndarray) -> str:
-    """Of the token ids."""
-    import numpy as np
-
-    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=16).hexdigest()
-
-
 def _key(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
-
-
-def _token_features() -> Features:
-    from datasets import Features, List, Value
-
-    return Features({"input_ids": List(Value("int32")), "length": Value("int64"), "digest": Value("string")})
 
 
 def _row_features() -> Features:

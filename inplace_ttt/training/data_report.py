@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InPlaceTTTError
 from .packing import PackingCounts
+from .recipe import Recipe
 from .sources import Source
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
 
 FEW_LONG = 0.5
 MUCH_PADDING = 0.25

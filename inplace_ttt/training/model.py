@@ -20,7 +20,7 @@ from ..errors import InPlaceTTTError, one_line
 from ..files.json_files import read_json
 from ..models import MODEL_TYPE
 from ..surgery import convert, fast_weights
-from .recipe import Recipe
+from .recipe import Lora, Recipe
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 _EXTENDS_ROPE = ("yarn", "longrope", "llama3")
@@ -72,7 +72,7 @@ def meta_model(recipe: Recipe) -> PreTrainedModel:
 
 def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
     """The model's config with the recipe's overrides, and the surgery still to make (None for a full converted checkpoint)."""
-    model, path, surgery = recipe.model, recipe.model.path, recipe.ttt_config()
+    model, path, surgery = recipe.model, recipe.model.path, recipe.surgery
     adapter = None
     if path is None:
         values = dict(model.config or {})
@@ -176,8 +176,6 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     """LoRA on the frozen model, with the TTT parameters trained and saved beside it."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.tuners_utils import check_target_module_exists
-
-    from .recipe import Lora
 
     lora = recipe.optimisation.lora or Lora()
     config = LoraConfig(

@@ -11,16 +11,17 @@ from transformers import PreTrainedConfig
 from ..config import InPlaceTTTConfig
 from ..families import features
 from ..surgery import config_of, fast_weights
-from .memory import Memory, Shape, communication, deepspeed_memory
+from .device_memory import DeviceMemory, ModelSize, communication, deepspeed_memory
+from .meta_step import StepCost, step_cost
 from .model import meta_model
 from .recipe import Recipe
-from .trace import Trace, trace
+from .ulysses import attention_heads, sharing_problems
 
 _GB = 10**9
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser step unless named otherwise.
 
     tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last are read.
@@ -56,34 +57,34 @@ class Plan:
         return dataclasses.asdict(self)
 
 
-def make_plan(recipe: Recipe, device_memory: int | None = None) -> Plan:
+def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
     """Plan a run; `device_memory` in bytes adds a warning where it does not suffice. Reads the model's config, no weights."""
     model = meta_model(recipe)
-    ttt, text = config_of(model), _text_config(model)
+    ttt, text = config_of(model), model.config.get_text_config()
     layers = fast_weights(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    shape = Shape(
+    heads, kv_heads = attention_heads(text)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    size = ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
         largest=max(p.numel() for p in trained),
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
-        queries=head * text.num_attention_heads,
-        keys=head * max(keys, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
+        queries=width * heads,
+        keys=width * max(kv_heads, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
         fast_weights=tuple(features(layer)[::-1] for layer in layers.values()),
     )
-    step = trace(recipe)
-    memory = deepspeed_memory(recipe, shape, step)
-    flops = step.product_flops + _attention_flops(recipe, text, shape)
+    step = step_cost(recipe)
+    memory = deepspeed_memory(recipe, size, step)
+    flops = step.product_flops + _attention_flops(recipe, text, size)
     micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
     tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
-    return Plan(
+    return TrainingPlan(
         model_type=text.model_type,
-        parameters=shape.parameters,
-        trained_parameters=shape.trained,
+        parameters=size.parameters,
+        trained_parameters=size.trained,
         ttt_parameters=sum(p.numel() for layer in layers.values() for p in layer.ttt.parameters() if p.requires_grad),
         ttt_layers=list(layers),
         chunk_size=ttt.chunk_size,
@@ -93,8 +94,8 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> Plan:
         per_device_bytes={**{k: v for k, v in dataclasses.asdict(memory).items() if k != "host"}, "total": memory.total},
         host_bytes=memory.host,
         logits_bytes=step.logits,
-        state_bytes_per_sequence=shape.state_bytes,
-        communication_bytes=communication(recipe, shape),
+        state_bytes_per_sequence=size.state_bytes,
+        communication_bytes=communication(recipe, size),
         steps=recipe.steps,
         tokens=recipe.steps * tokens_per_step,
         tokens_per_step=tokens_per_step,
@@ -103,31 +104,26 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> Plan:
         chunks_per_row=-(-recipe.data.sequence_length // ttt.chunk_size),
         flops_per_step=flops * micro_steps,
         flops=flops * micro_steps * recipe.steps,
-        fast_weight_flops=fast_weight_flops(recipe, shape) / flops,
+        fast_weight_flops=fast_weight_flops(recipe, size) / flops,
         warnings=[*_will_not_train(recipe, ttt, text), *_will_not_fit(recipe, memory, step, device_memory)],
     )
 
 
-def _text_config(model: Any) -> PreTrainedConfig:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base.config.get_text_config()
-
-
-def _attention_flops(recipe: Recipe, text: PreTrainedConfig, shape: Shape) -> int:
+def _attention_flops(recipe: Recipe, text: PreTrainedConfig, size: ModelSize) -> int:
     """Of scores and values, for one device's micro-step; rows are taken as one document. Eager attention's are products already."""
     if recipe.model.attention == "eager":
         return 0
     length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * shape.layers
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * size.layers
     pairs = 0
     for kind in kinds:
         reach = min(window, length) if window and kind == "sliding_attention" else length
         pairs += length * reach - reach * (reach - 1) // 2
     passes = 3 + recipe.optimisation.gradient_checkpointing  # the backward is two
-    return 4 * shape.queries * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
+    return 4 * size.queries * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
 
 
-def fast_weight_flops(recipe: Recipe, shape: Shape) -> int:
+def fast_weight_flops(recipe: Recipe, size: ModelSize) -> int:
     """What TTT adds to the products of a device's micro-step: writing and, beside W0, reading S; P; and their backward.
 
     In float32 W0 + ηS is applied in one product, so reading is no more than the plain linear; else S is applied beside W0.
@@ -137,13 +133,12 @@ def fast_weight_flops(recipe: Recipe, shape: Shape) -> int:
     forwards = 1 + again
     tokens = recipe.optimisation.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel
     of_state = forwards * (1 if fused else 2) + again + (3 if fused else 5)
-    return sum(2 * tokens * (of_state * d * h + (forwards + 2) * d * d) for d, h in shape.fast_weights)
+    return sum(2 * tokens * (of_state * d * h + (forwards + 2) * d * d) for d, h in size.fast_weights)
 
 
 def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
     """A sentence for each setting under which something would not learn, or the run would stop."""
-    o, length, shared = recipe.optimisation, recipe.data.sequence_length, recipe.parallel.sequence_parallel
-    found = []
+    o, length, found = recipe.optimisation, recipe.data.sequence_length, []
     chunk, layers = ttt.chunk_size, ttt.layers
     etas = [ttt.eta_of(position) for position in range(len(layers))]
     if chunk >= length:
@@ -169,31 +164,10 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
         value = getattr(o, name)
         if value and value >= recipe.steps:
             found.append(f"The warm-up optimisation.{name} of {value} steps is no shorter than the run of {recipe.steps}; lower it.")
-    if shared > 1:
-        found += _will_not_share(recipe, ttt, text)
-    return found
+    return [*found, *sharing_problems(recipe, chunk, text)]
 
 
-def _will_not_share(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
-    """What keeps ranks from sharing rows."""
-    length, shared, found = recipe.data.sequence_length, recipe.parallel.sequence_parallel, []
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    if heads % shared:
-        found.append(f"sequence_parallel {shared} does not divide the model's {heads} attention heads; choose a divisor.")
-    if keys % shared and shared % keys:
-        found.append(f"sequence_parallel {shared} and the model's {keys} key-value heads do not divide one another; choose a divisor.")
-    if (length // shared) % ttt.chunk_size:
-        found.append(
-            f"Each of {shared} ranks gets {length // shared} tokens, which are not whole chunks of {ttt.chunk_size}; make "
-            f"data.sequence_length a multiple of {shared * ttt.chunk_size}."
-        )
-    if recipe.model.attention == "eager":
-        found.append("Ranks cannot share rows under eager attention; set model.attention to sdpa or flash_attention_2.")
-    return found
-
-
-def _will_not_fit(recipe: Recipe, memory: Memory, step: Trace, available: int | None) -> list[str]:
+def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, available: int | None) -> list[str]:
     if available is None or memory.total <= available:
         return []
     parts = {name: value for name, value in dataclasses.asdict(memory).items() if name != "host"}
@@ -204,7 +178,7 @@ def _will_not_fit(recipe: Recipe, memory: Memory, step: Trace, available: int | 
     ]
 
 
-def _remedy(recipe: Recipe, part: str, step: Trace) -> str:
+def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
     o, ranks = recipe.optimisation, recipe.parallel.world
     if part == "activations":
         if step.logits > step.activations // 3 and not o.liger:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError
 from ..files.settings import WrongSetting, read_settings, require
 
 
 @dataclass(frozen=True)
-class Window:
+class AttentionWindow:
     """Sliding-window attention: each token sees the last `size` and its document's first `sinks`."""
 
     size: int
@@ -42,7 +41,7 @@ class Model:
     overrides: dict[str, Any] = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
-    window: Window | None = None
+    window: AttentionWindow | None = None
 
     def __post_init__(self) -> None:
         require((self.path is None) != (self.config is None), "path", "give either path or config (a model from scratch)")
@@ -244,7 +243,7 @@ class Audit:
 class Recipe:
     """A run. Relative paths start at the current folder; `deepspeed` and `hostfile` at the recipe's own.
 
-    surgery: settings of InPlaceTTTConfig, with `preset` for where the rest comes from; none where `model.path` is converted.
+    surgery: what is converted and how, with `preset` for where the rest comes from; none where `model.path` is converted.
     deepspeed: a ZeRO stage, a DeepSpeed JSON file, or its contents; what the recipe says itself is filled in.
     """
 
@@ -252,7 +251,7 @@ class Recipe:
     data: Data
     optimisation: Optimisation
     output: str
-    surgery: dict[str, Any] | None = None
+    surgery: InPlaceTTTConfig | None = None
     parallel: Parallel = field(default_factory=Parallel)
     deepspeed: int | str | dict[str, Any] = 1
     monitor: Monitor = field(default_factory=Monitor)
@@ -260,11 +259,6 @@ class Recipe:
     path: Path | None = field(default=None, metadata={"internal": True})
 
     def __post_init__(self) -> None:
-        if self.surgery is not None:
-            try:
-                self.ttt_config()
-            except InPlaceTTTError as error:
-                raise WrongSetting("surgery", str(error).rstrip(".")) from None
         if isinstance(self.deepspeed, int):
             require(0 <= self.deepspeed <= 3, "deepspeed", f"there is no ZeRO stage {self.deepspeed}; use 0 to 3, a file, or settings")
         require(
@@ -288,13 +282,6 @@ class Recipe:
         )
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
         require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
-
-    def ttt_config(self) -> InPlaceTTTConfig | None:
-        """The surgery to make, or None where the checkpoint is converted already."""
-        if self.surgery is None:
-            return None
-        settings = dict(self.surgery)
-        return InPlaceTTTConfig.preset(settings.pop("preset", "paper"), **settings)
 
     def beside(self, name: str) -> Path:
         """A file named by the recipe, which lies beside it."""

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import InPlaceTTTError
+from .recipe import Data
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-
-    from .recipe import Data
 
     Records: TypeAlias = Dataset | IterableDataset
 

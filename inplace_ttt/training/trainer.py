@@ -138,6 +138,41 @@ class FastWeightTrainer(Trainer):
             rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.recipe.monitor.keep)
         _barrier()
 
+    def save_final(self) -> Path:
+        """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone."""
+        final = Path(self.recipe.output) / "final"
+        staging = final.with_name(".final.partial")
+        self.model.config.use_cache = True
+        try:
+            self.save_model(str(staging))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise InPlaceTTTError(
+                f"cannot save {final}: {error}; free some space, and run again to go on from the last checkpoint."
+            ) from None
+        if self.args.should_save:
+            (staging / "training_args.bin").unlink(missing_ok=True)
+            if isinstance(self.model, PreTrainedModel):
+                verify_saved(staging, self.model)
+            if final.exists():
+                shutil.rmtree(final)
+            staging.rename(final)
+        return final
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Rows to a batch [B, T]; no attention mask, since position_ids show the documents."""
+    return {
+        name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows])
+        for name in ("input_ids", "position_ids", "labels")
+    }
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Share of the targets that the most likely token hits."""
+    guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    scored = labels != -100
+    return {"accuracy": float((guesses == labels)[scored].mean()) if scored.any() else float("nan")}
+
 
 def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint that was written to its end."""

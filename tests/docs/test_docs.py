@@ -23,12 +23,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+import inplace_ttt
 from inplace_ttt.cli import VERBS, main
 from inplace_ttt.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [
+    *GUIDES,
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
+    *(ROOT / n for n in ("recipes/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 NOT_RUN_AT_MOST = 1
 FENCE = re.compile(r"(?P<above>[^\n]*)\n```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")
@@ -65,13 +70,16 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, entered, with what the pages take for given: ./smollm2-135m and book.txt."""
+    """An empty folder, entered, with what the pages take for given: ./smollm2-135m, book.txt, and what `make model text` fetches."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     logging.disable_progress_bar()
     book = tmp_path / "book.txt"
     book.write_text(some_text(words=1500), encoding="utf-8")
     small_model(tmp_path / "smollm2-135m", book)
+    (tmp_path / ".cache" / "text" / "shakespeare").mkdir(parents=True)
+    (tmp_path / ".cache" / "text" / "shakespeare" / "hamlet.txt").symlink_to(book)
+    (tmp_path / ".cache" / "smollm2-135m").symlink_to(tmp_path / "smollm2-135m")
     return tmp_path
 
 
@@ -208,10 +216,15 @@ def test_the_readme_has_every_verb_and_every_family() -> None:
     assert not missing, f"README.md does not name {missing}"
 
 
-def test_the_errors_in_the_cookbook_are_raised_somewhere() -> None:
+def test_the_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: inplace_ttt\.(\w+)$", page, flags=re.MULTILINE)) == {*inplace_ttt.__all__} - {"__version__"}
+
+
+def test_the_errors_in_the_documentation_are_raised_somewhere() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "inplace_ttt").rglob("*.py"))
     messages = re.sub(r'"\s*\n\s*f?"', "", source)  # literals that stand on several lines
-    table = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8").partition("## Errors you may meet")[2]
+    table = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("## Errors you may meet")[2]
     quoted = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)  # the messages of others say from whom they are
     assert len(quoted) > 10
     assert [message for message in quoted if message not in messages] == []

@@ -49,7 +49,7 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
     assert first == run(capsys, *cached) == run(capsys, *cached) and any((tmp_path / "cache").iterdir())
     assert "on - foreign" in first and "3 documents" in first
     alone = run(capsys, folder / "model", "--text", folder / "texts" / "0.txt")
-    assert "no foreign memory" in alone
+    assert "no other document's state" in alone
 
 
 @pytest.mark.parametrize(

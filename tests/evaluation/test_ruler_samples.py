@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from evaluation import tiny
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.ruler import TASKS
 from inplace_ttt.evaluation.ruler.material import Material, read_questions
 from inplace_ttt.evaluation.ruler.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.scoring import average, mean_of, score
+from inplace_ttt.evaluation.ruler.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m"
@@ -222,11 +222,11 @@ def test_the_datasets_of_the_benchmark_are_read(tmp_path: Path) -> None:
     [
         ("", "is not JSON"),
         ("[]", "holds no questions"),
-        ('[{"question": "q"}]', "docs/ruler.md says: KeyError"),
+        ('[{"question": "q"}]', "docs/evaluate.md says: KeyError"),
         ('[{"question": "q", "answers": "a", "documents": ["d"]}]', "not a list of texts"),
         ('[{"question": "q", "answers": [" "], "documents": ["d"]}]', "no answer or no document"),
-        ('{"data": 3}', "docs/ruler.md says: TypeError"),
-        ("3", "docs/ruler.md says: TypeError"),
+        ('{"data": 3}', "docs/evaluate.md says: TypeError"),
+        ("3", "docs/evaluate.md says: TypeError"),
     ],
 )
 def test_files_that_hold_no_questions(content: str, says: str, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_tool_prints_the_table_and_takes_a_run_up_again(
     monkeypatch.setattr(sine_waves, "train_one", None)  # nothing is run again
     assert sine_waves.main() == 0 and capsys.readouterr().out == first
     monkeypatch.setattr("sys.argv", [*arguments, "waves.noise=0.3"])
-    assert sine_waves.main() == 2 and "holds figures of other settings; name another file." in capsys.readouterr().err
+    assert sine_waves.main() == 2 and "sine.json was made with waves.noise 0.1, not 0.3; name another file." in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["sine_waves.py", str(RECIPE), "--set", "models=[mamba]"])
     assert sine_waves.main() == 2 and "choose from attention, mac-1, mac-2, lstm" in capsys.readouterr().err
 

@@ -117,7 +117,7 @@ class TestHeldOut:
 class TestCache:
     def test_tokenises_once(self, build: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = build(folder, shuffle=True, validation_documents=2)
-        monkeypatch.setattr(data_module, "_tokenise", lambda *_, **__: pytest.fail("tokenised again"))
+        monkeypatch.setattr(data_module, "tokenise", lambda *_, **__: pytest.fail("tokenised again"))
         again = build(folder, shuffle=True, validation_documents=2)
         assert list(again.train) == list(first.train)
         assert again.report == first.report
@@ -133,7 +133,7 @@ from transformers import AutoTokenizer
 import inplace_ttt.training.data as data
 from corpus import recipe, Data
 def never(*_, **__): raise AssertionError
-data._tokenise = data.pack = never
+data.tokenise = data.pack = never
 settings = Data(train=[{str(folder)!r}], sequence_length={LENGTH}, shuffle=False, cache={str(tmp_path / "cache")!r})
 print(data.build_data(recipe(settings), AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r}), {CHUNK}).report.sha256)
 """
@@ -217,7 +217,7 @@ class TestSequenceParallel:
             assert all(a // CHUNK == (b - 1) // CHUNK for document in layout.documents[0] for a, b in layout.chunks(document))
 
     def test_rank_borders_off_the_chunks_are_refused(self, build: Any, folder: Path) -> None:
-        with pytest.raises(InPlaceTTTError, match=r"32 over 2 .* gives each 16 tokens, which is no multiple of chunk_size 12; .* of 24"):
+        with pytest.raises(InPlaceTTTError, match=r"Each of 2 ranks gets 16 tokens, which are not whole chunks of 12; .* of 24"):
             build(folder, chunk_size=12, parallel=Parallel(processes=2, sequence_parallel=2))
 
 

@@ -10,6 +10,7 @@ import torch
 from models import converted, random_ids
 from torch import nn
 
+from inplace_ttt import InPlaceTTTConfig
 from inplace_ttt.diagnostics import precision
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
@@ -126,7 +127,7 @@ def test_the_log_is_json_lines(tmp_path: Path) -> None:
     from inplace_ttt.training.monitor import LayerMonitor
     from inplace_ttt.training.recipe import Data, Model, Recipe
 
-    recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2), "out", surgery={})
+    recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2), "out", surgery=InPlaceTTTConfig())
     model, args = converted("llama"), SimpleNamespace(logging_steps=1)
     tap = GradientTap(model)
     monitor = LayerMonitor(recipe, tap, [], tmp_path / "log.jsonl")

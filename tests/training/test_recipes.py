@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,17 +15,44 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training import plan
 from inplace_ttt.training.audit import gate
+from inplace_ttt.training.meta_step import StepCost
 from inplace_ttt.training.model import build_model, meta_model
 from inplace_ttt.training.recipe import Recipe, load_recipe
-from inplace_ttt.training.trace import Trace
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
-RECIPES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(FOLDER.glob("*.yaml"))
 SMOLLM2 = FOLDER / "configs" / "HuggingFaceTB--SmolLM2-135M.json"
 TOY: dict[str, Any] = {"intermediate_size": 48, "head_dim": 8, "vocab_size": 97, "initializer_range": 0.3}
-PAPER = ("stage", "llama3.1-8b-32k-8gpu", "qwen3-14b", "scratch")
 
-every_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A recipe, or one with settings put over it by a command that stands in its first comment."""
+
+    file: Path
+    settings: tuple[str, ...] = ()
+
+    def load(self, *changes: str) -> Recipe:
+        return load_recipe(self.file, [*self.settings, *changes])
+
+    @property
+    def name(self) -> str:
+        """Of the recipe, or of the folder that the command writes into."""
+        return Path(self.load().output).name if self.settings else self.file.stem
+
+
+def runs_of(file: Path) -> Iterator[Run]:
+    yield Run(file)
+    head = file.read_text(encoding="utf-8").partition("model:")[0]
+    for line in head.replace("\\\n#", " ").splitlines():
+        if line.startswith("#   inplace-ttt train recipes/") and "--set" in line:
+            _, _, _, path, *words = shlex.split(line)
+            assert Path(path).name == file.name and set(words[::2]) == {"--set"}
+            yield Run(file, tuple(words[1::2]))
+
+
+RUNS = [run for file in FILES for run in runs_of(file)]
+every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 
 
 def architecture_of(recipe: Recipe) -> dict[str, Any] | None:
@@ -50,14 +79,14 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, **TOY, "hidden_size": 16 * groups, "num_attention_heads": 2 * groups, "num_key_value_heads": 2}
 
 
-def at_toy_size(file: Path, folder: Path) -> Recipe:
+def at_toy_size(run: Run, folder: Path) -> Recipe:
     """The recipe with a toy model of the same structure, in the forms that run on a CPU without more packages."""
-    recipe = load_recipe(file)
+    recipe = run.load()
     changes = ["model.attention=sdpa", "optimisation.liger=false", "model.dtype=float32"]
     values = architecture_of(recipe)
     if values is None:
         small = shrunk(recipe.model.config or {}) if recipe.data.recall is None else recipe.model.config
-        return load_recipe(file, [*changes, f"model.config={json.dumps(small)}"])
+        return run.load(*changes, f"model.config={json.dumps(small)}")
     (folder / "config.json").write_text(json.dumps(shrunk(values)))
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     base.save_pretrained(folder)
@@ -66,20 +95,20 @@ def at_toy_size(file: Path, folder: Path) -> Recipe:
         first = load_recipe(FOLDER / f"{earlier(recipe).path.stem}.yaml", changes)  # type: ignore[union-attr]
         build_model(first).save_pretrained(folder / "converted")
         changes[-1] = f"model.path={folder / 'converted'}"
-    return load_recipe(file, changes)
+    return run.load(*changes)
 
 
-@every_recipe
-def test_it_builds_at_toy_size(file: Path, tmp_path: Path) -> None:
-    recipe = at_toy_size(file, tmp_path)
+@every_run
+def test_it_builds_at_toy_size(run: Run, tmp_path: Path) -> None:
+    recipe = at_toy_size(run, tmp_path)
     model = build_model(recipe)
-    written = load_recipe(file)
+    written = run.load()
     base = model.get_base_model() if written.optimisation.train == "lora" else model
     text = base.config
     assert is_converted(model)
     layers = fast_weights(model)
     assert max(layers) < text.num_hidden_layers and len(layers) < text.num_hidden_layers
-    settings = written.ttt_config() or earlier(written).ttt_config()
+    settings = written.surgery or earlier(written).surgery
     assert settings is not None and config_of(model) == settings.resolve(text.num_hidden_layers)
     for key, value in written.model.overrides.items():
         found = getattr(text, key)
@@ -93,54 +122,58 @@ def test_it_builds_at_toy_size(file: Path, tmp_path: Path) -> None:
     assert loss.isfinite()
 
 
-@every_recipe
-def test_its_plan_warns_of_nothing(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At full size, but without the trace of a step, which takes seconds."""
-    monkeypatch.setattr(plan, "trace", lambda recipe: Trace(10**9, 10**9, 0, 10**12))
-    recipe = full_size(file, tmp_path)
+@every_run
+def test_its_plan_warns_of_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At full size, but without the cost of a step, which takes seconds."""
+    monkeypatch.setattr(plan, "step_cost", lambda recipe: StepCost(10**9, 10**9, 0, 10**12))
+    recipe = full_size(run, tmp_path)
     made = plan.make_plan(recipe)
     assert made.warnings == []
     assert made.chunks_per_row >= 4 and made.steps >= 1
     if recipe.optimisation.tokens:
         assert 0 <= made.tokens - recipe.optimisation.tokens < made.tokens_per_step
     size = {"500m": 0.4, "1.5b": 1.5, "135m": 0.135, "demo": 0.135, "360m": 0.37, "1.7b": 1.75, "4b": 4.06, "8b": 8.2, "14b": 14.95}
-    name = next((name for name in size if name in file.stem.split("-")), None)
+    name = next((name for name in size if name in run.name.split("-")), None)
     if name is not None:
         assert made.parameters / 1e9 == pytest.approx(size[name], rel=0.03)
 
 
-def full_size(file: Path, folder: Path) -> Recipe:
+def full_size(run: Run, folder: Path) -> Recipe:
     """The recipe with a model that can be found here."""
-    recipe = load_recipe(file)
+    recipe = run.load()
     path = recipe.model.path or ""
     if path.startswith("runs/"):
-        return load_recipe(file, [f"model.path={earlier(recipe).model.path}", f"surgery={json.dumps(earlier(recipe).surgery)}"])
+        return run.load(f"model.path={earlier(recipe).model.path}", f"surgery={json.dumps(earlier(recipe).surgery.to_dict())}")
     if path.startswith(".cache/"):
         (folder / "config.json").write_text(SMOLLM2.read_text())
-        return load_recipe(file, [f"model.path={folder}"])
+        return run.load(f"model.path={folder}")
     return recipe
 
 
-@pytest.mark.parametrize("file", [f for f in RECIPES if f.stem.startswith(PAPER)], ids=lambda file: file.stem)
-def test_the_papers_runs_follow_the_paper(file: Path) -> None:
+PAPER = {
+    "qwen3-4b-stage1-32k-8gpu": (32768, 20, 5e-6),
+    "qwen3-4b-stage2-128k-8gpu": (131072, 15, 5e-6),
+    "llama3.1-8b-32k-8gpu": (32768, 20, 5e-6),
+    "llama3.1-8b-32k-2nodes": (32768, 20, 5e-6),
+    "qwen3-14b-32k-8gpu": (32768, 20, 5e-6),
+    "scratch-500m-32k-8gpu": (32768, 20, 5e-4),
+    "scratch-1.5b-32k-8gpu": (32768, 60, 3e-4),
+}
+"""Tokens a row, billions of tokens, learning rate."""
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_runs_follow_the_paper(name: str) -> None:
     """Table 6, 7 and 8: rule, length, learning rate, weight decay, tokens; and the scratch models' own sizes."""
-    recipe = load_recipe(file)
-    settings = recipe.ttt_config() or earlier(recipe).ttt_config()
+    (recipe,) = (run.load() for run in RUNS if run.name == name)
+    settings = recipe.surgery or earlier(recipe).surgery
     assert settings is not None
     assert (settings.layers, settings.target, settings.kernel_size, settings.conv) == ("every:6", "embeddings", 5, "lookahead")
     o = recipe.optimisation
-    expected = {
-        "qwen3-4b-stage1-32k-8gpu": (32768, 20, 5e-6),
-        "qwen3-4b-stage2-128k-8gpu": (131072, 15, 5e-6),
-        "llama3.1-8b-32k-8gpu": (32768, 20, 5e-6),
-        "qwen3-14b-32k-8gpu": (32768, 20, 5e-6),
-        "scratch-500m-32k-8gpu": (32768, 20, 5e-4),
-        "scratch-1.5b-32k-8gpu": (32768, 60, 3e-4),
-    }[file.stem]
-    assert (recipe.data.sequence_length, (o.tokens or 0) / 1e9, o.learning_rate) == expected
+    assert (recipe.data.sequence_length, (o.tokens or 0) / 1e9, o.learning_rate) == PAPER[name]
     assert (o.train, o.weight_decay, o.max_grad_norm) == ("all", 0.1, 1.0)
-    if file.stem.startswith("scratch"):
-        big = "1.5b" in file.stem
+    if name.startswith("scratch"):
+        big = "1.5b" in name
         config = recipe.model.config or {}
         sizes = [config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "sliding_window")]
         assert sizes == ([2048, 6144, 16, 4096] if big else [1024, 3072, 8, 2048])
@@ -149,27 +182,28 @@ def test_the_papers_runs_follow_the_paper(file: Path) -> None:
 
 
 def test_the_public_codes_runs_follow_it() -> None:
-    for file in FOLDER.glob("*official*.yaml"):
-        recipe = load_recipe(file)
-        settings, o = recipe.ttt_config(), recipe.optimisation
+    official = [run.load() for run in RUNS if "official" in run.name]
+    assert len(official) == 2
+    for recipe in official:
+        settings, o = recipe.surgery, recipe.optimisation
         assert settings is not None and (settings.target, settings.eta, settings.chunk_size) == ("hidden_states", 3.0, 4096)
         assert (recipe.data.sequence_length, o.steps, recipe.rows_per_step) == (65536, 5000, 64)
         assert (o.learning_rate, o.weight_decay, o.conv_weight_decay, o.proj_weight_decay, o.warmup_steps) == (5e-6, 0.1, 0.1, 0.1, 100)
 
 
-def test_the_index_names_every_recipe_and_every_shared_file_is_used() -> None:
+def test_the_index_names_every_run_and_every_shared_file_is_used() -> None:
     index = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[([\w.-]+)\]\(([\w.-]+)\)", index, flags=re.MULTILINE)
-    assert sorted(target for _, target in rows) == [file.name for file in RECIPES]
-    assert all(f"{name}.yaml" == target for name, target in rows)
-    settings = {load_recipe(file).deepspeed for file in RECIPES if isinstance(load_recipe(file).deepspeed, str)}
+    assert sorted(rows) == sorted((run.name, run.file.name) for run in RUNS)
+    recipes = [run.load() for run in RUNS]
+    settings = {recipe.deepspeed for recipe in recipes if isinstance(recipe.deepspeed, str)}
     assert settings == {f"deepspeed/{file.name}" for file in (FOLDER / "deepspeed").iterdir()}
-    models = {str(load_recipe(file).model.path).replace("/", "--") for file in RECIPES}
+    models = {str(recipe.model.path).replace("/", "--") for recipe in recipes}
     assert {file.stem for file in (FOLDER / "configs").iterdir()} <= models
 
 
-def test_no_two_recipes_write_into_one_folder() -> None:
-    outputs = [load_recipe(file).output for file in RECIPES]
+def test_no_two_runs_write_into_one_folder() -> None:
+    outputs = [run.load().output for run in RUNS]
     assert len(set(outputs)) == len(outputs) and all(output.startswith("runs/") for output in outputs)
 
 
@@ -180,18 +214,18 @@ def test_hub_models_are_described_without_a_network(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_documentation_names_every_setting() -> None:
-    text = (FOLDER.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    text = (FOLDER.parent / "docs" / "train.md").read_text(encoding="utf-8")
     sections = get_type_hints(Recipe)
     for name in ("model", "data", "optimisation", "parallel", "monitor", "audit"):
         assert f"### {name}\n" in text
         part = text.partition(f"### {name}\n")[2].partition("\n##")[0]
         missing = [field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part]
-        assert not missing, f"docs/recipes.md does not name {missing} of {name}"
+        assert not missing, f"docs/train.md does not name {missing} of {name}"
 
 
-@pytest.mark.parametrize("file", [f for f in RECIPES if load_recipe(f).audit.profile], ids=lambda file: file.stem)
-def test_deviations_are_declared(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [run for run in RUNS if run.load().audit.profile], ids=lambda run: run.name)
+def test_deviations_are_declared(run: Run, tmp_path: Path) -> None:
     """Or the run would not start. The gate that holds the toy model and the recipe against the recipe's profile."""
-    recipe = at_toy_size(file, tmp_path)
+    recipe = at_toy_size(run, tmp_path)
     report = gate(build_model(recipe), recipe)
     assert (report.undeclared, report.stale_declarations) == ([], [])

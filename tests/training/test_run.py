@@ -7,13 +7,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM
 
 from inplace_ttt import load
-from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training import launch
 from inplace_ttt.training.recipe import load_recipe
-from inplace_ttt.training.run import check_heads
 
 from .runs import checkpoint, documents, finish, recipe_file, start, weights
 
@@ -117,17 +115,6 @@ def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Pa
     log = process.communicate(timeout=300)[1]
     lines = [line for line in log.splitlines() if line.startswith("inplace-ttt")]
     assert process.returncode == 2 and message in lines[0] and "Traceback" not in log, log
-
-
-def test_heads_that_ranks_cannot_share() -> None:
-    config = MistralConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=4)
-    for ranks in (2, 4, 12):
-        check_heads(config, ranks)
-    for ranks in (5, 3, 6):
-        with pytest.raises(
-            InPlaceTTTError, match=f"sequence_parallel {ranks} does not divide the model's 12 attention heads and 4 key-value"
-        ):
-            check_heads(config, ranks)
 
 
 def test_an_undeclared_deviation_stops_the_run_before_it_starts(made: Path, tmp_path: Path) -> None:

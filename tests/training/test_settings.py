@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from inplace_ttt import InPlaceTTTError
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError
 from inplace_ttt.training.recipe import Recipe, load_recipe
 
-from .tiny import VALUES, tiny_recipe, write_recipe
+from .tiny import tiny_recipe, write_recipe
 
 RECIPE = """\
 model:
@@ -83,7 +83,16 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (changed("  steps: 3", "  steps: 3\n  lora: {rank: 2}"), "line 10, optimisation.lora", "has no effect without train: lora"),
         (changed("  steps: 3", "  steps: 3\n  train: lora\n  lora: {rnk: 2}"), "line 11, optimisation.lora.rnk", "known here: rank, alpha"),
         (changed("chunk_size: 16", "chunk_size: 0"), "line 3, surgery", "chunk_size must be an integer of at least 1, got 0"),
-        (changed("chunk_size: 16", "chunksize: 16"), "line 3, surgery", "no setting 'chunksize'"),
+        (
+            changed("chunk_size: 16", "chunksize: 16"),
+            "line 4, surgery.chunksize",
+            "no such setting; known here: preset, layers",
+        ),
+        (changed("chunk_size: 16", "chunk_size: many"), "line 4, surgery.chunk_size", "must be a whole number, got 'many'"),
+        (changed("chunk_size: 16", "target: words"), "line 4, surgery.target", "must be one of embeddings, hidden_states, got 'words'"),
+        (changed("chunk_size: 16", "clip: {}"), "line 4, surgery.clip.tau", "this setting is missing"),
+        (changed("chunk_size: 16", "clip: {tau: -1}"), "line 4, surgery.clip", "tau must be a number above 0, got -1.0"),
+        (changed("chunk_size: 16", "layers: [0, x]"), "line 4, surgery.layers", "must be text or a list (a whole number), got"),
         (changed("chunk_size: 16", "preset: best"), "line 3, surgery", "preset 'best' does not exist"),
         (
             changed("  path: somewhere", "  path: somewhere\n  config: {model_type: llama}"),
@@ -165,6 +174,8 @@ def test_overrides(override: str, section: str, name: str, value: Any, tmp_path:
         ("optimisation..steps=3", "write it as section.key=value"),
         ("optimisation.steps=[", "--set optimisation.steps=[: '[' is not a YAML value"),
         ("optimisation.steps=x", "--set, optimisation.steps: must be a whole number"),
+        ("surgery.chunks=1", "--set, surgery.chunks: there is no such setting"),
+        ("surgery.eta=-1", "recipe.yaml line 3, surgery: eta must be a number of at least 0"),
         ("optimisation.stepz=1", "--set, optimisation.stepz: there is no such setting"),
         ("parallel.nodes=2", "--set, parallel.hostfile: 2 nodes need a hostfile"),
         ("output.folder=x", "--set output.folder=x: output is not a section"),
@@ -177,6 +188,24 @@ def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
 def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> None:
     assert load(tmp_path, RECIPE, "optimisation.steps=4", "optimisation.steps=5").optimisation.steps == 5
     assert load(tmp_path, RECIPE, "surgery=null").surgery is None
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("chunk_size: 16", InPlaceTTTConfig(chunk_size=16)),
+        ("preset: official", InPlaceTTTConfig.preset("official")),
+        ("preset: official\n  eta: 2", InPlaceTTTConfig.preset("official", eta=2.0)),
+        ("layers: [0, 2]\n  eta: [1, 0.5]", InPlaceTTTConfig(layers=(0, 2), eta=(1.0, 0.5))),
+        ("layers: every:3\n  clip: {tau: 1e-3, relative: true}", InPlaceTTTConfig(layers="every:3", clip=DeltaClip(1e-3, relative=True))),
+        ("preset: stable\n  whitening: {rank: 8}", InPlaceTTTConfig.preset("stable", whitening={"rank": 8})),
+        ("preset: stable\n  whitening: null", InPlaceTTTConfig.preset("stable", whitening=None)),
+    ],
+)
+def test_surgery_is_a_config_with_a_preset_for_the_rest(section: str, expected: InPlaceTTTConfig, tmp_path: Path) -> None:
+    recipe = load(tmp_path, changed("chunk_size: 16", section))
+    assert recipe.surgery == expected
+    assert load(tmp_path, yaml.safe_dump(recipe.to_dict())) == recipe
 
 
 def test_steps_follow_from_tokens(tmp_path: Path) -> None:
@@ -196,4 +225,4 @@ def test_deepspeed_settings_come_as_a_stage_a_file_or_a_table(tmp_path: Path) ->
 
 
 def test_the_test_recipe_is_one(tmp_path: Path) -> None:
-    assert load_recipe(write_recipe(tmp_path)).surgery == VALUES["surgery"]
+    assert load_recipe(write_recipe(tmp_path)).surgery == InPlaceTTTConfig(layers=(0, 2), chunk_size=16)

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from inplace_ttt import load
 from inplace_ttt.training.data import build_data
-from inplace_ttt.training.order import rows_to_come
 from inplace_ttt.training.recipe import Recipe, load_recipe
-from inplace_ttt.training.run import collate
+from inplace_ttt.training.row_order import rows_to_come
+from inplace_ttt.training.trainer import collate
 
 from .runs import checkpoint, documents, finish, logged, recipe_file, start, weights
 

@@ -102,7 +102,7 @@ def read_questions(path: str) -> QuestionBook:
         questions, documents = _squad(values) if isinstance(values, dict) else _listed_questions(values)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InPlaceTTTError(
-            f"{path} does not hold questions as docs/ruler.md says: {type(error).__name__} at {one_line(error)!r}."
+            f"{path} does not hold questions as docs/evaluate.md says: {type(error).__name__} at {one_line(error)!r}."
         ) from None
     for question in questions:
         if not question.answers or not all(answer.strip() for answer in question.answers) or not question.documents:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .run import Results, Settings
+from ...files.results import Results
+from .answers import Settings
 from .scoring import average, mean_of
 
 VARIANTS = ("on", "off", "base")

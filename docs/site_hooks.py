@@ -1,0 +1,38 @@
+"""For the site: pages that lie outside docs/ join it, and links to files that are no pages become plain text, or links into repo_url."""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "recipes/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<file>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)|(?<=\]\()(?P<image>docs/[^)\s]+)(?=\))")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    sources = {site: source for source, site in PAGES.items()}
+    here = Path(sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
+
+    def rewritten(link: re.Match[str]) -> str:
+        if link["image"]:
+            return link["image"].removeprefix("docs/")
+        target = Path(os.path.normpath(here / link["file"])).as_posix()
+        site = PAGES.get(target, target.removeprefix("docs/"))
+        if files.get_file_from_path(site) is not None:
+            up = "../" * page.file.src_uri.count("/")
+            return f"[{link['text']}]({up}{site}{link['anchor'] or ''})"
+        if not (ROOT / target).exists():  # code that looks like a link, or a broken one, which the build reports
+            return link[0]
+        return f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/main/{target})" if config.repo_url else link["text"]
+
+    return LINK.sub(rewritten, markdown)

@@ -1,0 +1,101 @@
+"""Token losses without writes, kept in a folder: they are the base's, so that models on one base share them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import InPlaceTTTError
+from ..files.folders import save_tensors
+from ..models import MODEL_TYPE
+from ..surgery import fast_weights, ttt_disabled
+from .token_losses import Progress, token_losses
+
+_SAYS_NOTHING = {MODEL_TYPE, "model_type", "auto_map", "architectures", "transformers_version", "_name_or_path"}
+"""Keys of a config in which a base and its conversion may differ."""
+
+
+class BaselineLosses:
+    """Token losses with TTT off. With a folder, rows that were read once are looked up there.
+
+    A file answers for the same weights (all but conv and P), config, rows, window and device, and for nothing else: runs
+    that train conv and P alone share it, with each other and with their base; a run that trained W0 has files of its own.
+    A model's weights are looked at once; make a new object after training on.
+
+    Raises InPlaceTTTError when the folder cannot be written, here or later.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            with _refusals(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+        self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+
+    def of(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
+        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window and sinks."""
+        file = None if self.folder is None else self.folder / f"{self._key(model, rows, attention)}.safetensors"
+        if file is not None and (found := _held(file, rows)) is not None:
+            progress(rows.numel())
+            return found
+        with ttt_disabled(model):
+            losses = token_losses(model, rows, progress=progress, **attention)
+        if file is not None:
+            _keep(losses, file)
+        return losses
+
+    def _key(self, model: PreTrainedModel, rows: Tensor, attention: dict[str, Any]) -> str:
+        if model not in self._keys:
+            self._keys[model] = _of_model(model)
+        how = [self._keys[model], list(rows.shape), sorted(attention.items())]
+        return hashlib.sha256(json.dumps(how).encode() + rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
+
+
+def _of_model(model: PreTrainedModel) -> str:
+    """sha256 of all that the model computes with when it does not write, to the bit."""
+    generators = [layer.ttt for layer in fast_weights(model).values()]
+    ttt = {id(tensor) for generator in generators for tensor in chain(generator.parameters(), generator.buffers())}
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _SAYS_NOTHING}
+    digest = hashlib.sha256(json.dumps([config, str(model.device.type)], sort_keys=True, default=str).encode())
+    for tensor in chain(model.parameters(), model.buffers()):
+        if id(tensor) not in ttt:
+            digest.update(str(tensor.dtype).encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _held(file: Path, rows: Tensor) -> Tensor | None:
+    try:
+        losses = load_file(file)["losses"]
+    except (OSError, SafetensorError, KeyError):
+        return None  # not there, or not whole: it is read anew
+    return losses if losses.shape == (rows.shape[0], rows.shape[1] - 1) else None
+
+
+def _keep(losses: Tensor, file: Path) -> None:
+    partial = file.with_suffix(f".{os.getpid()}")
+    with _refusals(file.parent):
+        save_tensors({"losses": losses}, partial)
+        partial.replace(file)
+
+
+@contextmanager
+def _refusals(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InPlaceTTTError(f"cannot write {folder}: {reason}; name another folder, or free some space.") from None

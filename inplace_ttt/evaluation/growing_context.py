@@ -1,0 +1,56 @@
+"""Loss on a fixed last block while the context before it grows (the paper's sliding-window perplexity, Figure 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import InPlaceTTTError
+from ..reports.statistics import Mean
+from .baseline_losses import BaselineLosses
+from .protocol import Protocol, on_and_off_losses, progress_bar
+
+
+def growing_context(
+    model: PreTrainedModel,
+    documents: Sequence[Tensor],
+    contexts: Sequence[int],
+    protocol: Protocol,
+    *,
+    block: int = 512,
+    base: PreTrainedModel | None = None,
+    baseline: BaselineLosses | None = None,
+    progress: bool = False,
+) -> list[dict[str, Any]]:
+    """For each number of context tokens: mean loss (nats) and perplexity on the block after it, TTT on, off, base.
+
+    The block is the same for every context: the `block` tokens that follow the longest one in each document of token ids
+    [T]. Raises InPlaceTTTError when a document is shorter than the longest context and the block.
+    """
+    longest = max(contexts)
+    if min(contexts) < 1 or block < 1:
+        raise InPlaceTTTError(f"contexts and block must be at least 1 token, got {min(contexts)} and {block}.")
+    if short := [len(d) for d in documents if len(d) < longest + block]:
+        raise InPlaceTTTError(
+            f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document has {min(short)}; give longer "
+            "documents, or a shorter context."
+        )
+    ends = torch.stack([d[: longest + block] for d in documents])
+    found = []
+    total = (2 + (base is not None)) * len(documents) * sum(context + block for context in contexts)
+    with progress_bar("contexts", total, progress) as bar:
+        for context in contexts:
+            losses = on_and_off_losses(model, ends[:, longest - context :], protocol, baseline, base, progress=bar.update)
+            last = {name: all_tokens[:, -block:].double().mean(1) for name, all_tokens in losses.items()}
+            row: dict[str, Any] = {"context": context, "block": block}
+            for name, per_document in last.items():
+                mean = float(per_document.mean())
+                row[name], row[f"{name}_perplexity"] = mean, exp(mean)
+            row["difference"] = vars(Mean.of((last["on"] - last["off"]).tolist(), alone=0.0))
+            found.append(row)
+    return found

@@ -1,0 +1,132 @@
+"""Answers of a model to the tasks, batched, each result {asked, scores, tokens, answers, predictions} kept in a file as it comes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ...files.results import Results
+from .material import Material
+from .prompt import Prompter, Sample, Task, check, samples
+from .scoring import score
+from .tasks import TASKS
+
+_PREFILL = 1024
+"""Tokens read at once, so that the memory of a long prompt is bounded."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What samples are made from and how they are put to a model."""
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    count: int
+    seed: int
+    batch_size: int
+
+    def cells(self) -> Iterator[tuple[Task, int]]:
+        for length, name in itertools.product(self.lengths, self.tasks):
+            yield TASKS[name], length
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of the table: a model, and what switches it to this variant."""
+
+    name: str
+    model: PreTrainedModel
+    fingerprint: str
+    config: dict[str, Any] | None  # of the writes, where there are any
+    switch: Callable[[], AbstractContextManager[Any]]
+
+
+def asked(task: Task, length: int, settings: Settings, variant: Variant, material: Material, prompter: Prompter) -> dict[str, Any]:
+    """What a result depends on, up to rounding."""
+    wanted = {
+        "task": task.name,
+        "length": length,
+        "samples": settings.count,
+        "seed": settings.seed,
+        "chat": prompter.chat,
+        "model": variant.fingerprint,
+        "dtype": str(variant.model.dtype),
+        "config": variant.config,
+    }
+    if task.haystack or task.name == "cwe":  # whose words may come from it
+        wanted["haystack"] = material.digest
+    if task.questions is not None:
+        wanted["questions"] = material.questions[task.questions].digest
+    return wanted
+
+
+def run_cells(
+    settings: Settings,
+    variants: Sequence[Variant],
+    material: Material,
+    prompter: Prompter,
+    results: Results,
+    progress: Callable[[str, int], None] = lambda what, samples: None,
+) -> None:
+    """Fill in the results that are missing, cell by cell, one batch of samples in memory at a time.
+
+    progress: is told of samples as they are answered, or found. Raises InPlaceTTTError for a task that cannot be made before any is run.
+    """
+    questions = [
+        (task, length, variant, f"{variant.name}-{task.name}-{length}", asked(task, length, settings, variant, material, prompter))
+        for task, length in settings.cells()
+        for variant in variants
+    ]
+    missing = [question for question in questions if results.get(question[3], asked=question[4]) is None]
+    for task, length in dict.fromkeys(question[:2] for question in missing):
+        progress(f"{task.name}-{length}", 0)
+        check(task, length, settings.count, settings.seed, material, prompter)
+    progress("", settings.count * (len(questions) - len(missing)))
+    for (task, length), group in itertools.groupby(missing, key=lambda question: question[:2]):
+        cells = list(group)
+        answers: list[tuple[str, ...]] = []
+        tokens: list[int] = []
+        predictions: dict[str, list[str]] = {name: [] for _, _, _, name, _ in cells}
+        made = samples(task, length, settings.count, settings.seed, material, prompter)
+        while batch := list(itertools.islice(made, settings.batch_size)):
+            answers += [sample.draft.answers for sample in batch]
+            tokens += [len(sample.ids) for sample in batch]
+            for _, _, variant, name, _ in cells:
+                progress(name, 0)
+                with variant.switch():
+                    predictions[name] += answer(variant.model, prompter.tokenizer, batch, task.budget)
+                progress(name, len(batch))
+        for _, _, _, name, wanted in cells:
+            scores = [score(said, right, task.any_answer) for said, right in zip(predictions[name], answers, strict=True)]
+            results.put(name, {"asked": wanted, "scores": scores, "tokens": tokens, "answers": answers, "predictions": predictions[name]})
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budget: int) -> list[str]:
+    """Greedy answers of up to `budget` tokens to prompts of about one length, padded at the left, read in pieces."""
+    width = max(len(sample.ids) for sample in batch)
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    ids = torch.tensor([[pad] * (width - len(sample.ids)) + sample.ids for sample in batch], device=model.device)
+    mask = torch.tensor([[0] * (width - len(sample.ids)) + [1] * len(sample.ids) for sample in batch], device=model.device)
+    own = model.generation_config
+    config = GenerationConfig(
+        max_new_tokens=budget,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        eos_token_id=tokenizer.eos_token_id if own is None or own.eos_token_id is None else own.eos_token_id,
+        pad_token_id=pad,
+        prefill_chunk_size=-(-width // -(-width // _PREFILL)),  # even pieces: a last one of one token would count as generated
+    )
+    kept, model.generation_config = own, config  # what a checkpoint sets for chatting (penalties, temperatures) is no part of RULER
+    try:
+        new = model.generate(ids, attention_mask=mask)[:, width:]
+    finally:
+        model.generation_config = kept
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in new]

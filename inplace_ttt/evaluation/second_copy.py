@@ -1,0 +1,63 @@
+"""The second-copy probe: a passage stands twice in a document, the second time beyond the attention window.
+
+Only the fast weights can know the second copy. What the writes change on the unrelated text between the copies, the filler, is
+the bias that recall has to beat.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import InPlaceTTTError
+from ..reports.statistics import Mean
+from ..tasks.passages import Passage
+from .baseline_losses import BaselineLosses
+from .protocol import Protocol, on_and_off_losses, progress_bar
+
+
+def second_copy(
+    model: PreTrainedModel,
+    documents: Sequence[Tensor],
+    protocol: Protocol,
+    passage: Passage | None = None,
+    *,
+    seed: int = 0,
+    baseline: BaselineLosses | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Loss with TTT on minus off on the second copy and on the filler, paired over documents of token ids [T], one length.
+
+    `copy_off` and `filler_off` are the losses without writes. Raises InPlaceTTTError when a document has no room.
+    """
+    passage = passage or Passage()
+    length = min(map(len, documents))
+    if length < passage.tokens:
+        raise InPlaceTTTError(
+            f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} tokens, and the shortest document "
+            f"has {length}; give longer documents, or a shorter passage."
+        )
+    generator = random.Random(seed)
+    starts = [passage.random_start(length, generator) for _ in documents]
+    rows = torch.stack([passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)])
+    with progress_bar("second copy", 2 * rows.numel(), progress) as bar:
+        losses = on_and_off_losses(model, rows, protocol, baseline, progress=bar.update)
+    with_writes, without = losses["on"].double(), losses["off"].double()
+    spans = {
+        "second_copy": [passage.second(start) for start in starts],
+        "filler": [passage.between(start) for start in starts],
+    }
+    found: dict[str, Any] = {"passage": passage.length, "gap": passage.gap}
+    for name, where in spans.items():
+        pairs = [
+            (float(a[span.start : span.stop - 1].mean()), float(b[span.start : span.stop - 1].mean()))
+            for a, b, span in zip(with_writes, without, where, strict=True)
+        ]
+        found[name] = vars(Mean.of([a - b for a, b in pairs], alone=0.0))
+        found[f"{name}_off"] = sum(b for _, b in pairs) / len(pairs)
+    return found

@@ -1,0 +1,73 @@
+"""Token losses of documents read piece by piece through a cache: bounded memory, the same function as one call (law L2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from ..attention_window import SINKS, attention_window, window_cache
+from ..layer.cache import streams
+
+PIECE = 512
+"""Tokens read at once by a model without chunks."""
+
+Progress = Callable[[int], Any]
+"""Told how many tokens were read."""
+
+
+@torch.no_grad()
+def token_losses(
+    model: PreTrainedModel,
+    rows: Tensor,
+    *,
+    piece: int = PIECE,
+    window: int | None = None,
+    sinks: int = SINKS,
+    before_piece: Callable[[Cache], Any] | None = None,
+    progress: Progress = lambda tokens: None,
+) -> Tensor:
+    """-log p of every next token, float32 [B, T - 1] on the CPU, for rows of token ids [B, T] without padding.
+
+    window, sinks: attention as in `attention_window`; all of the row without a window.
+    before_piece: called with the cache before each piece of `piece` tokens.
+    """
+    rows = rows.to(model.device)
+    cache = DynamicCache(config=model.config.get_text_config()) if window is None else window_cache(model, window, sinks)
+    found = []
+    with attention_window(model, window, sinks):
+        for start in range(0, rows.shape[1], piece):
+            if before_piece is not None:
+                before_piece(cache)
+            logits = model(input_ids=rows[:, start : start + piece], past_key_values=cache, use_cache=True).logits
+            targets = rows[:, start + 1 : start + piece + 1]
+            found += [torch.stack(list(_losses(logits, targets)))]
+            progress(rows[:, start : start + piece].numel())
+    return torch.cat(found, dim=1).cpu()
+
+
+def own_and_foreign_losses(model: PreTrainedModel, rows: Tensor, *, piece: int, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Token losses [B, T - 1] of each row reading its own state, and reading the state that the next row writes.
+
+    Every row is in the batch twice: once reading its own state, and once reading, chunk by chunk, the state of another
+    row, which has as many writes as its own (cross-document state, `foreign`). piece: the chunk size.
+    """
+    count = len(rows)
+    sources = [*range(count), *(reader % count for reader in range(1, count + 1))]
+
+    def lend(cache: Cache) -> None:
+        for stream in streams(cache).values():
+            stream.lend(sources)
+
+    losses = token_losses(model, torch.cat([rows, rows]), piece=piece, before_piece=lend, **settings)
+    return losses[:count], losses[count:]
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """Row by row, since float32 logits of the whole batch are large."""
+    for row, target in zip(logits, targets, strict=True):
+        yield cross_entropy(row[: len(target)].float(), target, reduction="none")

@@ -1,0 +1,59 @@
+"""Results that are kept as they come, so that a long measurement goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import InPlaceTTTError
+
+
+class Results:
+    """JSON objects by name, one file each in a folder, whole or not at all; without a folder in memory.
+
+    remedy: what to do about a file that answers another question.
+    """
+
+    def __init__(self, folder: str | Path | None, remedy: str = "choose another --out") -> None:
+        self.folder, self.remedy = None if folder is None else Path(folder), remedy
+        self.known: dict[str, dict[str, Any]] = {}
+        try:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InPlaceTTTError(f"cannot write to {folder}: {error.strerror}; {remedy}.") from None
+
+    def get(self, name: str, **same: Any) -> dict[str, Any] | None:
+        """The result if there is one. Raises InPlaceTTTError where a value of `same`, or of a table in it, is another there."""
+        if name not in self.known and self.folder is not None and (file := self.folder / f"{name}.json").exists():
+            try:
+                result = json.loads(file.read_text(encoding="utf-8"))
+                known = {key: result[key] for key in same}
+            except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
+                raise InPlaceTTTError(f"{file} is not a result of this command; delete it or {self.remedy}.") from None
+            for key, wanted in json.loads(json.dumps(same)).items():
+                for difference in _differing("" if isinstance(wanted, dict) else key, known[key], wanted):
+                    raise InPlaceTTTError(f"{file} was made with {difference}; {self.remedy}.")
+            self.known[name] = result
+        return self.known.get(name)
+
+    def put(self, name: str, result: dict[str, Any]) -> None:
+        self.known[name] = result
+        if self.folder is not None:
+            partial = self.folder / f".{name}.partial"
+            try:
+                partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+                partial.replace(self.folder / f"{name}.json")
+            except OSError as error:
+                raise InPlaceTTTError(f"cannot write to {self.folder}: {error.strerror}; what is done is kept, run again.") from None
+
+
+def _differing(key: str, known: Any, wanted: Any) -> Iterator[str]:
+    """What is another there: each value of a table by its own name."""
+    if isinstance(wanted, dict) and isinstance(known, dict):
+        for name, value in wanted.items():
+            yield from _differing(f"{key}.{name}" if key else name, known.get(name), value)
+    elif known != wanted:
+        yield f"{key} {known!r}, not {wanted!r}"

@@ -1,0 +1,1 @@
+"""Tasks that a memory can be trained and judged on: data in, no model."""

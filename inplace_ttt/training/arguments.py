@@ -1,0 +1,74 @@
+"""A recipe's settings as transformers and DeepSpeed take them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from .recipe import Recipe
+
+
+def training_arguments(recipe: Recipe) -> TrainingArguments:
+    """The Trainer's arguments; made before the model, so that ZeRO-3 partitions it while it loads."""
+    import deepspeed
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    o, m, shared = recipe.optimisation, recipe.monitor, recipe.parallel.sequence_parallel
+    on_gpu = torch.cuda.is_available()
+    parallelism = None
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", auto_mpi_discovery=False)
+    if shared > 1:
+        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=recipe.model.attention, sp_seq_length_is_variable=True)
+        parallelism = ParallelismConfig(
+            sp_backend="deepspeed", sp_size=shared, dp_replicate_size=recipe.parallel.world // shared, sp_handler=handler
+        )
+    return TrainingArguments(
+        output_dir=recipe.output,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=o.batch_size,
+        per_device_eval_batch_size=o.batch_size,
+        gradient_accumulation_steps=o.accumulation,
+        learning_rate=o.learning_rate,
+        max_grad_norm=o.max_grad_norm,
+        gradient_checkpointing=o.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if o.gradient_checkpointing else None,
+        use_liger_kernel=o.liger,
+        bf16=recipe.model.dtype == "bfloat16",
+        use_cpu=not on_gpu,
+        deepspeed=deepspeed_config(recipe),
+        parallelism_config=parallelism,
+        logging_steps=m.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        report_to=list(m.report_to),
+        eval_strategy="steps" if m.evaluate_every else "no",
+        eval_steps=m.evaluate_every or None,
+        save_strategy="steps",
+        save_steps=m.save_every,
+        save_total_limit=None,  # the trainer's own rotation waits until a checkpoint is complete
+        ignore_data_skip=True,  # the rows start where the run stopped
+        remove_unused_columns=False,
+        label_names=["labels"],
+        seed=o.seed,
+        disable_tqdm=False,
+    )
+
+
+def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's DeepSpeed settings, with what follows from the recipe filled in."""
+    settings = json.loads(json.dumps(recipe.deepspeed_settings()))
+    zero = settings.setdefault("zero_optimization", {"stage": 0})
+    settings.setdefault("train_micro_batch_size_per_gpu", "auto")
+    settings.setdefault("gradient_accumulation_steps", "auto")
+    settings.setdefault("train_batch_size", "auto")
+    settings.setdefault("gradient_clipping", "auto")
+    settings.setdefault("bf16", {"enabled": "auto"})
+    if zero.get("stage", 0) == 3:
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    if zero.get("offload_optimizer"):
+        settings.setdefault("zero_force_ds_cpu_optimizer", torch.cuda.is_available())
+    return settings

@@ -1,0 +1,173 @@
+"""What one micro-step holds and computes, found by running it on the meta device."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.modeling_utils import AttentionInterface
+
+from .model import meta_model
+from .recipe import Recipe
+
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
+"""Matrix products, and which argument is their left factor. (torch's FlopCounterMode leaves out those in place, a fifth of them.)"""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One forward and backward of a device's micro-step, beside the weights.
+
+    activations: bytes at the peak, without the gradients of parameters. step: bytes at the peak, with them.
+    logits: of `activations` at its peak, what has the width of the vocabulary. product_flops: of the matrix products.
+    """
+
+    activations: int
+    step: int
+    logits: int
+    product_flops: int
+
+
+def step_cost(recipe: Recipe) -> StepCost:
+    """Forward and backward of one micro-step on the meta device."""
+    rows, length = recipe.optimisation.batch_size, recipe.data.sequence_length // recipe.parallel.sequence_parallel
+    model = meta_model(recipe).train()
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if recipe.optimisation.gradient_checkpointing:
+        # The second is its name in older transformers.
+        enable = getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    if recipe.model.attention != "eager":
+        causal_lm.config._attn_implementation = _NAMES[recipe.model.attention]
+    meter = _Meter(model, causal_lm.config.get_text_config().vocab_size, rows * length)
+    with torch.device("meta"), meter:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        # Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash attention takes none.
+        seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
+        mask = torch.zeros(rows, 1, seen, seen, dtype=torch.bool)
+        _loss(causal_lm, ids, mask, recipe.optimisation.liger).backward()
+    return StepCost(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
+
+
+def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:
+    """The loss as the Trainer asks for it; Liger's never holds all logits."""
+    if not fused:
+        targets = torch.ones((), dtype=torch.long)
+        return model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, num_items_in_batch=targets).loss
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return _FusedLoss.apply(hidden.flatten(0, 1), model.get_output_embeddings().weight)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Linear map and cross-entropy in one, a slice of rows at a time, as Liger does it: gradients made in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        slices = max(1, weight.shape[0] // hidden.shape[1])
+        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for piece in hidden.chunk(slices):
+            logits = piece @ weight.T
+            d_logits = logits.float().to(hidden.dtype)
+            d_hidden[: len(piece)] = d_logits @ weight
+            d_weight += d_logits.T @ piece
+        ctx.save_for_backward(d_hidden, d_weight)
+        return hidden.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden, d_weight
+
+
+class _Attention(torch.autograd.Function):
+    """What fused attention keeps: q, k, v, its output and one number for each query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out = torch.empty_like(q)
+        bias = None if mask is None else mask.to(q.dtype)  # torch makes numbers of the booleans, and keeps them
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32), bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _Attention.apply(query, key, value, None).transpose(1, 2), None
+
+
+def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    repeats = getattr(module, "num_key_value_groups", 1)  # transformers repeats them where there is a mask
+    return _Attention.apply(query, repeat_kv(key, repeats), repeat_kv(value, repeats), mask).transpose(1, 2), None
+
+
+_NAMES = {"flash_attention_2": "inplace_ttt_meta_flash", "sdpa": "inplace_ttt_meta_sdpa"}
+AttentionInterface.register(_NAMES["flash_attention_2"], _flash)
+AttentionInterface.register(_NAMES["sdpa"], _sdpa)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the bytes that are alive, from here on, and the operations of matrix products."""
+
+    def __init__(self, model: nn.Module, vocabulary: int, tokens: int) -> None:
+        super().__init__()
+        self.vocabulary, self.tokens = vocabulary, tokens
+        self.live = {"activations": 0, "gradients": 0, "logits": 0}
+        self.peak = self.peak_activations = self.peak_logits = self.flops = 0
+        self.known: dict[int, str] = {}  # storages that are alive, by what they are
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._watch(tensor, "weights")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._is_gradient)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _PRODUCTS:
+            self.flops += 2 * out.numel() * args[_PRODUCTS[name]].shape[-1]
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.known:
+                wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary and tensor.numel() > self.vocabulary * self.tokens // 2
+                self._watch(tensor, "logits" if wide else "activations")
+        return out
+
+    def _watch(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self.known:
+            return
+        self.known[key] = kind
+        weakref.finalize(storage, self._freed, key, size).atexit = False
+        self._add(kind, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._add(self.known.pop(key), -size)
+
+    def _is_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        storage = parameter.grad.untyped_storage()
+        kind = self.known.get(id(storage))
+        if kind in ("activations", "logits"):
+            self.known[id(storage)] = "gradients"
+            self._add(kind, -storage.nbytes())
+            self._add("gradients", storage.nbytes())
+
+    def _add(self, kind: str, size: int) -> None:
+        if kind == "weights":
+            return
+        self.live[kind] += size
+        activations = self.live["activations"] + self.live["logits"]
+        if activations > self.peak_activations:
+            self.peak_activations, self.peak_logits = activations, self.live["logits"]
+        self.peak = max(self.peak, activations + self.live["gradients"])

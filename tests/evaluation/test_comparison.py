@@ -1,0 +1,146 @@
+"""On, off, base and cross-document state: each number is what a plain reading of the definition gives."""
+
+import random
+
+import pytest
+import torch
+from families import build
+from models import CHUNK, converted, distance, random_ids
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+from transformers import PreTrainedModel
+
+from inplace_ttt import FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
+from inplace_ttt.attention_window import attention_window
+from inplace_ttt.evaluation.comparison import compare
+from inplace_ttt.evaluation.growing_context import growing_context
+from inplace_ttt.evaluation.protocol import Protocol
+from inplace_ttt.evaluation.second_copy import second_copy
+from inplace_ttt.evaluation.token_losses import own_and_foreign_losses, token_losses
+from inplace_ttt.layer.cache import streams
+from inplace_ttt.reports.statistics import Mean
+from inplace_ttt.surgery import fast_weights
+from inplace_ttt.tasks.passages import Passage
+
+LENGTH = 6 * CHUNK + 3
+STABLE = {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "eta": 3.0}
+
+
+@torch.no_grad()
+def losses(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """Token losses [T - 1] of one row in one call."""
+    return cross_entropy(model(input_ids=row[None], use_cache=False).logits[0, :-1].float(), row[1:], reduction="none")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("piece", [CHUNK, 4, 100])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_pieces_are_one_call(name: str, piece: int, window: int | None) -> None:
+    model, rows = converted(name), random_ids(3, LENGTH)
+    found = token_losses(model, rows, piece=piece, window=window, sinks=2)
+    with attention_window(model, window, 2):
+        expected = torch.stack([losses(model, row) for row in rows])
+    assert found.dtype == torch.float32 and distance(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, STABLE], ids=["paper", "extensions"])
+def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) -> None:
+    """By the definition: chunk by chunk, row r alone with W0 and, added by hand, η K Sᵀ of what row r + 1 had written."""
+    model, rows = converted("llama", **options), random_ids(3, LENGTH)
+    own, foreign = own_and_foreign_losses(model, rows, piece=CHUNK)
+    for r, row in enumerate(rows):
+        assert distance(own[r], losses(model, row)) < 1e-4
+        writer = rows[(r + 1) % len(rows)]
+        reader_session, parts = FastWeightState(model), []
+        for start in range(0, LENGTH, CHUNK):
+            memory = FastWeightState(model)
+            if start:
+                memory.read(writer[None, :start])
+            states = {layer: s.state for layer, s in streams(memory.cache).items()}
+            with ttt_disabled(model), reading(model, states):
+                parts.append(model(row[None, start : start + CHUNK], past_key_values=reader_session.cache).logits[0].detach())
+        logits = torch.cat(parts)
+        assert distance(foreign[r], cross_entropy(logits[:-1], row[1:], reduction="none")) < 1e-4
+    assert distance(foreign, own) > 1e-3
+
+
+class reading:
+    """Within it every TTT layer adds η K Sᵀ of given states to its output."""
+
+    def __init__(self, model: PreTrainedModel, states: dict) -> None:
+        self.layers, self.states = fast_weights(model), states
+
+    def __enter__(self) -> None:
+        def add(layer, args, out):
+            state = self.states.get(layer.fast.layer)
+            return out if state is None else out + layer.eta * linear(layer.keys(args[0]), state[0].to(out.dtype))
+
+        self.handles = [layer.register_forward_hook(add) for layer in self.layers.values()]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def test_the_four_numbers() -> None:
+    model, base = converted("llama"), build("llama")
+    documents = [random_ids(1, n, seed=n)[0] for n in (LENGTH, LENGTH - 5, 3 * CHUNK, LENGTH - 9, 2 * CHUNK + 1)]
+    skip = CHUNK
+    result = compare(model, documents, Protocol(skip=skip, batch_size=2), base)
+    for document, found in zip(documents, result.documents, strict=True):
+        assert distance(found.on, losses(model, document)) < 1e-4
+        assert distance(found.off, losses(base, document)) < 1e-4, "only conv and P were set: off is the base"
+        assert torch.equal(found.off, found.base)
+    values = result.to_dict()
+    on = [float(losses(model, d)[skip:].mean()) for d in documents]
+    off = [float(losses(base, d)[skip:].mean()) for d in documents]
+    assert values["on"] == pytest.approx(sum(on) / 5, abs=1e-4) and values["base"] == values["off"]
+    differences = torch.tensor(on) - torch.tensor(off)
+    assert values["difference"]["mean"] == pytest.approx(float(differences.mean()), abs=1e-4)
+    assert values["difference"]["stderr"] == pytest.approx(float(differences.std() / 5**0.5), abs=1e-4)
+    assert values["memory"]["n"] == 5 and values["gain"] == values["difference"]
+    assert values["positions"][0]["start"] == 0 and values["positions"][-1]["stop"] == LENGTH - 1
+
+
+def test_documents_must_be_long_enough() -> None:
+    with pytest.raises(InPlaceTTTError, match=f"{CHUNK} tokens.*longer texts"):
+        compare(converted("llama"), [random_ids(1, CHUNK)[0]] * 2, Protocol())
+
+
+def test_one_document_has_no_foreign_memory() -> None:
+    values = compare(converted("llama"), [random_ids(1, LENGTH)[0]], Protocol()).to_dict()
+    assert values["foreign"] is None and values["memory"] is None and values["difference"]["n"] == 1
+
+
+def test_second_copy_looks_where_the_copy_is() -> None:
+    model, passage = converted("llama"), Passage(8, 10)
+    documents = [random_ids(1, LENGTH, seed=s)[0] for s in range(3)]
+    found = second_copy(model, documents, Protocol(batch_size=2), passage, seed=4)
+    generator = random.Random(4)
+    expected = []
+    for document in documents:
+        start = passage.random_start(LENGTH, generator)
+        row = passage.repeat(document, start)
+        assert torch.equal(row[start : start + 8], row[start + 18 : start + 26]) and torch.equal(row[: start + 18], document[: start + 18])
+        on = losses(model, row)
+        with ttt_disabled(model):
+            expected.append(float((on - losses(model, row))[start + 18 : start + 25].mean()))
+    assert found["second_copy"]["mean"] == pytest.approx(sum(expected) / 3, abs=1e-4)
+    with pytest.raises(InPlaceTTTError, match="shorter passage"):
+        second_copy(model, documents, Protocol(), Passage(100, 100))
+
+
+def test_growing_context_scores_the_same_block() -> None:
+    model, base = converted("llama"), build("llama")
+    documents = [random_ids(1, LENGTH, seed=s)[0] for s in range(3)]
+    found = growing_context(model, documents, [10, 30], Protocol(batch_size=2), block=9, base=base)
+    for row, context in zip(found, (10, 30), strict=True):
+        on = [float(losses(model, d[30 - context : 39])[-9:].mean()) for d in documents]
+        assert row["on"] == pytest.approx(sum(on) / 3, abs=1e-4) and row["off"] == pytest.approx(row["base"])
+    with pytest.raises(InPlaceTTTError, match="shorter context"):
+        growing_context(model, documents, [100], Protocol())
+
+
+def test_paired_errors() -> None:
+    assert Mean.of([1.0, 2.0, 3.0]) == Mean(2.0, pytest.approx(1 / 3**0.5), 3)
+    assert Mean.of([1.0], alone=0.0) == Mean(1.0, 0.0, 1)

@@ -1,0 +1,232 @@
+"""`inplace-ttt ruler`: its table, batches, interruptions, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from evaluation import tiny
+from inplace_ttt import cli, load, ttt_disabled
+from inplace_ttt.evaluation.ruler import answers
+from inplace_ttt.evaluation.ruler.answers import answer
+from inplace_ttt.evaluation.ruler.material import Material
+from inplace_ttt.evaluation.ruler.prompt import Prompter, Sample, samples
+from inplace_ttt.evaluation.ruler.tasks import TASKS
+
+LENGTH = 1024
+BASIC = ["--lengths", str(LENGTH), "--tasks", "niah_single_2,fwe,qa_1", "--samples", "3"]
+QUICK = ["--lengths", str(LENGTH), "--tasks", "fwe,qa_1", "--samples", "3"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ruler")
+    tiny.save_converted(tiny.save_base(folder / "base"), folder / "ttt")
+    (folder / "book.txt").write_text(tiny.text(8000), encoding="utf-8")
+    tiny.write_lines(folder / "questions.jsonl", tiny.questions(40))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def ruler(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(["ruler", "ttt", "--haystack", "book.txt", "--qa", "questions.jsonl", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def predictions(folder: Path) -> dict[str, list[str]]:
+    return {file.stem: json.loads(file.read_text())["predictions"] for file in sorted(folder.glob("*.json"))}
+
+
+def test_one_table_for_on_off_and_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = ruler(capsys, *BASIC, "--base", "base", "--out", tmp_path / "out")
+    assert [(row["task"], row["length"]) for row in result["rows"]] == [(name, LENGTH) for name in ("niah_single_2", "fwe", "qa_1")]
+    for row in result["rows"]:
+        assert all(0.98 * LENGTH <= n + TASKS[row["task"]].budget <= LENGTH for n in row["tokens"])
+        assert row["on"]["n"] == row["difference"]["n"] == 3
+        assert row["difference"]["mean"] == pytest.approx(row["on"]["mean"] - row["off"]["mean"])
+    assert result["averages"][0]["on"]["n"] == 3 and result["warnings"] == []
+    said = predictions(tmp_path / "out")
+    for name in ("niah_single_2", "fwe", "qa_1"):
+        assert said[f"off-{name}-{LENGTH}"] == said[f"base-{name}-{LENGTH}"] != said[f"on-{name}-{LENGTH}"]
+    assert cli.main(["ruler", "ttt", "--haystack", "book.txt", "--qa", "questions.jsonl", *BASIC, "--out", str(tmp_path / "out")]) == 0
+    assert "average of 3" in capsys.readouterr().out
+
+
+def test_a_batch_answers_as_its_rows_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for size in (1, 2, 3):
+        ruler(capsys, *QUICK, "--batch-size", size, "--out", tmp_path / str(size))
+    assert predictions(tmp_path / "1") == predictions(tmp_path / "2") == predictions(tmp_path / "3")
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, sample: Sample, budget: int) -> list[int]:
+    """Without a cache, padding or pieces: one whole forward a token."""
+    ids = torch.tensor([sample.ids])
+    for _ in range(budget):
+        token = model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        if token.item() == 2:
+            break
+        ids = torch.cat([ids, token], dim=1)
+    return ids[0, len(sample.ids) :].tolist()
+
+
+@pytest.mark.parametrize("ttt", ["on", "off"])
+def test_answers_are_greedy_whatever_the_checkpoint_sets_for_chatting(ttt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "_PREFILL", 100)  # pieces that end inside chunks
+    model = load("ttt")
+    model.generation_config.update(repetition_penalty=3.0, do_sample=True, temperature=2.0, no_repeat_ngram_size=2)
+    before = model.generation_config.to_dict()
+    words = AutoTokenizer.from_pretrained("ttt")
+    batch = list(samples(TASKS["fwe"], LENGTH, 3, 0, Material(), Prompter(words)))
+    assert len({len(sample.ids) for sample in batch}) > 1, "nothing is padded"
+    with torch.no_grad(), ttt_disabled(model) if ttt == "off" else torch.no_grad():
+        expected = [words.decode(greedy(model, sample, 12), skip_special_tokens=True) for sample in batch]
+        assert answer(model, words, batch, 12) == expected
+    assert model.generation_config.to_dict() == before
+
+
+def test_a_run_that_was_stopped_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ruler(capsys, *QUICK, "--out", tmp_path / "whole")
+    answered: list[str] = []
+
+    def counted(model: Any, tokenizer: Any, batch: Any, budget: int) -> list[str]:
+        if len(answered) == 8:
+            raise KeyboardInterrupt
+        answered.extend(sample.task for sample in batch)
+        return answer(model, tokenizer, batch, budget)
+
+    monkeypatch.setattr(answers, "answer", counted)
+    arguments = ["--haystack", "book.txt", "--qa", "questions.jsonl", *QUICK, "--out", str(tmp_path / "part")]
+    assert cli.main(["ruler", "ttt", *arguments]) == 130
+    assert list(predictions(tmp_path / "part")) == [f"off-fwe-{LENGTH}", f"on-fwe-{LENGTH}"]
+    assert all(file.suffix == ".json" for file in (tmp_path / "part").iterdir())
+    monkeypatch.setattr(answers, "answer", lambda *given: answered.extend(sample.task for sample in given[2]) or answer(*given))
+    answered.clear()
+    assert ruler(capsys, *QUICK, "--out", tmp_path / "part") == whole
+    assert len(answered) == 3 * 2, "what was there has been made again"
+    answered.clear()
+    wider = ruler(capsys, *QUICK, "--lengths", "1024,900", "--out", tmp_path / "part")
+    assert wider["rows"][:2] == whole["rows"] and len(answered) == 3 * 4
+
+
+def test_the_samples_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """They are those that the model is asked; a base will do."""
+    arguments = ["ruler", "base", "--qa", "questions.jsonl", *QUICK, "--write-samples", str(tmp_path / "s"), "--json"]
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == 6
+    ruler(capsys, *QUICK, "--out", tmp_path / "out")
+    for name in ("fwe", "qa_1"):
+        lines = [json.loads(line) for line in (tmp_path / "s" / f"{name}-{LENGTH}.jsonl").read_text().splitlines()]
+        asked = json.loads((tmp_path / "out" / f"on-{name}-{LENGTH}.json").read_text())
+        assert [line["outputs"] for line in lines] == asked["answers"]
+        assert [line["length"] - line["tokens_to_generate"] for line in lines] == asked["tokens"]
+
+
+def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, chat = (ruler(capsys, *QUICK, *more) for more in ([], ["--chat"]))
+    assert [row["tokens"] for row in plain["rows"]] != [row["tokens"] for row in chat["rows"]]
+
+
+def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A length beyond the model's positions is read whole; one within a chunk shows no fast weight."""
+    tiny.save_converted(tiny.save_base(tmp_path / "base", positions=900), tmp_path / "ttt")
+    assert cli.main(["ruler", str(tmp_path / "ttt"), "--lengths", "1000", "--tasks", "fwe", "--samples", "1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["rows"][0]["tokens"][0] > 900
+    assert "[1000] tokens exceed the 900 positions" in result["warnings"][0] and result["warnings"][0] in err
+    config = json.loads((tmp_path / "ttt" / "config.json").read_text())
+    config["inplace_ttt"]["config"]["chunk_size"] = 1000
+    (tmp_path / "ttt" / "config.json").write_text(json.dumps(config))
+    assert cli.main(["ruler", str(tmp_path / "ttt"), "--lengths", "1000", "--tasks", "fwe", "--samples", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "on and off are the same" in result["warnings"][1]
+    assert result["averages"][0]["on"] == result["averages"][0]["off"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["base", "--lengths", "1024", "--tasks", "fwe"], "not a converted checkpoint"),
+        (["ttt"], "required: --lengths"),
+        (["ttt", "--lengths", "4k"], "must be whole numbers"),
+        (["ttt", "--lengths", "0"], "must be above 0"),
+        (["ttt", "--lengths", "1024", "--samples", "0"], "--samples must be at least 1"),
+        (["ttt", "--lengths", "1024", "--batch-size", "0"], "--batch-size must be at least 1"),
+        (["ttt", "--lengths", "1024", "--tasks", "niah"], "there is no task 'niah'"),
+        (["ttt", "--lengths", "1024"], "niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue, niah_multiquery hide needles"),
+        (["ttt", "--lengths", "1024", "--tasks", "qa_1"], "qa_1 needs questions; give a file"),
+        (["ttt", "--lengths", "1024", "--tasks", "qa_2", "--qa", "questions.jsonl"], "give two files"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--dtype", "half-a-byte"], "is not a torch dtype"),
+        (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe takes at least"),
+        (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "latin1.txt"], "cannot read latin1.txt"),
+        (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "empty.txt"], "empty.txt holds no text"),
+        (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "short.txt"], "short.txt has 5 words"),
+        (["ttt", "--lengths", "1024", "--tasks", "qa_1", "--qa", "latin1.txt"], "cannot read latin1.txt"),
+        (["ttt", "--lengths", "1024", "--tasks", "qa_1", "--qa", "short.txt"], "short.txt is not JSON"),
+        (["ttt", "--lengths", "1024", "--tasks", "qa_1", "--qa", "questions.jsonl", "--samples", "41"], "has 40 questions"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--base", "ttt"], "is a converted checkpoint; --base takes"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--base", "elsewhere"], "elsewhere has another tokenizer"),
+        (["no-tokenizer", "--lengths", "1024", "--tasks", "fwe"], "no-tokenizer has no usable tokenizer"),
+        (["large-tokenizer", "--lengths", "1024", "--tasks", "fwe"], "has the tokenizer of another model: it gives ids up to"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--out", "book.txt"], "cannot write to book.txt"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "base"], "base exists already"),
+    ],
+)
+def test_bad_input(arguments: list[str], says: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "latin1.txt").write_bytes("Ahab's château".encode("latin-1"))
+    (place / "empty.txt").write_text(" \n")
+    (place / "short.txt").write_text("Call me Ishmael. Some years")
+    if "tokenizer" in arguments[0] and not (place / arguments[0]).exists():
+        load("ttt").save_pretrained(place / arguments[0])
+        if arguments[0].startswith("large"):
+            words = tiny.tokenizer()
+            words.add_tokens([f"<{i}>" for i in range(500)])
+            words.save_pretrained(place / arguments[0])
+    if "elsewhere" in arguments and not (place / "elsewhere").exists():
+        AutoModelForCausalLM.from_pretrained("base").save_pretrained("elsewhere")
+        words = tiny.tokenizer()
+        words.add_tokens(["magic"])
+        words.save_pretrained("elsewhere")
+    assert cli.main(["ruler", *arguments]) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("inplace-ttt")]
+    assert out == "" and len(lines) == 1 and says in lines[0], err
+
+
+def test_results_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["ruler", "ttt", "--lengths", "1024", "--tasks", "fwe", "--samples", "1", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    assert cli.main([*arguments, "--seed", "1"]) == 2
+    assert "was made with seed 0, not 1; choose another --out" in capsys.readouterr().err
+    (tmp_path / f"on-fwe-{LENGTH}.json").write_text("{")
+    assert cli.main(arguments) == 2
+    assert "is not a result of this command" in capsys.readouterr().err
+
+
+def test_results_of_other_writes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The weights are the same, the chunks are not; off has neither."""
+    tiny.save_converted(tiny.save_base(tmp_path / "base"), tmp_path / "ttt")
+    arguments = ["ruler", str(tmp_path / "ttt"), "--lengths", "1024", "--tasks", "fwe", "--samples", "1", "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 0
+    config = json.loads((tmp_path / "ttt" / "config.json").read_text())
+    config["inplace_ttt"]["config"]["eta"] = 0.5
+    (tmp_path / "ttt" / "config.json").write_text(json.dumps(config))
+    assert cli.main(arguments) == 2
+    assert "on-fwe-1024.json was made with config" in capsys.readouterr().err
+
+
+def test_a_length_that_cannot_be_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--lengths", "1024,65536", "--tasks", "niah_single_2", "--haystack", "book.txt", "--out", str(tmp_path)]
+    assert cli.main(["ruler", "ttt", *arguments]) == 2
+    assert "book.txt has 8,000 words" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
