@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def stop_gradient(patch: Patch) -> None:
 
 
 def update_then_apply(patch: Patch) -> None:
-    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any) -> Tensor:
+    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
         for row, (start, stop) in enumerate(spans):
             while start < stop:
                 end = min(start + self.chunk_size - self.filled[row], stop)
@@ -112,7 +113,7 @@ def update_then_apply(patch: Patch) -> None:
 
 
 def one_weight_a_call(patch: Patch) -> None:
-    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any) -> Tensor:
+    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
         self._read(out, z, writer.eta)
         for row, (start, stop) in enumerate(spans):
             while start < stop:
@@ -138,27 +139,29 @@ def last_token_lost(patch: Patch) -> None:
 def target_token_by_token(patch: Patch) -> None:
     """What a chunk writes while streaming is made from each token's embedding alone."""
 
-    def write(self: FastWeight, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
-        alone = ChunkLayout.from_lengths([[len(z)]], 1)
-        v = self.ttt(x[None], alone).to(z.dtype)
-        layout = ChunkLayout.from_lengths([[len(z)]], len(z))
-        before = None if state is None else state[None]
-        return op(z[None], v, None, eta=self.eta, layout=layout, initial_state=before, clip=self.tau(), return_state=True)[1][0]
+    def write(self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> Any:
+        v = self.ttt(x, dataclasses.replace(layout, chunk_size=1)).to(z.dtype)
+        return op(z, v, None, eta=self.eta, layout=layout, initial_state=state, clip=self.tau(), return_state=True)
 
     patch.setattr(FastWeight, "write", write)
 
 
 def reset_keeps_the_open_chunk(patch: Patch) -> None:
     def reset(self: FastWeightStream) -> None:
-        filled, z, x = self.filled, self.z, self.x
+        rows, opened = [dataclasses.replace(row, written=0, undo=None) for row in self.rows], self._open
         self.__init__(self.batch, self.chunk_size)  # type: ignore[misc]
-        self.filled, self.z, self.x = filled, z, x
+        self.rows, self._open = rows, opened
 
     patch.setattr(FastWeightStream, "reset", reset)
 
 
 def generated_tokens_dropped(patch: Patch) -> None:
-    patch.setattr(FastWeight, "decode_updates", property(lambda self: False))
+    def advance(self: FastWeightStream, *args: Any, **kwargs: Any) -> Tensor:
+        self.decode_updates = False
+        return real(self, *args, **kwargs)
+
+    real = FastWeightStream.advance
+    patch.setattr(FastWeightStream, "advance", advance)
 
 
 def half_precision_state(patch: Patch) -> None:
