@@ -173,17 +173,11 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     """Make a decoder layer's down-projection a fast weight, in place, and hook its attention and MLP to it."""
     down, config = parts.down_proj, settings.config
     weight = next(down.parameters())
-    (width, dim), factory = features(down), {"device": weight.device, "dtype": dtype}
+    width, dim = features(down)
+    factory: dict[str, Any] = {"device": weight.device, "dtype": dtype}
     keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.rank, **factory)
-    target = TargetGenerator(
-        dim,
-        config.kernel_size,
-        config.conv,
-        standardised=config.standardised,
-        calibrated_proj=config.calibrated_proj,
-        keys=keys,
-        **factory,
-    )
+    measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj, "keys": keys}
+    target = TargetGenerator(dim, config.kernel_size, config.conv, **measured, **factory)
     if weight.device.type != "meta":
         with gathered(target.parameters()):
             target.reset_parameters(std, seed)

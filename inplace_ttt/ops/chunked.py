@@ -9,6 +9,7 @@ is kept a chunk: the extra memory is a few [d, h] matrices whatever the length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,24 +116,22 @@ def _complete(spans: Sequence[Span | None], layout: ChunkLayout) -> Iterator[tup
         yield from ((row, chunk) for chunk in layout.chunks(span or (0, 0)) if layout.is_complete(chunk))
 
 
+@dataclass(eq=False)
 class _Walk:
     """The walk over every row and document of a layout; see the module's docstring for the carry."""
 
-    def __init__(
-        self,
-        z: Tensor,
-        v: Tensor,
-        weight: Tensor | None,
-        initial_state: Tensor | None,
-        eta: float,
-        clip: float | Tensor | None,
-        layout: ChunkLayout,
-        keeps_state: bool,
-    ) -> None:
-        self.z, self.v, self.weight, self.initial_state = z, v, weight, initial_state
-        self.eta, self.clip, self.layout, self.keeps_state = eta, clip, layout, keeps_state
-        self.read, self.write = (eta, 1.0) if weight is None else (1.0, eta)
-        self.dtype = state_dtype(z.dtype)
+    z: Tensor
+    v: Tensor
+    weight: Tensor | None
+    initial_state: Tensor | None
+    eta: float
+    clip: float | Tensor | None
+    layout: ChunkLayout
+    keeps_state: bool
+
+    def __post_init__(self) -> None:
+        self.read, self.write = (self.eta, 1.0) if self.weight is None else (1.0, self.eta)
+        self.dtype = state_dtype(self.z.dtype)
 
     def segments(self, row: int) -> Iterator[tuple[Span, int | None]]:
         """The row in order: (span, n) for document n where the fast weight acts, (span, None) for the rest, merged."""

@@ -47,17 +47,8 @@ def fast_weight(
 
 
 @fast_weight.register_fake
-def _(
-    z: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    initial_state: Tensor | None,
-    tau: Tensor | None,
-    spans: Tensor,
-    chunk_size: int,
-    eta: float,
-    return_state: bool,
-) -> tuple[Tensor, Tensor]:
+def _(z: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return_state = rest[-1]
     return _like(v), z.new_empty(z.shape[0] if return_state else 0, v.shape[-1], z.shape[-1], dtype=torch.float32)
 
 
@@ -92,19 +83,9 @@ def fast_weight_backward(
 
 @fast_weight_backward.register_fake
 def _(
-    d_out: Tensor,
-    d_state: Tensor | None,
-    z: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    initial_state: Tensor | None,
-    tau: Tensor | None,
-    spans: Tensor,
-    chunk_size: int,
-    eta: float,
-    return_state: bool,
-    needs_weight: bool,
+    d_out: Tensor, d_state: Tensor | None, z: Tensor, v: Tensor, weight: Tensor | None, initial_state: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs_weight = rest[-1]
     matrix = (v.shape[-1], z.shape[-1]) if needs_weight else (0,)
     start = z.new_empty(0, dtype=torch.float32) if initial_state is None else _like(initial_state)
     return _like(z), _like(v), z.new_empty(matrix), start
