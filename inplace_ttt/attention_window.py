@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from .errors import InPlaceTTTError
 from .layer.sequence_parallel import ulysses_group
+from .layout import document_starts
 
 SINKS = 4
 
@@ -134,7 +135,7 @@ class _Window:
         """Whether rows hold several documents; the answer waits for the device, so a forward's layers share it."""
         version = -1 if positions.is_inference() else positions._version  # an inference tensor's is not kept, nor its answer
         if self._asked is None or self._asked[0] is not positions or self._asked[1] != version or version < 0:
-            self._asked = positions, version, bool((positions.diff(dim=-1) != 1).any())
+            self._asked = positions, version, bool(document_starts(positions)[:, 1:].any())
         return self._asked[2]
 
     def _sees(self, query: Tensor, key: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class _Window:
 
     def _packed_mask(self, positions: Tensor) -> Tensor:
         """[B, 1, T, T] of rows of several documents, whose first tokens stand at position 0 or after a break."""
-        starts = pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
+        starts = document_starts(positions)
         index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         begin = torch.where(starts, index, 0).cummax(dim=-1).values
         within = index - begin

@@ -15,6 +15,11 @@ Span = tuple[int, int]
 """Half-open range of token positions in a row."""
 
 
+def document_starts(position_ids: Tensor) -> Tensor:
+    """Where documents start in packed rows [B, T], bool: wherever the position is not the previous one plus 1."""
+    return torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+
+
 @dataclass(frozen=True)
 class ChunkLayout:
     """The documents of a batch [B, T] and their grid of chunks.
@@ -133,12 +138,10 @@ class ChunkLayout:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor, chunk_size: int) -> ChunkLayout:
-        """Packed rows [B, T]: a document starts wherever the position is not the previous one plus 1."""
-        starts = torch.ones_like(position_ids, dtype=torch.bool)
-        starts[:, 1:] = position_ids.diff(dim=-1) != 1
+        """Packed rows [B, T], see `document_starts`."""
         length = position_ids.shape[1]
         rows = []
-        for row in starts.tolist():
+        for row in document_starts(position_ids).tolist():
             first = [t for t, is_start in enumerate(row) if is_start]
             rows.append(tuple(zip(first, [*first[1:], length], strict=True)))
         return cls(tuple(rows), length, chunk_size)

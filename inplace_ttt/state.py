@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .checkpoint.fingerprint import fingerprint_of
 from .errors import InPlaceTTTError
 from .layer.cache import CarriesFastWeight, attach, plain_class, streams
+from .layer.forward_context import reading_text
 from .layer.stream import FastWeightStream
 from .surgery import config_of, fast_weights
 
@@ -61,10 +62,11 @@ class FastWeightState:
                 f"the session holds {len(self.tokens)} sequences, the new tokens have {len(ids)} rows; give one row for each."
             )
         self.tokens = ids if self.tokens is None else torch.cat([self.tokens, ids], dim=1)
-        start, stop = self.cache.get_seq_length(), self.tokens.shape[1] - 2 * up_to_last  # two: one alone counts as generated
-        with tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True) as bar:
+        start, stop = self.cache.get_seq_length(), self.tokens.shape[1] - 2 * up_to_last  # two: generate's first forward is text then
+        bar = tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True)
+        with bar, reading_text():
             while start < stop:
-                end = stop if stop - start <= _READ_AT_ONCE + 1 else start + _READ_AT_ONCE
+                end = min(start + _READ_AT_ONCE, stop)
                 self.model(self.tokens[:, start:end], past_key_values=self.cache, logits_to_keep=1)
                 bar.update(end - start)
                 start = end
@@ -151,7 +153,8 @@ class FastWeightState:
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
             raise InPlaceTTTError(f"cannot read a session state from {path}: {error}.") from None
-        if header["config"] != config_of(model).to_dict():
+        config = config_of(model)
+        if header["config"] != config.to_dict():
             raise InPlaceTTTError(f"{path} was written under another TTT config than this model's; load it into the model that wrote it.")
         if header["fingerprint"] != fingerprint_of(model):
             raise InPlaceTTTError(
@@ -169,9 +172,9 @@ class FastWeightState:
             layer.keys, layer.values = keys, values
             if saved["window"] is not None:
                 layer.cumulative_length = saved["length"]
-        for index, module in fast_weights(model).items():
+        for index in fast_weights(model):
             prefix = f"{index}.fast."
             held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}
             if held:
-                attach(state.cache, index, FastWeightStream.restore(held, module.chunk_size, model.dtype))
+                attach(state.cache, index, FastWeightStream.restore(held, config.chunk_size, config.decode_updates, model.dtype))
         return state

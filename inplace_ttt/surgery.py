@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .families import locate
-from .layer.fast_linear import FastWeight, FastWeightSlot, check, install, remove
-from .layer.forward_context import ForwardTracker
+from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
+from .layer.hooks import ModelHooks
 from .models import mark, unmark
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         check(decoder.layers[index])
     _warn_if_nothing_reads(config, lm.config.get_text_config())
     std = initial_std(lm.config)
-    tracker = ForwardTracker(decoder.base, config.chunk_size, list(indices))
+    hooks = ModelHooks(decoder.base, list(indices))
     for position, index in enumerate(indices):
-        slot = FastWeightSlot(index, position, config, tracker)
-        install(decoder.layers[index], slot, dtype=lm.dtype, std=std, seed=SEED + index)
-    tracker.attach(decoder.base, decoder.layers[0].block, [parts.attention for i, parts in enumerate(decoder.layers) if i not in indices])
+        settings = LayerSettings(index, config, config.eta_of(position))
+        install(decoder.layers[index], settings, hooks, dtype=lm.dtype, std=std, seed=SEED + index)
+    hooks.attach(decoder.base, decoder.layers[0].block, [parts.attention for i, parts in enumerate(decoder.layers) if i not in indices])
     mark(lm.config, config)
     return model
 
@@ -64,8 +64,8 @@ def revert(model: AnyModel) -> AnyModel:
     layers = fast_weights(lm)
     if not layers:
         raise InPlaceTTTError(f"this {type(lm).__name__} is not converted; there is nothing to revert.")
-    for tracker in {layer.fast.tracker for layer in layers.values()}:
-        tracker.detach()
+    for hooks in _hooks_of(lm):
+        hooks.detach()
     for layer in layers.values():
         remove(layer)
     unmark(lm.config)
@@ -92,15 +92,14 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 @contextmanager
 def ttt_disabled(model: nn.Module) -> Iterator[None]:
     """Within it the model reads with W0 alone and writes nothing: the same weights, TTT off."""
-    trackers = {module.fast.tracker for module in fast_weights(model).values()}
-    before = [(tracker, tracker.enabled) for tracker in trackers]
-    for tracker in trackers:
-        tracker.enabled = False
+    before = [(hooks, hooks.enabled) for hooks in _hooks_of(model)]
+    for hooks, _ in before:
+        hooks.enabled = False
     try:
         yield
     finally:
-        for tracker, enabled in before:
-            tracker.enabled = enabled
+        for hooks, enabled in before:
+            hooks.enabled = enabled
 
 
 @contextmanager
@@ -110,14 +109,17 @@ def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
     Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
     training under DeepSpeed's Ulysses, whose group is found by itself.
     """
-    trackers = {module.fast.tracker for module in fast_weights(model).values()}
-    for tracker in trackers:
-        tracker.group = group
+    for hooks in _hooks_of(model):
+        hooks.group = group
     try:
         yield
     finally:
-        for tracker in trackers:
-            tracker.group = None
+        for hooks in _hooks_of(model):
+            hooks.group = None
+
+
+def _hooks_of(model: nn.Module) -> set[ModelHooks]:
+    return {layer.hooks.model for layer in fast_weights(model).values()}
 
 
 def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:

@@ -43,8 +43,8 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
     from inplace_ttt_kernels import conv, gram
     from inplace_ttt_kernels.walk import walk
 
-    from inplace_ttt.layer.target import _ChunkConv
     from inplace_ttt.layout import ChunkLayout
+    from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 
     device, dtype = "cpu" if smoke else "cuda", torch.bfloat16
     for d, h, chunk in [(40, 72, 32)] if smoke else [(d, h, c) for d, h in ((2560, 9728), (576, 1536)) for c in (256, 512, 1024, 4096)]:
@@ -90,7 +90,7 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
     forms = {
         "convolution": (lambda: conv.convolve(x.detach(), taps.detach(), ids, -2), 2 * once),
         "convolution, gradient of its taps": (lambda: conv.taps_gradient(grad, x.detach(), ids, -2, 5), 2 * once),
-        "convolution in torch, both ways": (lambda: torch.autograd.grad(_ChunkConv.apply(x, taps, ids, -2), (x, taps), grad), 6 * once),
+        "convolution in torch, both ways": (lambda: torch.autograd.grad(conv_by_taps(x, taps, ids, -2), (x, taps), grad), 6 * once),
     }
     for name, (run, moved) in forms.items():
         taken = seconds(run, device)

@@ -122,8 +122,8 @@ def _candidate(number: int) -> Iterator[None]:
 def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     from inplace_ttt_kernels import chunk_conv
 
-    from inplace_ttt.layer.target import _ChunkConv
     from inplace_ttt.layout import ChunkLayout
+    from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 
     d = 19 if smoke else 1000
     layout = ChunkLayout((((3, 20), (20, 41)), ()), 44, 9) if smoke else ChunkLayout((((3, 2000), (2000, 5001)), ()), 5004, 192)
@@ -132,7 +132,7 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
         sizes = (2, layout.length, d), (2, layout.length, d), (d, 1, taps)
         x, d_out, conv = (torch.randn(*size, generator=g, device=device) for size in sizes)
         results = []
-        for convolve, precision in ((_ChunkConv.apply, torch.float64), (chunk_conv, dtype)):
+        for convolve, precision in ((conv_by_taps, torch.float64), (chunk_conv, dtype)):
             leaves = [t.to(dtype).to(precision).requires_grad_() for t in (x, conv)]
             with _poisoned():
                 out = convolve(*leaves, layout.chunk_ids(device), first_tap)

@@ -3,43 +3,27 @@
 report = audit_model(model)          # a converted model in memory
 report = audit_module(ReferenceMLP(mlp, chunk_size=64))   # somebody else's module, through an adapter
 print(report.undeclared, report.to_markdown())
+
+A training recipe is audited by `inplace_ttt.training.audit`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-from .adapters import AuditedModule, MoshiGating, ReferenceMLP
-from .catalogue import Item, catalogue
-from .findings import Finding, NotChecked
+from .adapters import AuditedModule, ReferenceMLP
+from .auditor import audit_model, audit_module
+from .catalogue import catalogue
+from .item import Item
+from .outcome import NotChecked, Outcome
 from .report import Declaration, Report, Result
-from .run import audit_model, audit_module
-
-if TYPE_CHECKING:
-    from .recipes import audit_recipe, gate
 
 __all__ = [
     "AuditedModule",
     "Declaration",
-    "Finding",
     "Item",
-    "MoshiGating",
     "NotChecked",
+    "Outcome",
     "ReferenceMLP",
     "Report",
     "Result",
     "audit_model",
     "audit_module",
-    "audit_recipe",
     "catalogue",
-    "gate",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """What needs training recipes, imported when it is asked for."""
-    if name in ("audit_recipe", "gate"):
-        from . import recipes
-
-        return getattr(recipes, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

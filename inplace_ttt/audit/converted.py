@@ -23,15 +23,9 @@ from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import state_dtype
 from ..ops.chunked import sum_of_writes
-from ..surgery import fast_weights
+from ..surgery import causal_lm, fast_weights
 from .adapters import AuditedModule, Stream
-from .findings import NotChecked
-
-
-def causal_lm(model: nn.Module) -> Any:
-    """The transformers model itself, without PEFT's wrapper."""
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if get_base is not None else model
+from .outcome import NotChecked
 
 
 def probe_chunk(kernel: int) -> int:
@@ -70,10 +64,10 @@ def _restored(layer: FastWeight) -> Iterator[None]:
     """The layer's parameters, config and modes afterwards as before."""
     data = [(p, p.data) for p in layer.parameters() if p.is_floating_point()]  # quantised ones are their library's to pack
     modes = [(m, m.training) for m in layer.modules()]
-    slot, tracker = layer.fast, layer.fast.tracker
-    before = (slot.config, tracker.chunk_size, tracker.enabled, tracker.current, tracker.group, slot.observer)
+    settings, hooks = layer.fast, layer.hooks.model
+    before = (settings.config, settings.observer, hooks.enabled, hooks.group)
     layer.eval()
-    tracker.enabled, tracker.group, slot.observer = True, None, None
+    settings.observer, hooks.enabled, hooks.group = None, True, None
     try:
         yield
     finally:
@@ -81,18 +75,17 @@ def _restored(layer: FastWeight) -> Iterator[None]:
             parameter.data = tensor
         for module, training in modes:
             module.training = training
-        slot.config, tracker.chunk_size, tracker.enabled, tracker.current, tracker.group, slot.observer = before
+        settings.config, settings.observer, hooks.enabled, hooks.group = before
 
 
 @contextmanager
 def _chunks_of(layer: FastWeight, size: int) -> Iterator[None]:
-    slot, tracker = layer.fast, layer.fast.tracker
-    before = (slot.config, tracker.chunk_size)
-    slot.config, tracker.chunk_size = dataclasses.replace(slot.config, chunk_size=size), size
+    before = layer.fast.config
+    layer.fast.config = dataclasses.replace(before, chunk_size=size)
     try:
         yield
     finally:
-        slot.config, tracker.chunk_size = before
+        layer.fast.config = before
 
 
 class ConvertedLayer(AuditedModule):
@@ -121,17 +114,16 @@ class ConvertedLayer(AuditedModule):
     def _forward(self, z: Tensor, target: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         """One forward as the model's hooks see it; the source stands at both places that it may be taken from."""
         z, target = (t.to(self.device, self.dtype) for t in (z, target))
-        slot, parts = self.layer.fast, self.decoder.layers[self.index]
-        tracker = slot.tracker
-        opened = tracker.open(self.decoder.base, (), {**kwargs, "past_key_values": cache})
+        layer, model, parts = self.layer.hooks, self.layer.hooks.model, self.decoder.layers[self.index]
+        opened = model.open(self.decoder.base, (), {**kwargs, "past_key_values": cache})
         try:
-            tracker.take_embeddings(self.decoder.layers[0].block, (target,), {})
+            model.take_embeddings(self.decoder.layers[0].block, (target,), {})
             travelling = {} if opened is None else dict(opened[1])
-            slot.on_attention(parts.attention, (), {**travelling, "past_key_values": cache})
-            slot.on_mlp(parts.mlp, (target,), {})
+            layer.arm(parts.attention, (), {**travelling, "past_key_values": cache})
+            layer.take_mlp_input(parts.mlp, (target,), {})
             return self.layer(z)
         finally:
-            tracker.current, slot._context = None, None
+            model.close(self.decoder.base, (), None)
 
     def keys(self, x: Tensor) -> Tensor:
         return self.layer.keys(x.to(self.device, self.dtype))

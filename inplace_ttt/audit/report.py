@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .catalogue import Item, Profile
-from .findings import VERDICTS, Finding, Verdict
+from ..reports import charts
+from ..reports.page import render
+from .item import PROFILES, Item, Profile
+from .outcome import VERDICTS, Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -23,25 +25,35 @@ class Result:
     """One item on one subject."""
 
     item: Item
-    finding: Finding
+    outcome: Outcome
     expected: str
     declared: str | None = None  # why, where the deviation is declared
 
     @property
     def verdict(self) -> Verdict:
-        return self.finding.verdict
+        return self.outcome.verdict
 
     @property
     def undeclared(self) -> bool:
         return self.verdict == "deviates" and self.declared is None
 
+    @property
+    def numbers(self) -> dict[str, str]:
+        """What was measured, as text."""
+        return {name: _text(value) for name, value in self.outcome.numbers.items()}
+
+    @property
+    def tolerance(self) -> str:
+        tolerance = self.outcome.tolerance
+        return "" if tolerance is None else "exact" if tolerance == 0 else _text(float(tolerance))
+
     def evidence(self) -> dict[str, Any]:
         """The numbers, how far off they may be, and the data of a chart."""
-        found: dict[str, Any] = {"numbers": self.finding.numbers}
-        if self.finding.tolerance is not None:
-            found["tolerance"] = self.finding.tolerance
-        if self.finding.chart is not None:
-            found["chart"] = self.finding.chart
+        found: dict[str, Any] = {"numbers": self.outcome.numbers}
+        if self.outcome.tolerance is not None:
+            found["tolerance"] = self.outcome.tolerance
+        if self.outcome.chart is not None:
+            found["chart"] = self.outcome.chart
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,7 +62,7 @@ class Result:
             "title": self.item.title,
             "paper_ref": self.item.paper_ref,
             "expected": self.expected,
-            "found": self.finding.found,
+            "found": self.outcome.found,
             "evidence": self.evidence(),
             "verdict": self.verdict,
             "declared": self.declared,
@@ -89,6 +101,30 @@ class Report:
     def count(self, verdict: Verdict) -> int:
         return sum(result.verdict == verdict for result in self.items)
 
+    def summary(self) -> str:
+        """One sentence on the whole."""
+        total, profile = len(self.items), "the paper" if self.profile == "paper" else "the public code"
+        deviations = [r.item.id for r in self.items if r.verdict == "deviates"]
+        if not deviations:
+            return f"No deviation from {profile} was found in {total - self.count('not checked')} checked items."
+        declared = "all declared" if not self.undeclared else f"{len(self.undeclared)} of them undeclared"
+        return f"{len(deviations)} of {total} items deviate from {profile}, {declared}: {', '.join(deviations)}."
+
+    def differences(self, other: Report) -> list[tuple[Result, Result]]:
+        """The items in which two reports say different things."""
+        theirs = {result.item.id: result for result in other.items}
+        pairs = [(result, theirs[result.item.id]) for result in self.items if result.item.id in theirs]
+        return [(x, y) for x, y in pairs if (x.verdict, _said(x)) != (y.verdict, _said(y))]
+
+    def compared(self, other: Report) -> dict[str, Any]:
+        """The differences as plain values."""
+        rows = [
+            {"id": x.item.id, "title": x.item.title, "a": {"verdict": x.verdict, "found": x.outcome.found},
+             "b": {"verdict": y.verdict, "found": y.outcome.found}}
+            for x, y in self.differences(other)
+        ]  # fmt: skip
+        return {"subject": other.subject, "undeclared": other.undeclared, "differences": rows}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -101,39 +137,45 @@ class Report:
             "counts": {verdict: self.count(verdict) for verdict in VERDICTS},
         }
 
-    def to_markdown(self) -> str:
-        """A report to read on its own."""
-        from .report_text import markdown
+    def to_markdown(self, other: Report | None = None) -> str:
+        """A report to read on its own. other: one to compare it with."""
+        return self._render("audit.md.j2", other)
 
-        return markdown(self)
+    def to_html(self, other: Report | None = None) -> str:
+        """The same as one self-contained page, with charts where matplotlib is installed."""
+        return self._render("audit.html.j2", other, draw=charts.svg if charts.available() else None)
 
-    def to_html(self) -> str:
-        """One self-contained page, with charts where matplotlib is installed."""
-        from .report_page import page
+    def _render(self, template: str, other: Report | None, **values: Any) -> str:
+        deviations = [r for r in self.items if r.verdict == "deviates"]
+        return render(
+            template,
+            title=f"In-Place TTT audit: {self.subject}",
+            good=not self.undeclared,
+            report=self,
+            other=other,
+            facts={"held against": PROFILES[self.profile], **self.facts},
+            deviations={
+                "Undeclared deviations": [r for r in deviations if r.undeclared],
+                "Declared deviations": [r for r in deviations if not r.undeclared],
+            },
+            verdicts=VERDICTS,
+            **values,
+        )
 
-        return page(self)
+
+def _said(result: Result) -> str:
+    """What was found, unless it is a number that rounding alone changes."""
+    return "" if result.item.id == "state-precision" else result.outcome.found
 
 
-def summary(report: Report) -> str:
-    """One sentence on the whole."""
-    total, profile = len(report.items), "the paper" if report.profile == "paper" else "the public code"
-    deviations = [r for r in report.items if r.verdict == "deviates"]
-    if not deviations:
-        return f"No deviation from {profile} was found in {total - report.count('not checked')} checked items."
-    undeclared = len(report.undeclared)
-    names = ", ".join(r.item.id for r in deviations)
-    declared = "all declared" if not undeclared else f"{undeclared} of them undeclared"
-    return f"{len(deviations)} of {total} items deviate from {profile}, {declared}: {names}."
-
-
-def number(value: Any) -> str:
+def _text(value: Any) -> str:
     """A measured value as text."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, float):
         return "0" if value == 0 else f"{value:.3g}"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(number, value)) or "none"
+        return ", ".join(map(_text, value)) or "none"
     if isinstance(value, dict):
-        return "; ".join(f"{key} {number(v)}" for key, v in value.items())
+        return "; ".join(f"{key} {_text(v)}" for key, v in value.items())
     return str(value)

@@ -12,14 +12,15 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, logging
 
-from ..audit.catalogue import PROFILES, known
-from ..audit.compare import comparison
+from ..audit.auditor import as_declarations, audit_model
+from ..audit.item import PROFILES, known
 from ..audit.report import Report
-from ..audit.run import as_declarations, audit_model
 from ..checkpoint.adapter import is_adapter
 from ..checkpoint.loading import load
 from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError
+from ..training.audit import audit_recipe
+from ..training.audit.catalogue import RECIPE
 from . import Result
 
 EXAMPLES = """examples:
@@ -57,10 +58,10 @@ def run(args: argparse.Namespace) -> Result:
     report = _audit(args.path, args)
     other = None if args.compare is None else _audit(args.compare, args)
     result = report.to_dict()
-    text = {"md": report.to_markdown, "html": report.to_html, "json": lambda: json.dumps(result, indent=1) + "\n"}[args.format]()
     if other is not None:
-        result["compare"] = comparison(report, other)
-        text = _with_comparison(text, args.format, report, other, result)
+        result["compare"] = report.compared(other)
+    write = {"md": report.to_markdown, "html": report.to_html, "json": lambda other: json.dumps(result, indent=1) + "\n"}[args.format]
+    text = write(other)
     if args.out is not None:
         try:
             Path(args.out).write_text(text, encoding="utf-8")
@@ -89,8 +90,6 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
             bar.set_postfix_str(title, refresh=True)
 
         if Path(path).suffix.lower() in (".yaml", ".yml"):
-            from ..audit.recipes import audit_recipe
-
             report = audit_recipe(path, profile=args.profile, seed=args.seed, progress=progress)
         else:
             report = _audit_checkpoint(path, args, progress)
@@ -110,6 +109,7 @@ def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Rep
         declared = checkpoint.section.get("declared_deviations", ())
         if not isinstance(declared, (list, tuple)):
             raise InPlaceTTTError(f"{path} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
+    of_recipes = {item.id for item in RECIPE}  # one list of declarations may serve a checkpoint and its training
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -121,7 +121,7 @@ def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Rep
         model,
         _tokenizer(path),
         profile=args.profile or "paper",
-        declared=as_declarations(declared, path),
+        declared=[d for d in as_declarations(declared, path) if d.id not in of_recipes],
         seed=args.seed,
         progress=progress,
     )
@@ -133,13 +133,3 @@ def _tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _with_comparison(text: str, format: str, report: Report, other: Report, result: dict[str, Any]) -> str:
-    from ..audit.compare import as_html, as_markdown
-
-    if format == "json":
-        return json.dumps(result, indent=1) + "\n"
-    if format == "html":
-        return text.replace("<h2>All items</h2>", as_html(report, other) + "\n<h2>All items</h2>", 1)
-    return text.replace("## All items", as_markdown(report, other) + "\n\n## All items", 1)

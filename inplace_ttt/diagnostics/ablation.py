@@ -28,17 +28,15 @@ def with_eta(layers: Mapping[int, FastWeight], etas: Mapping[int, float]) -> Ite
 
 @contextmanager
 def with_config(layers: Iterable[FastWeight], **changes: Any) -> Iterator[None]:
-    """Other settings of the TTT config; a chunk size holds for the whole forward."""
-    slots = [layer.fast for layer in layers]
-    before = [(slot, slot.config, slot.tracker, slot.tracker.chunk_size) for slot in slots]
+    """Other settings of the TTT config."""
+    before = [(layer.fast, layer.fast.config) for layer in layers]
     try:
-        for slot in slots:
-            slot.config = dataclasses.replace(slot.config, **changes)
-            slot.tracker.chunk_size = slot.config.chunk_size
+        for settings, config in before:
+            settings.config = dataclasses.replace(config, **changes)
         yield
     finally:
-        for slot, config, tracker, chunk_size in before:
-            slot.config, tracker.chunk_size = config, chunk_size
+        for settings, config in before:
+            settings.config = config
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def gradients(subject: Subject, rates: Rates, keep: Collection[str] = ()) -> Gra
             v.requires_grad_()
             cut.append(index)
         values[index] = v
-        layout.append(context.part())
+        layout.append(context.part(layer.chunk_size))
         clipped[index] = write_health(layer, z, v, context).clipped if layer.tau() is not None else 0.0
 
     with subject.mode(training=True), torch.enable_grad(), requiring_grad(wanted.values()), observing(subject.model, observe):

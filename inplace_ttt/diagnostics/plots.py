@@ -46,15 +46,6 @@ class Plot:
     has: Callable[[Diagnosis], bool] = lambda d: True
 
 
-def available() -> bool:
-    """Whether plots can be drawn here."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def draw_all(diagnosis: Diagnosis, folder: Path) -> list[Plot]:
     """Write every plot that there are numbers for; gives back which."""
     import matplotlib

@@ -39,7 +39,7 @@ class Subject:
             raise InPlaceTTTError(f"this {type(model).__name__} is not converted; convert(model, config) it first.")
         if any(is_partitioned(p) for p in model.parameters()):
             raise InPlaceTTTError("the weights are partitioned (ZeRO-3), so that no single process can diagnose them; use ZeRO 2 or less.")
-        if any(layer.fast.tracker.group is not None for layer in layers.values()):
+        if any(layer.hooks.model.group is not None for layer in layers.values()):
             raise InPlaceTTTError("the ranks share these rows, so that no single process can diagnose them; diagnose the checkpoint.")
         if unknown := sorted(set(batch) - {"input_ids", "attention_mask", "position_ids", "labels"}):
             raise InPlaceTTTError(f"a batch to diagnose has no {unknown[0]!r}; give input_ids, attention_mask, position_ids, labels.")

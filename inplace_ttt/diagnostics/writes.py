@@ -105,7 +105,7 @@ def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContex
     """Health of a layer's writes with keys [B, T, h] and targets [B, T, d], while its weight is at hand."""
     state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=state_dtype(z.dtype))
     largest, clipped, chunks = state.new_zeros(()), 0, 0
-    for _, delta, factor in _deltas(layer, z, v, context.part()):
+    for _, delta, factor in _deltas(layer, z, v, context.part(layer.chunk_size)):
         largest = torch.maximum(largest, _size(layer, delta))
         state.add_(delta)
         clipped, chunks = clipped + int(factor < 1), chunks + 1
@@ -116,7 +116,7 @@ def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContex
 @torch.no_grad()
 def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> Writes:
     """The same in full: every chunk's write, what they add up to, and what rounding would take of it."""
-    layout, w0 = context.part(), layer.matrix()
+    layout, w0 = context.part(layer.chunk_size), layer.matrix()
     accurate = state_dtype(z.dtype)
     state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
     scale, before, norm_before = _scale(layer, accurate), torch.zeros_like(state), 0.0

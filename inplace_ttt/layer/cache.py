@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from .stream import FastWeightStream
 
@@ -56,7 +57,7 @@ def attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
     cache.layers[layer] = carrier
 
 
-def stream_of(cache: Any, layer: int, batch: int, chunk_size: int) -> FastWeightStream:
+def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> FastWeightStream:
     """The stream of a decoder layer in a cache, created at its first use."""
     layers = getattr(cache, "layers", None)
     if layers is None or layer >= len(layers):
@@ -64,9 +65,9 @@ def stream_of(cache: Any, layer: int, batch: int, chunk_size: int) -> FastWeight
     if not layers[layer].is_compileable and layers[layer].get_seq_length() != layers[0].get_seq_length():
         raise InPlaceTTTError("a refused crop has left this cache with layers of different lengths; start a new one, or crop a fork.")
     if not isinstance(layers[layer], CarriesFastWeight):
-        attach(cache, layer, FastWeightStream(batch, chunk_size))
+        attach(cache, layer, FastWeightStream(batch, config.chunk_size, config.decode_updates))
     elif layers[layer].fast_weight.batch != batch and layers[layer].fast_weight.is_empty:
-        layers[layer].fast_weight = FastWeightStream(batch, chunk_size)
+        layers[layer].fast_weight = FastWeightStream(batch, config.chunk_size, config.decode_updates)
     return layers[layer].fast_weight
 
 

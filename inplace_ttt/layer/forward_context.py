@@ -1,57 +1,62 @@
-"""What a TTT layer must know about the current forward: its documents, its target source, its cache.
-
-An MLP sees only its input. Hooks bring the rest: one on the base model opens a `ForwardContext`, one on the first
-decoder layer adds the embeddings, one on each attention takes the context (and the cache) out of the keyword arguments
-and hands it to the down-projection. The context travels with the arguments, so that the recomputation of gradient
-checkpointing meets the context of its own forward, however many forwards came in between.
-"""
+"""What a TTT layer must know about the current forward: its documents, its target source, its ranks."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import InPlaceTTTError
-from ..layout import ChunkLayout, Span
-from .sequence_parallel import gather_rows, ulysses_group
+from ..layout import ChunkLayout, Span, document_starts
+from .sequence_parallel import gather_rows
 
-_KEY = "inplace_ttt_context"
-
-
-@dataclass
-class LayerCall:
-    """What a TTT layer is handed for its one call in a forward: the cache, and the MLP's input if the target wants it."""
-
-    cache: Any
-    mlp_input: Tensor | None = None
+_reads_text: ContextVar[bool] = ContextVar("whether forwards read text, even one token at a time", default=False)
 
 
-@dataclass
+@contextmanager
+def reading_text() -> Iterator[None]:
+    """Within it no forward's tokens count as generated; elsewhere one token alone, read into a filled cache, does."""
+    token = _reads_text.set(True)
+    try:
+        yield
+    finally:
+        _reads_text.reset(token)
+
+
 class ForwardContext:
-    """One forward of the base model. Tensors are the forward's own arguments: [B, T] masks and positions."""
+    """One forward of the base model, by the arguments that it was `given`: [B, T] masks and positions, the cache.
 
-    chunk_size: int
-    enabled: bool = True
-    attention_mask: Any = None
-    position_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    past: int = 0  # tokens in the cache before this forward
-    group: ProcessGroup | None = None  # the ranks that share these rows, each with a part of them
-    with_gradient: bool = field(default_factory=torch.is_grad_enabled)
-    embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
-    calls: dict[int, LayerCall] = field(default_factory=dict)  # TTT layers whose call is still to come
-    called: set[int] = field(default_factory=set)  # TTT layers that ran
-    _layout: ChunkLayout | None = None
-    _part: ChunkLayout | None = None
-    _spans: list[Span] | None = None
+    owner: the hooks that opened it. enabled: whether TTT is on. group: the ranks that share these rows, each with a part
+    of them. outer: the context of the forward around this one, if there is one.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any], *, owner: Any, enabled: bool = True, group: ProcessGroup | None = None, outer: Any = None
+    ) -> None:
+        self.attention_mask: Any = given.get("attention_mask")
+        self.position_ids: Tensor | None = given.get("position_ids")
+        self.cu_seqlens: Tensor | None = given.get("cu_seq_lens_q")
+        cache = given.get("past_key_values")
+        self.past = 0 if cache is None else int(cache.get_seq_length())  # tokens in the cache before this forward
+        self.owner, self.enabled, self.group, self.outer = owner, enabled, group, outer
+        self.with_gradient = torch.is_grad_enabled()
+        self.is_text = _reads_text.get()
+        self.embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
+        self.called: set[int] = set()  # TTT layers that ran
+        self._layouts: dict[int, ChunkLayout] = {}
+        self._parts: dict[int, ChunkLayout] = {}
+        self._spans: list[Span] | None = None
+
+    @property
+    def generated(self) -> bool:
+        """Whether the model made the tokens of this forward: one alone, unless it is said to be text."""
+        return self.shape[1] == 1 and not self.is_text
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,45 +89,50 @@ class ForwardContext:
     def _positions(self) -> Tensor | None:
         return None if self.position_ids is None else self.position_ids.expand(self.shape[0], -1)
 
-    def layout(self) -> ChunkLayout:
+    def layout(self, chunk_size: int) -> ChunkLayout:
         """Documents of a forward without a cache: cu_seq_lens, else the padding mask, else position_ids, else whole rows.
 
-        As in transformers, positions mark packed documents only where no attention mask is given.
+        As in transformers, positions mark packed documents only where no attention mask is given. Of ranks that share
+        rows, it is the layout of whole rows.
         """
-        if self._layout is None and self.group is not None:
-            self._layout = self._layout_across(self.group)
-        if self._layout is None:
-            batch, length = self.shape
-            mask, positions = self._mask(), self._positions()
-            if self.cu_seqlens is not None:
-                self._layout = self._packed_by_cu_seqlens(self.cu_seqlens, positions)
-            elif mask is not None:
-                self._layout = ChunkLayout.from_attention_mask(mask, self.chunk_size)
-            elif positions is not None and not self._has_2d_mask():
-                self._layout = ChunkLayout.from_position_ids(positions, self.chunk_size)
-            else:
-                self._layout = ChunkLayout.from_lengths([[length]] * batch, self.chunk_size)
-            if self._has_2d_mask() and self._restarts_inside([row[0] if row else (0, 0) for row in self._layout.documents]):
-                raise InPlaceTTTError(
-                    "position_ids restart within a row while attention_mask is given, so attention sees one document and "
-                    "TTT several; drop attention_mask for packed rows."
-                )
-        return self._layout
+        if chunk_size not in self._layouts:
+            self._layouts[chunk_size] = self._layout(chunk_size) if self.group is None else self._layout_across(self.group, chunk_size)
+        return self._layouts[chunk_size]
 
-    def part(self) -> ChunkLayout:
+    def part(self, chunk_size: int) -> ChunkLayout:
         """The layout of this rank's tokens: all of it, unless ranks share the rows."""
-        if self._part is None:
-            layout, group = self.layout(), self.group
-            self._part = layout if group is None else layout.part(dist.get_rank(group), dist.get_world_size(group))
-        return self._part
+        layout, group = self.layout(chunk_size), self.group
+        if group is None:
+            return layout
+        if chunk_size not in self._parts:
+            self._parts[chunk_size] = layout.part(dist.get_rank(group), dist.get_world_size(group))
+        return self._parts[chunk_size]
 
-    def _layout_across(self, group: ProcessGroup) -> ChunkLayout:
+    def _layout(self, chunk_size: int) -> ChunkLayout:
+        batch, length = self.shape
+        mask, positions = self._mask(), self._positions()
+        if self.cu_seqlens is not None:
+            layout = self._packed_by_cu_seqlens(self.cu_seqlens, positions, chunk_size)
+        elif mask is not None:
+            layout = ChunkLayout.from_attention_mask(mask, chunk_size)
+        elif positions is not None and not self._has_2d_mask():
+            layout = ChunkLayout.from_position_ids(positions, chunk_size)
+        else:
+            layout = ChunkLayout.from_lengths([[length]] * batch, chunk_size)
+        if self._has_2d_mask() and self._restarts_inside([row[0] if row else (0, 0) for row in layout.documents]):
+            raise InPlaceTTTError(
+                "position_ids restart within a row while attention_mask is given, so attention sees one document and "
+                "TTT several; drop attention_mask for packed rows."
+            )
+        return layout
+
+    def _layout_across(self, group: ProcessGroup, chunk_size: int) -> ChunkLayout:
         positions = self._positions()
         if positions is None or self.cu_seqlens is not None or self._mask() is not None:
             raise InPlaceTTTError(
                 "rows that ranks share show their documents by position_ids alone; pass these, without cu_seq_lens and padding masks."
             )
-        return ChunkLayout.from_position_ids(gather_rows(positions, group), self.chunk_size)
+        return ChunkLayout.from_position_ids(gather_rows(positions, group), chunk_size)
 
     def spans(self) -> list[Span]:
         """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""
@@ -130,7 +140,7 @@ class ForwardContext:
             batch, length = self.shape
             mask, attends = self._mask(), self._attends()
             if mask is not None:
-                rows = ChunkLayout.from_attention_mask(mask, self.chunk_size).documents
+                rows = ChunkLayout.from_attention_mask(mask, chunk_size=1).documents
                 spans = [row[0] if row else (0, 0) for row in rows]
             elif attends is not None:
                 # A compiled cache makes the mask 4-D; what is padding then shows in the positions that generation gives it.
@@ -142,7 +152,7 @@ class ForwardContext:
             self._spans = spans
         return self._spans
 
-    def _packed_by_cu_seqlens(self, cu_seqlens: Tensor, positions: Tensor | None) -> ChunkLayout:
+    def _packed_by_cu_seqlens(self, cu_seqlens: Tensor, positions: Tensor | None, chunk_size: int) -> ChunkLayout:
         batch, length = self.shape
         if batch != 1:
             raise InPlaceTTTError(f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row.")
@@ -152,8 +162,8 @@ class ForwardContext:
             )
         if positions is None:
             raise InPlaceTTTError("cu_seq_lens are given without position_ids, which attention needs to see the documents; pass both.")
-        layout = ChunkLayout.from_cu_seqlens(cu_seqlens, self.chunk_size, length)
-        if ChunkLayout.from_position_ids(positions, self.chunk_size).documents != layout.documents:
+        layout = ChunkLayout.from_cu_seqlens(cu_seqlens, chunk_size, length)
+        if ChunkLayout.from_position_ids(positions, chunk_size).documents != layout.documents:
             raise InPlaceTTTError("cu_seq_lens and position_ids disagree on where documents start; derive both from one source.")
         return layout
 
@@ -165,94 +175,12 @@ class ForwardContext:
         positions = self._positions()
         if positions is None or self.shape[1] == 1:
             return False
-        breaks = positions.diff(dim=-1) != 1
-        return any(bool(breaks[row, start : stop - 1].any()) for row, (start, stop) in enumerate(spans) if stop - start > 1)
+        starts = document_starts(positions)
+        return any(bool(starts[row, start + 1 : stop].any()) for row, (start, stop) in enumerate(spans))
 
     def _first_real(self, row: int) -> int:
         """The first token of a left-padded row, whose padding stands at one position."""
         positions = self._positions()
         if positions is None or self.shape[1] == 1:
             return 0
-        breaks = (positions[row].diff() != 1).nonzero()
-        return int(breaks[-1]) + 1 if len(breaks) else 0
-
-
-class ForwardTracker:
-    """The hooks of one converted model, as methods of one object so that a deep copy of the model keeps its own."""
-
-    def __init__(self, base: nn.Module, chunk_size: int, layers: list[int]) -> None:
-        self.chunk_size, self.layers = chunk_size, frozenset(layers)
-        self.enabled = True
-        self.group: ProcessGroup | None = None
-        self.current: ForwardContext | None = None
-        self.handles: list[RemovableHandle] = []
-        parameters = inspect.signature(type(base).forward).parameters
-        self.names = [name for name in parameters if name != "self"]
-        self.travels = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-    def attach(self, base: nn.Module, first_block: nn.Module, other_attentions: Iterable[nn.Module]) -> None:
-        """Register the hooks of the base model, its first decoder layer, and the attentions of layers without TTT."""
-        self.handles = [
-            base.register_forward_pre_hook(self.open, with_kwargs=True),
-            base.register_forward_hook(self.close, always_call=True),
-            first_block.register_forward_pre_hook(self.take_embeddings, with_kwargs=True),
-            *(attention.register_forward_pre_hook(self.discard, with_kwargs=True) for attention in other_attentions),
-        ]
-
-    def detach(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Base model, before its forward."""
-        if self.enabled and kwargs.get("cache") is not None:
-            raise InPlaceTTTError(
-                f"a {type(kwargs['cache']).__name__} (continuous batching, generate_batch) has no place for the fast weight; "
-                "use generate, or ttt_disabled(model)."
-            )
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
-        self.current = ForwardContext(
-            self.chunk_size,
-            self.enabled,
-            given.get("attention_mask"),
-            given.get("position_ids"),
-            given.get("cu_seq_lens_q"),
-            past=0 if cache is None else int(cache.get_seq_length()),
-            group=self.group or (ulysses_group() if base.training else None),
-        )
-        return (args, {**kwargs, _KEY: self.current}) if self.travels else None
-
-    def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """First decoder layer, before its forward (a recomputation finds the embeddings there already)."""
-        if self.current is not None:
-            self.current.embeddings = args[0] if args else kwargs["hidden_states"]
-
-    def context_for(self, attention: nn.Module, kwargs: dict[str, Any]) -> ForwardContext | None:
-        """The context that travelled to this attention, removed from its arguments; else the open one."""
-        context = kwargs.pop(_KEY, None) or self.current
-        if context is None and torch.is_grad_enabled() and attention.training:
-            raise InPlaceTTTError(
-                f"{type(attention).__name__} is recomputed without the arguments of its forward, since this model family "
-                "does not pass keyword arguments on; turn gradient checkpointing off for it."
-            )
-        return context
-
-    def discard(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Attention of a layer without TTT: it must not meet an argument that is not its own."""
-        kwargs.pop(_KEY, None)
-        return args, kwargs
-
-    def close(self, base: nn.Module, args: Any, output: Any) -> None:
-        """Base model, after its forward: every TTT layer must have run. After one that broke off, nothing is left armed."""
-        context, self.current = self.current, None
-        if context is None or not context.enabled:
-            return
-        if output is None:
-            context.calls.clear()
-            context.embeddings = None
-        elif missed := sorted(self.layers - context.called):
-            raise InPlaceTTTError(
-                f"the TTT down-projections of layers {missed} did not run in this forward: something replaced their MLP's "
-                "forward; undo that, or exclude these layers."
-            )
+        return int(document_starts(positions)[row].nonzero()[-1])

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..config import Conv
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from ..ops import triton
+from ..ops import chunk_conv
 from .whitened_keys import WhitenedKeys
 
 
@@ -64,8 +63,7 @@ class TargetGenerator(nn.Module):
         x = x.to(self.conv.device, self.conv.dtype)
         self._check_measured()
         x = self.standardise(x)
-        convolve = triton.chunk_conv if triton.preferred(x.device, x.dtype) else _ChunkConv.apply
-        return convolve(x, self.conv, layout.chunk_ids(x.device), self.first_tap) @ self.proj
+        return chunk_conv(x, self.conv, layout, self.first_tap) @ self.proj
 
     def standardise(self, x: Tensor) -> Tensor:
         """(x - mean) · gain, or x as it is."""
@@ -80,42 +78,3 @@ class TargetGenerator(nn.Module):
                     "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, rows) on some text."
                 )
             self._is_measured = True
-
-
-class _ChunkConv(torch.autograd.Function):
-    """Depthwise correlation whose taps do not leave the chunk; `chunk_ids` [B, T], -1 for padding, which gives zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-        ctx.save_for_backward(x, conv, chunk_ids)
-        ctx.first_tap = first_tap
-        out = torch.zeros_like(x)
-        for tap, (here, there, inside) in enumerate(_taps(chunk_ids, first_tap, conv.shape[-1])):
-            out[:, here].addcmul_(torch.where(inside, x[:, there], 0), conv[:, 0, tap])
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, conv, chunk_ids = ctx.saved_tensors
-        dx = torch.zeros_like(x)
-        d_conv = torch.zeros_like(conv)
-        for tap, (here, there, inside) in enumerate(_taps(chunk_ids, ctx.first_tap, conv.shape[-1])):
-            grad = torch.where(inside, d_out[:, here], 0)
-            dx[:, there].addcmul_(grad, conv[:, 0, tap])
-            source = torch.where(inside, x[:, there], 0)  # padding may hold anything, NaN included
-            d_conv[:, 0, tap] = (grad * source).sum(dim=(0, 1), dtype=torch.float32 if x.dtype != torch.float64 else None)
-        return dx, d_conv, None, None
-
-
-def _taps(chunk_ids: Tensor, first_tap: int, kernel_size: int) -> list[tuple[slice, slice, Tensor]]:
-    """For each tap: the tokens that have it, the tokens it reads, and [B, n, 1] whether both are in one chunk."""
-    length = chunk_ids.shape[1]
-    taps = []
-    for offset in range(first_tap, first_tap + kernel_size):
-        reach = max(length - abs(offset), 0)
-        here = slice(max(-offset, 0), max(-offset, 0) + reach)
-        there = slice(max(offset, 0), max(offset, 0) + reach)
-        inside = (chunk_ids[:, here] == chunk_ids[:, there]) & (chunk_ids[:, here] >= 0)
-        taps.append((here, there, inside.unsqueeze(-1)))
-    return taps

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Literal, overload
 
 from torch import Tensor
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from . import chunked, correcting, reference, triton
+from . import chunked, conv, correcting, reference, triton
 from .precision import state_dtype
 
-__all__ = ["fast_weight", "state_dtype", "takes_weight"]
+__all__ = ["chunk_conv", "fast_weight", "state_dtype", "takes_weight"]
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
@@ -67,7 +68,7 @@ def fast_weight(
     if damping is not None:
         out, state = correcting.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping)
         return (out, state) if return_state else out
-    form = triton if backend == "triton" or (backend == "auto" and triton.preferred(z.device, z.dtype)) else chunked
+    form = {"triton": triton, "chunked": chunked}.get(backend) or _form(z)
     out, kept = form.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, return_state=return_state)
     return out if kept is None else (out, kept)
 
@@ -77,7 +78,21 @@ def takes_weight(z: Tensor) -> bool:
 
     Otherwise the op adds to a product with W0 that is made beside it, which leaves that product as it was.
     """
-    return z.dtype == state_dtype(z.dtype) or triton.preferred(z.device, z.dtype)
+    return _form(z).fuses(z.dtype)
+
+
+def chunk_conv(x: Tensor, taps: Tensor, layout: ChunkLayout, first_tap: int) -> Tensor:
+    """Depthwise correlation of x [B, T, d] with taps [d, 1, k] that do not leave the token's chunk.
+
+    Tap j of token t is token t + first_tap + j, zero outside the chunk. Differentiable once in x and taps.
+    """
+    convolve = triton.chunk_conv if _form(x) is triton else conv.chunk_conv
+    return convolve(x, taps, layout.chunk_ids(x.device), first_tap)
+
+
+def _form(x: Tensor) -> ModuleType:
+    """The form that "auto" takes for tensors like x."""
+    return triton if triton.preferred(x.device, x.dtype) else chunked
 
 
 def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None) -> None:

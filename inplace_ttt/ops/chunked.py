@@ -36,11 +36,16 @@ def fast_weight(
     The fused form serves full-precision weights. Half-precision ones take the additive form, since W0 + ηS rounded to
     the grid of W0 loses every change below half a step; so do calls that want the state, which fused never forms.
     """
-    fused = weight is not None and not return_state and weight.dtype == state_dtype(weight.dtype)
+    fused = weight is not None and not return_state and fuses(weight.dtype)
     out, state = _FastWeight.apply(z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state)
     if weight is not None and not fused:
         out = out + torch.nn.functional.linear(z, weight)
     return out, state if return_state else None
+
+
+def fuses(dtype: torch.dtype) -> bool:
+    """Whether W0 of this dtype can be the running weight."""
+    return dtype == state_dtype(dtype)
 
 
 class _FastWeight(torch.autograd.Function):

@@ -3,7 +3,14 @@
 Rank r of P holds tokens [r·T/P, (r+1)·T/P) of every row. Each sums the writes of its last document, which may go on at
 the next rank. What a rank starts from is a sum of such sums, given by the 0/1 matrix `ChunkLayout.links`, and the
 gradient goes the other way through its transpose. Every rank computes that for a slice of d: one all-to-all brings it
-all ranks' slices, another brings the results back, so a rank sends less than 2·d·h numbers whatever P is.
+all ranks' slices, another brings the results back, so a rank sends less than 2·d·h numbers whatever P is. One document
+over three ranks, with a, b, c for the three slices of d:
+
+                  rank 0             rank 1             rank 2
+    local sums    Σ0                 Σ1                 Σ2                 [d, h]
+    all-to-all    Σ0a  Σ1a  Σ2a      Σ0b  Σ1b  Σ2b      Σ0c  Σ1c  Σ2c      into slices
+    times links   0  Σ0a  Σ0a+Σ1a    0  Σ0b  Σ0b+Σ1b    0  Σ0c  Σ0c+Σ1c    what ranks 0, 1 and 2 start from
+    all-to-all    0                  Σ0                 Σ0 + Σ1            back to the ranks, [d, h]
 """
 
 from __future__ import annotations
@@ -79,8 +86,8 @@ class _Scan(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         exchange = _Exchange(sums, group)
         first = sums.new_zeros(()).expand(exchange.slice_shape) if initial is None else exchange.own_slice(initial)
-        into = torch.einsum("brq,qbdh->rbdh", links, torch.cat([first[None], exchange.scatter(sums)]))
-        return exchange.gather(into[:-1]), exchange.gather(into[-1:].expand_as(into[:-1])) if wants_final else None
+        into = torch.einsum("brq,qbdh->rbdh", links, torch.cat([first[None], exchange.all_to_all_into_slices(sums)]))
+        return exchange.all_to_all_back(into[:-1]), exchange.all_to_all_back(into[-1:].expand_as(into[:-1])) if wants_final else None
 
     @staticmethod
     @once_differentiable
@@ -88,12 +95,12 @@ class _Scan(torch.autograd.Function):
         some = d_start if d_start is not None else d_final
         assert some is not None
         exchange = _Exchange(some, ctx.group)
-        into_start = exchange.scatter(torch.zeros_like(some) if d_start is None else d_start)
+        into_start = exchange.all_to_all_into_slices(torch.zeros_like(some) if d_start is None else d_start)
         into_final = torch.zeros_like(into_start[:1])
         if ctx.wants_final:  # every rank holds the final state, and its gradient is what they all make of it
-            into_final = exchange.scatter(torch.zeros_like(some) if d_final is None else d_final).sum(0, keepdim=True)
+            into_final = exchange.all_to_all_into_slices(torch.zeros_like(some) if d_final is None else d_final).sum(0, keepdim=True)
         d_from = torch.einsum("brq,rbdh->qbdh", ctx.links, torch.cat([into_start, into_final]))
-        return exchange.gather(d_from[1:]), exchange.placed(d_from[0]) if ctx.has_initial else None, None, None, None
+        return exchange.all_to_all_back(d_from[1:]), exchange.placed(d_from[0]) if ctx.has_initial else None, None, None, None
 
 
 class _Exchange:
@@ -117,11 +124,11 @@ class _Exchange:
     def own_slice(self, whole: Tensor) -> Tensor:
         return self._slices(whole)[self.rank]
 
-    def scatter(self, whole: Tensor) -> Tensor:
+    def all_to_all_into_slices(self, whole: Tensor) -> Tensor:
         """This rank's matrix to all, slice by slice: slice `rank` of every rank's matrix."""
         return self._all_to_all(self._slices(whole))
 
-    def gather(self, slices: Tensor) -> Tensor:
+    def all_to_all_back(self, slices: Tensor) -> Tensor:
         """The reverse: slices for every rank's matrix to their ranks: this rank's matrix [B, d, h]."""
         batch, width, columns = self.slice_shape
         received = self._all_to_all(slices).transpose(0, 1)

@@ -46,6 +46,11 @@ def require(device: torch.device, dtype: torch.dtype) -> None:
         raise InPlaceTTTError(f"backend 'triton' cannot run here: {reason}; use backend 'chunked' or 'auto'.")
 
 
+def fuses(dtype: torch.dtype) -> bool:
+    """Whether W0 of this dtype can be the running weight: always, since the kernels keep W0 + ηS with stochastic rounding."""
+    return True
+
+
 def fast_weight(
     z: Tensor,
     v: Tensor,
@@ -69,5 +74,5 @@ def fast_weight(
 
 
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """The convolution of `inplace_ttt.layer.target`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B, T]."""
+    """The convolution of `inplace_ttt.ops.conv`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B, T]."""
     return torch.ops.inplace_ttt.chunk_conv(x, conv, chunk_ids, first_tap)

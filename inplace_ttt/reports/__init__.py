@@ -1,1 +1,1 @@
-"""What reports share: means with their errors."""
+"""What reports share: pages from templates, pictures of evidence, means with their errors."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
 
+from ..surgery import causal_lm
 from .model import meta_model
 from .recipe import Recipe
 
@@ -39,20 +40,20 @@ def step_cost(recipe: Recipe) -> StepCost:
     """Forward and backward of one micro-step on the meta device."""
     rows, length = recipe.optimisation.batch_size, recipe.data.sequence_length // recipe.parallel.sequence_parallel
     model = meta_model(recipe).train()
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    lm = causal_lm(model)
     if recipe.optimisation.gradient_checkpointing:
         # The second is its name in older transformers.
-        enable = getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
+        enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     if recipe.model.attention != "eager":
-        causal_lm.config._attn_implementation = _NAMES[recipe.model.attention]
-    meter = _Meter(model, causal_lm.config.get_text_config().vocab_size, rows * length)
+        lm.config._attn_implementation = _NAMES[recipe.model.attention]
+    meter = _Meter(model, lm.config.get_text_config().vocab_size, rows * length)
     with torch.device("meta"), meter:
         ids = torch.zeros(rows, length, dtype=torch.long)
         # Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash attention takes none.
         seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
         mask = torch.zeros(rows, 1, seen, seen, dtype=torch.bool)
-        _loss(causal_lm, ids, mask, recipe.optimisation.liger).backward()
+        _loss(lm, ids, mask, recipe.optimisation.liger).backward()
     return StepCost(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
 
 

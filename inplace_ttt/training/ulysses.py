@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from ..errors import InPlaceTTTError
+from ..layout import document_starts
 from .recipe import Recipe
 
 
@@ -67,8 +68,7 @@ def sdpa_sees_documents() -> None:
 
 def document_mask(positions: Tensor, window: int | None) -> Tensor | None:
     """Which keys [B, 1, T, T] each query sees: its own document's, not later, within the window; None where plain causal does."""
-    starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff(dim=-1) != 1
+    starts = document_starts(positions)
     length = positions.shape[1]
     if not starts[:, 1:].any() and (window is None or window >= length):
         return None

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, TrainerCallback
 
-from ..audit.recipes import audit_recipe, write_report
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..surgery import config_of
 from .arguments import training_arguments
+from .audit import audit_recipe, write_report
 from .data import TrainingData, build_data
 from .guards import FirstStep, GradientTap
 from .model import build_model

@@ -43,6 +43,35 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Slots first : first + count of a walk, filled by one launch: `steps` steps after the `done` ones.
+
+    lead: the first slot holds what the walk starts from, before any step.
+    """
+
+    first: int
+    count: int
+    lead: bool
+    done: int
+    steps: int
+    is_last: bool
+
+
+def groups(slots: int, room: int, lead: bool, steps: int) -> Iterator[Group]:
+    """A walk of `steps` steps that fills `slots` slots, at most `room` at once; a step each, and none for a lead."""
+    first = done = 0
+    while True:
+        count = min(room, slots - first)
+        is_last = first + count == slots
+        leads = lead and first == 0
+        here = steps - done if is_last else count - leads
+        yield Group(first, count, leads, done, here, is_last)
+        if is_last:
+            return
+        first, done = first + count, done + here
+
+
+@dataclass(frozen=True)
 class Plan:
     """documents: the walked ones, in order; short: those that take the dual form. plain: spans whose product with W0 no walk
     makes, merged. outside: those of no walked document."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import dual
 from .clip import add_clip_gradient
-from .documents import Document
+from .documents import Document, groups
 from .operands import Operands, by_chunk
 from .walk import walk
 
@@ -97,25 +97,19 @@ def _through_writes(
 
     The sum leaves out a first chunk that read W0 alone, unless W0's gradient is needed.
     """
-    carry, last, done = given.matrix(), document.writes, 0
-    steps_in_all = document.chunks - (0 if needs_weight or document.begins else 1)
-    slots = given.slots(last, matrices)
-    start = None
-    while True:
-        group = None if slots is None else slots[-last:] if last else None
-        count = 0 if group is None else len(group)
-        lead = group is not None and last == document.chunks
-        steps = steps_in_all - done if count == last else count - lead
+    carry, start = given.matrix(), None
+    steps = document.chunks - (0 if needs_weight or document.begins else 1)
+    slots = given.slots(document.writes, matrices)
+    for group in groups(document.writes, len(slots), document.writes == document.chunks, steps):
+        filled = slots[-group.count :] if group.count else None
         walk(
-            d_out, given.z, carry, group, first=document.span(document.chunks - 1 - done, document.chunks)[0], stop=document.stop,
-            chunk=document.chunk, steps=steps, backward=True, start=start, lead=lead, scale=given.eta, base=base,
+            d_out, given.z, carry, filled, first=document.span(document.chunks - 1 - group.done, document.chunks)[0], stop=document.stop,
+            chunk=document.chunk, steps=group.steps, backward=True, start=start, lead=group.lead, scale=given.eta, base=base,
         )  # fmt: skip
-        first = last - count
-        if group is not None:
-            _through_group(given, document, group, first, dz, dv)
-        if first == 0:
-            return carry
-        done, last, start = done + steps, first, carry
+        start = carry
+        if filled is not None:
+            _through_group(given, document, filled, document.writes - group.first - group.count, dz, dv)
+    return carry
 
 
 def _through_group(given: Operands, document: Document, group: Tensor, first: int, dz: Tensor, dv: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import dual
 from .clip import chunk_factors
-from .documents import Document, Plan, plan_of
+from .documents import Document, Plan, groups, plan_of
 from .walk import walk
 
 COPIES = 3
@@ -38,10 +38,10 @@ class Operands:
         """An uninitialised [d, h] float32."""
         return torch.empty(self.shape, dtype=torch.float32, device=self.z.device)
 
-    def slots(self, wanted: int, matrices: int) -> Tensor | None:
-        """Room for at most `wanted` slots beside so many float32 matrices; None for no slot."""
-        group = max(1, 4 * (COPIES - matrices) // self.z.itemsize)
-        return torch.empty(min(group, wanted), *self.shape, dtype=self.z.dtype, device=self.z.device) if wanted else None
+    def slots(self, wanted: int, matrices: int) -> Tensor:
+        """Room for at most `wanted` slots beside so many float32 matrices."""
+        room = max(1, 4 * (COPIES - matrices) // self.z.itemsize)
+        return torch.empty(min(room, wanted), *self.shape, dtype=self.z.dtype, device=self.z.device)
 
     def factors(self, document: Document) -> Tensor | None:
         return self.clips[document][0] if document in self.clips else None
@@ -51,29 +51,23 @@ class Operands:
 
         final [d, h]: where to leave S after the last write. A group's slots are overwritten by the next.
         """
-        reads, done, first = document.chunks - document.read_from, 0, document.read_from
+        reads = document.chunks - document.read_from
         if not reads and final is None:
             return
         writes = document.writes if final is not None else min(document.writes, document.chunks - 1)
         slots = self.slots(reads, 1 if final is None else 0)
         carry = self.matrix() if final is None else final
         start = self.start[document.row] if self.start is not None and document.begins else None
-        while True:
-            lead = document.begins and first == 0
-            group = None if slots is None else slots[: document.chunks - first]
-            count = 0 if group is None else len(group)
-            is_last = first + count == document.chunks
-            steps = writes - done if is_last else count - lead
+        for group in groups(reads, len(slots), document.begins, writes):
+            filled = slots[: group.count] if group.count else None
             walk(
-                self.v, self.z, carry, group, first=document.span(done, done)[0], stop=document.stop, chunk=document.chunk, steps=steps,
-                start=start, lead=lead, number=done, keeps=not is_last or final is not None, scale=self.eta, base=self.weight, dither=True,
-                factors=self.factors(document),
+                self.v, self.z, carry, filled, first=document.span(group.done, group.done)[0], stop=document.stop,
+                chunk=document.chunk, steps=group.steps, start=start, lead=group.lead, number=group.done,
+                keeps=not group.is_last or final is not None, scale=self.eta, base=self.weight, dither=True, factors=self.factors(document),
             )  # fmt: skip
-            if group is not None:
-                yield group, first
-            if is_last:
-                return
-            done, first, start = done + steps, first + count, carry
+            start = carry
+            if filled is not None:
+                yield filled, document.read_from + group.first
 
 
 def operands_of(

@@ -1,7 +1,8 @@
-"""Planted faults: which item of the catalogue owns each, and how it is planted."""
+"""Faults planted in this package: which item of the catalogue owns each, and how it is planted."""
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +14,14 @@ from families import build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from audit.toy import ToyAdapter, ToyLayer
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
-from inplace_ttt.audit import Report, audit_model, audit_module
+from inplace_ttt.audit import Report, audit_model
 from inplace_ttt.config import InPlaceTTTConfig as Config
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
-from inplace_ttt.layer.target import TargetGenerator, _ChunkConv
+from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import chunked
+from inplace_ttt.ops import chunk_conv, chunked
 from inplace_ttt.ops import fast_weight as op
 from inplace_ttt.surgery import fast_weights
 
@@ -55,44 +55,13 @@ class Mutation:
         return audit_model(model, seed=seed, profile=profile)
 
 
-# Faults in a module of somebody else's: its `fault`, and the item that owns it.
-
-FOREIGN: dict[str, str] = {
-    "nothing is written": "writes",
-    "a copy of W0 is the fast weight": "fast-tensor",
-    "reading moves P": "slow-weights",
-    "reading moves W0": "state-place",
-    "inclusive sum": "exclusive-sum",
-    "half of the own delta": "own-chunk-exposure",
-    "next chunk's delta": "causality",
-    "minus sign": "sign",
-    "mean instead of sum": "loss-sum",
-    "decay": "plain-sum",
-    "momentum": "plain-sum",
-    "error-correcting writes": "plain-sum",
-    "dense convolution": "conv-depthwise",
-    "convolution with a bias": "conv-bias",
-    "edges repeated instead of zeros": "conv-isolation",
-    "P before the convolution": "conv-before-projection",
-    "no reset between documents": "document-reset",
-    "the chunk grid ignores documents": "document-grid",
-    "a reset goes back to the pretrained weight": "reset-keeps-training",
-    "only row 0 is computed": "rows",
-    "stop-gradient": "gradient",
-}
-
-
-def foreign(fault: str, seed: int = 0) -> Report:
-    return audit_module(ToyAdapter(ToyLayer(fault, seed)), seed=seed)
-
-
 # Faults in this package.
 
 
 def transposed_projection(patch: Patch) -> None:
     def forward(self: TargetGenerator, x: Tensor, layout: ChunkLayout) -> Tensor:
         x = x.to(self.conv.dtype)
-        return _ChunkConv.apply(x, self.conv, layout.chunk_ids(x.device), self.first_tap) @ self.proj.T
+        return chunk_conv(x, self.conv, layout, self.first_tap) @ self.proj.T
 
     patch.setattr(TargetGenerator, "forward", forward)
 
@@ -131,7 +100,7 @@ def stop_gradient(patch: Patch) -> None:
 
 
 def update_then_apply(patch: Patch) -> None:
-    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any) -> Tensor:
+    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
         for row, (start, stop) in enumerate(spans):
             while start < stop:
                 end = min(start + self.chunk_size - self.filled[row], stop)
@@ -144,7 +113,7 @@ def update_then_apply(patch: Patch) -> None:
 
 
 def one_weight_a_call(patch: Patch) -> None:
-    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any) -> Tensor:
+    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
         self._read(out, z, writer.eta)
         for row, (start, stop) in enumerate(spans):
             while start < stop:
@@ -170,31 +139,33 @@ def last_token_lost(patch: Patch) -> None:
 def target_token_by_token(patch: Patch) -> None:
     """What a chunk writes while streaming is made from each token's embedding alone."""
 
-    def write(self: FastWeight, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
-        alone = ChunkLayout.from_lengths([[len(z)]], 1)
-        v = self.ttt(x[None], alone).to(z.dtype)
-        layout = ChunkLayout.from_lengths([[len(z)]], len(z))
-        before = None if state is None else state[None]
-        return op(z[None], v, None, eta=self.eta, layout=layout, initial_state=before, clip=self.tau(), return_state=True)[1][0]
+    def write(self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> Any:
+        v = self.ttt(x, dataclasses.replace(layout, chunk_size=1)).to(z.dtype)
+        return op(z, v, None, eta=self.eta, layout=layout, initial_state=state, clip=self.tau(), return_state=True)
 
     patch.setattr(FastWeight, "write", write)
 
 
 def reset_keeps_the_open_chunk(patch: Patch) -> None:
     def reset(self: FastWeightStream) -> None:
-        filled, z, x = self.filled, self.z, self.x
+        rows, opened = [dataclasses.replace(row, written=0, undo=None) for row in self.rows], self._open
         self.__init__(self.batch, self.chunk_size)  # type: ignore[misc]
-        self.filled, self.z, self.x = filled, z, x
+        self.rows, self._open = rows, opened
 
     patch.setattr(FastWeightStream, "reset", reset)
 
 
 def generated_tokens_dropped(patch: Patch) -> None:
-    patch.setattr(FastWeight, "decode_updates", property(lambda self: False))
+    def advance(self: FastWeightStream, *args: Any, **kwargs: Any) -> Tensor:
+        self.decode_updates = False
+        return real(self, *args, **kwargs)
+
+    real = FastWeightStream.advance
+    patch.setattr(FastWeightStream, "advance", advance)
 
 
 def half_precision_state(patch: Patch) -> None:
-    for module in ("fast_linear", "stream", "ops.chunked"):
+    for module in ("layer.fast_linear", "layer.stream", "ops.chunked"):
         patch.setattr(f"inplace_ttt.{module}.state_dtype", lambda dtype: torch.bfloat16)
 
 

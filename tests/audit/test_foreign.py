@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from audit.foreign import CHUNK, PortGating, PublicMLP, restart
+from audit.foreign import CHUNK, MoshiGating, PortGating, PublicMLP, restart
 from audit.toy import ToyAdapter, ToyLayer
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.audit import Declaration, MoshiGating, ReferenceMLP, audit_module
+from inplace_ttt.audit import Declaration, ReferenceMLP, audit_module
 
 SHORT = Declaration("chunk-size", "a test's chunk is short")
 
@@ -16,9 +16,9 @@ def test_a_module_with_the_public_signature_conforms() -> None:
     before = {name: p.clone() for name, p in mlp.named_parameters()}
     report = audit_module(ReferenceMLP(mlp, CHUNK, 3.0), declared=[SHORT])
     assert report.undeclared == [] and report["chunk-size"].declared
-    assert report["eta"].finding.numbers["η"] == pytest.approx(3.0)
+    assert report["eta"].outcome.numbers["η"] == pytest.approx(3.0)
     assert report["document-reset"].verdict == report["padding"].verdict == "not checked"
-    assert "share its memory" in report["document-reset"].finding.found
+    assert "share its state" in report["document-reset"].outcome.found
     assert all(torch.equal(p, before[name]) for name, p in mlp.named_parameters()) and mlp.training
 
 
@@ -36,8 +36,8 @@ def test_the_ports_faults_are_found() -> None:
         "streaming-target",  # no look-ahead token by token
         "stream-reset",  # what waits for a full chunk stays
     ]
-    assert report["clip-inference"].finding.numbers["tau"] == pytest.approx(1e-5, rel=0.01)
-    assert "t+0" in report["streaming-target"].finding.found
+    assert report["clip-inference"].outcome.numbers["tau"] == pytest.approx(1e-5, rel=0.01)
+    assert "t+0" in report["streaming-target"].outcome.found
 
 
 def test_one_chunk_of_a_mutated_public_module() -> None:
@@ -46,7 +46,7 @@ def test_one_chunk_of_a_mutated_public_module() -> None:
             return super().forward(x, t / CHUNK)
 
     report = audit_module(ReferenceMLP(Mean(), CHUNK, 3.0), declared=[SHORT])
-    assert report.undeclared == ["loss-sum"] and f"mean over the chunk of {CHUNK}" in report["loss-sum"].finding.found
+    assert report.undeclared == ["loss-sum"] and f"mean over the chunk of {CHUNK}" in report["loss-sum"].outcome.found
 
 
 def test_a_module_that_raises_is_one_sentence() -> None:
@@ -88,7 +88,7 @@ def test_a_batch_that_is_refused_is_a_finding() -> None:
             return super().forward(z, x, documents)  # type: ignore[arg-type]
 
     report = audit_module(ToyAdapter(OneRow()))
-    assert report.undeclared == ["rows"] and "raises ValueError" in report["rows"].finding.found
+    assert report.undeclared == ["rows"] and "raises ValueError" in report["rows"].outcome.found
 
 
 def test_a_module_that_never_writes_is_not_called_right() -> None:
@@ -98,6 +98,6 @@ def test_a_module_that_never_writes_is_not_called_right() -> None:
 
     report = audit_module(ReferenceMLP(Silent(), CHUNK, 3.0), declared=[SHORT])
     assert report.undeclared == ["writes"]
-    reasons = {r.item.id: r.finding.found for r in report.items if r.verdict == "not checked"}
+    reasons = {r.item.id: r.outcome.found for r in report.items if r.verdict == "not checked"}
     assert "nothing that is written is ever read" in reasons["causality"]
     assert {r.item.id for r in report.items if r.verdict == "conforms"} == {"slow-weights", "state-place"}

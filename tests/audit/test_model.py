@@ -1,5 +1,6 @@
 """Audits of converted models: verdicts by profile, declarations, and that nothing of the model is changed."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from audit.mutations import seven_layers
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, convert
-from inplace_ttt.audit import Declaration, audit_model, catalogue
-from inplace_ttt.audit.catalogue_method import METHOD
+from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
+from inplace_ttt.audit.catalogue import METHOD
+from inplace_ttt.training.audit.catalogue import RECIPE
 
 # Tests' models: 3 layers, TTT in 0 and 2, chunks of 7.
 TINY = ["chunk-size", "layer-spacing"]
@@ -65,7 +67,8 @@ def test_everything_is_put_back(dtype: torch.dtype) -> None:
 def test_everything_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted("llama")
     before = bits(model)
-    monkeypatch.setattr("inplace_ttt.audit.probes_sequence.rows", lambda bench, expected: 1 / 0)
+    broken = [dataclasses.replace(item, probe=lambda bench, expected: 1 / 0) if item.id == "rows" else item for item in METHOD]
+    monkeypatch.setattr(auditor, "METHOD", broken)
     with pytest.raises(InPlaceTTTError, match="raises ZeroDivisionError while the audit measures 'rows'"):
         audit_model(model)
     assert all(torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in model.state_dict().items())
@@ -85,15 +88,15 @@ def test_declared_and_stale() -> None:
 
 
 def test_a_setting_of_its_own_is_seen() -> None:
-    assert audit_model(converted("llama", decode_updates=False))["generated-tokens"].finding.found == "generated tokens do not write"
+    assert audit_model(converted("llama", decode_updates=False))["generated-tokens"].outcome.found == "generated tokens do not write"
     report = audit_model(converted("llama", clip=DeltaClip(0.1, relative=True)))
     assert report["clip-inference"].verdict == "extension" and report["clip-scope"].verdict == "conforms"
     assert report["clip-effect"].verdict == "conforms"
     report = audit_model(converted("llama", clip=DeltaClip(1e-5, when="always")))
     assert [id for id in report.undeclared if id not in TINY] == ["clip-training", "clip-effect"]
-    assert report["clip-inference"].verdict == "conforms" and "leaves nothing to see" in report["clip-effect"].finding.found
+    assert report["clip-inference"].verdict == "conforms" and "leaves nothing to see" in report["clip-effect"].outcome.found
     report = audit_model(converted("llama", eta=[0.5, 2.0]))
-    assert report.undeclared == TINY and report["eta"].finding.numbers["η"] == pytest.approx(0.5)
+    assert report.undeclared == TINY and report["eta"].outcome.numbers["η"] == pytest.approx(0.5)
     assert audit_model(converted("llama", detach_target=True))["extensions"].verdict == "extension"
 
 
@@ -105,13 +108,12 @@ def test_what_is_not_converted_is_refused() -> None:
 
 
 def test_the_catalogue_is_complete() -> None:
-    items = catalogue()
-    assert len(items) == len({item.title for item in items.values()}) >= 50
+    items = {**catalogue(), **{item.id: item for item in RECIPE}}
+    assert len(items) == len(METHOD) + len(RECIPE) == len({item.title for item in items.values()}) >= 50
     for item in items.values():
         texts = (item.id, item.title, item.paper_ref, item.paper, item.public_code, item.why, item.remedy)
         assert all(text.strip() for text in texts), item.id
         assert item.probe or item.on_model
-    assert {item.id for item in METHOD} <= set(items)
 
 
 def test_progress_counts_every_item() -> None:
@@ -123,8 +125,8 @@ def test_progress_counts_every_item() -> None:
 def test_it_says_the_same_twice() -> None:
     """Numbers of the order of rounding may differ; what is said does not."""
     one, two = (audit_model(converted("llama"), seed=3) for _ in range(2))
-    assert [(r.verdict, r.finding.found) for r in one.items if r.item.id != "state-precision"] == [
-        (r.verdict, r.finding.found) for r in two.items if r.item.id != "state-precision"
+    assert [(r.verdict, r.outcome.found) for r in one.items if r.item.id != "state-precision"] == [
+        (r.verdict, r.outcome.found) for r in two.items if r.item.id != "state-precision"
     ]
 
 
@@ -137,7 +139,7 @@ def test_a_low_rank_adapter_and_a_four_bit_base(tmp_path: Path) -> None:
     for model in (adapted, quantised):
         report = audit_model(convert(model, InPlaceTTTConfig(layers=(0, 2))))
         assert report.undeclared == ["layer-spacing"]
-        assert [r.item.id for r in report.items if "quantised or wrapped" in r.finding.found] == [
+        assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == [
             "fast-tensor",
             "reset-keeps-training",
             "context-parallel",

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from audit.mutations import FOREIGN, PRODUCT, Mutation, foreign, seven_layers
+from audit.mutations import PRODUCT, Mutation, seven_layers
+from audit.toy import FOREIGN, foreign
 from inplace_ttt.audit import audit_model, catalogue
 
 

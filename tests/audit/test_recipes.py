@@ -8,9 +8,8 @@ import pytest
 from training.tiny import CONFIG, tiny_recipe
 
 from inplace_ttt import cli
-from inplace_ttt.audit import audit_recipe, gate
-from inplace_ttt.audit.catalogue_recipe import RECIPE
-from inplace_ttt.audit.recipes import write_report
+from inplace_ttt.training.audit import audit_recipe, gate, write_report
+from inplace_ttt.training.audit.catalogue import RECIPE
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe import Recipe
 
@@ -77,7 +76,7 @@ def test_documents_are_measured(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, **PAPER)
     model = build_model(recipe)
     assert gate(model, recipe)["long-documents"].verdict == "not checked"
-    assert gate(model, recipe, data=Rows())["long-documents"].finding.found == "25.0% of the tokens"
+    assert gate(model, recipe, data=Rows())["long-documents"].outcome.found == "25.0% of the tokens"
     none = Rows()
     none.long_share = 0.0
     assert gate(model, recipe, data=none).undeclared == ["long-documents"]

@@ -63,7 +63,7 @@ def test_the_page_is_whole_and_stands_alone(report: Report) -> None:
     parser.feed(page)
     assert parser.open == [] and parser.loads == []
     assert page.count('<tbody class="item"') == len(report.items)
-    assert page.count("<svg ") == sum(result.finding.chart is not None for result in report.items) >= 4
+    assert page.count("<svg ") == sum(result.outcome.chart is not None for result in report.items) >= 4
     ids = re.findall(r' id="([^"]+)"', page)
     assert {result.item.id for result in report.items} <= set(ids)
     assert len(ids) == len(set(ids)), "two charts share an id"

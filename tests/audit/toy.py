@@ -10,10 +10,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inplace_ttt.audit import AuditedModule
+from inplace_ttt.audit import AuditedModule, Report, audit_module
 from inplace_ttt.audit.adapters import Stream
 
 D, H, CHUNK, ETA = 10, 40, 12, 0.7
+
+FOREIGN: dict[str, str] = {
+    "nothing is written": "writes",
+    "a copy of W0 is the fast weight": "fast-tensor",
+    "reading moves P": "slow-weights",
+    "reading moves W0": "state-place",
+    "inclusive sum": "exclusive-sum",
+    "half of the own delta": "own-chunk-exposure",
+    "next chunk's delta": "causality",
+    "minus sign": "sign",
+    "mean instead of sum": "loss-sum",
+    "decay": "plain-sum",
+    "momentum": "plain-sum",
+    "error-correcting writes": "plain-sum",
+    "dense convolution": "conv-depthwise",
+    "convolution with a bias": "conv-bias",
+    "edges repeated instead of zeros": "conv-isolation",
+    "P before the convolution": "conv-before-projection",
+    "no reset between documents": "document-reset",
+    "the chunk grid ignores documents": "document-grid",
+    "a reset goes back to the pretrained weight": "reset-keeps-training",
+    "only row 0 is computed": "rows",
+    "stop-gradient": "gradient",
+}
+"""The faults that can be switched on, and the item that owns each."""
 
 
 class ToyLayer(nn.Module):
@@ -182,3 +207,7 @@ class ToyStream:
         self.read = []
         if self.layer.fault == "a reset goes back to the pretrained weight":
             self.layer.down.data.copy_(self.layer.get_buffer("pretrained"))
+
+
+def foreign(fault: str, seed: int = 0) -> Report:
+    return audit_module(ToyAdapter(ToyLayer(fault, seed)), seed=seed)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from training.runs import CHUNK, checkpoint
 
 from inplace_ttt import cli
-from inplace_ttt.diagnostics import plots
 from inplace_ttt.files.text import tokens_of
+from inplace_ttt.reports import charts
 
 PLOTS = {"gradients.png", "chunks.png", "writes.png", "effects.png", "keys.png", "sweeps.png", "precision.png"}
 
@@ -71,7 +71,7 @@ def test_the_page_loads_nothing_and_holds_the_plots(model: Path, text: Path, tmp
 def test_without_matplotlib_the_page_says_so(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plots, "available", lambda: False)
+    monkeypatch.setattr(charts, "available", lambda: False)
     run(capsys, model, "--text", text, "--out", tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.html", "diagnose.json"}
     assert "pip install inplace-ttt[plots]" in (tmp_path / "out" / "report.html").read_text()

@@ -39,10 +39,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     state = {name: (p.detach().clone(), p.requires_grad, p.grad) for name, p in model.named_parameters()}
     modes = {name: module.training for name, module in model.named_modules()}
     hooks = {name: (len(m._forward_pre_hooks), len(m._forward_hooks)) for name, m in model.named_modules()}
-    slots = {
-        i: (layer.fast.eta, layer.fast.config, layer.fast.observer, layer.fast.tracker.chunk_size)
-        for i, layer in fast_weights(model).items()
-    }
+    slots = {i: (layer.fast.eta, layer.fast.config, layer.fast.observer) for i, layer in fast_weights(model).items()}
     return {"parameters": state, "modes": modes, "hooks": hooks, "slots": slots}
 
 

@@ -7,8 +7,8 @@ from inplace_ttt_kernels.conv import taps_gradient
 from models import distance
 from torch import Tensor
 
-from inplace_ttt.layer.target import _ChunkConv
 from inplace_ttt.layout import ChunkLayout
+from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = {
@@ -31,7 +31,7 @@ def both_ways(convolve, layout: ChunkLayout, dtype: torch.dtype, first_tap: int,
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_is_the_plain_one(name: str, kernel: str, dtype: torch.dtype, bound: float) -> None:
-    expected = both_ways(_ChunkConv.apply, LAYOUTS[name], torch.float64, *KERNELS[kernel])
+    expected = both_ways(conv_by_taps, LAYOUTS[name], torch.float64, *KERNELS[kernel])
     found = both_ways(chunk_conv, LAYOUTS[name], dtype, *KERNELS[kernel])
     for key, value in found.items():
         assert value.dtype == dtype

@@ -116,8 +116,8 @@ def test_ttt_disabled_leaves_the_memory_untouched(model):
         scores = read(model, cache, text)
     for index, stream in streams(cache).items():
         assert stream.tokens == before[index].tokens == [20]
-        for held, was in ((stream.state, before[index].state), (stream.z, before[index].z), (stream.x, before[index].x)):
-            assert torch.equal(held, was)
+        held, was = stream.tensors(), before[index].tensors()
+        assert all(torch.equal(held[name], was[name]) for name in ("state", "z", "x"))
     assert distance(scores, logits(model, torch.cat([ids, text], dim=1))[:, 20:]) > 0.01
 
 

@@ -23,21 +23,17 @@ class SmallWriter:
 
     chunk_size: int = CHUNK
     eta: float = ETA
-    decode_updates: bool = True
     chunks: list[Tensor] = field(default_factory=list)
 
-    def write(self, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
-        assert len(z) == len(x) == self.chunk_size
-        self.chunks.append(z.clone())
-        return delta(z, x) if state is None else state + delta(z, x)
-
-    def read_and_write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
         state = torch.zeros(len(z), D, H) if state is None else state.clone()
         read = torch.zeros(len(z), z.shape[1], D)
         for row, documents in enumerate(layout.documents):
             for start, stop in itertools.chain.from_iterable(map(layout.chunks, documents)):
-                read[row, start:stop] = self.eta * (z[row, start:stop].float() @ state[row].T)
-                state[row] = self.write(z[row, start:stop], x[row, start:stop], state[row])
+                read[row, start:stop] = self.eta * (z[row, start:stop].float() @ state[row].T) if reads else torch.nan
+                assert stop - start == self.chunk_size
+                self.chunks.append(z[row, start:stop].clone())
+                state[row] += delta(z[row, start:stop], x[row, start:stop])
         return read.to(z.dtype), state
 
 
@@ -136,7 +132,7 @@ def test_the_open_chunk_grows_with_what_is_read():
     _, z, x = inputs(2, 200)
     for start, stop in ((0, 1), (1, 64), (64, 65), (65, 190), (190, 200)):
         if stop < 200:
-            assert stream.z is None or stream.z.shape[1] <= max(64, 2 * start)
+            assert all(held.shape[1] <= max(64, 2 * start) for held in stream._open.held)
         stream.advance(torch.zeros(2, stop - start, D), z[:, start:stop], x[:, start:stop], [(0, stop - start)] * 2, writer)
     assert torch.equal(torch.stack(writer.chunks), z)
 
@@ -231,14 +227,16 @@ def test_deep_copies_are_independent():
 
 
 def test_generated_tokens_write_only_when_they_should():
-    frozen, stream = SmallWriter(decode_updates=False), FastWeightStream(1, CHUNK)
-    read(stream, 6, seed=0, writer=frozen)
+    writer, stream = SmallWriter(), FastWeightStream(1, CHUNK, decode_updates=False)
+    read(stream, 6, seed=0, writer=writer)
     before = state_of(stream, 0).clone()
     for seed in range(5):
         out, z, x = inputs(1, 1, seed=seed)
         expected = out + ETA * (z @ before.T)
-        torch.testing.assert_close(stream.advance(out, z, x, [(0, 1)], frozen), expected)
+        torch.testing.assert_close(stream.advance(out, z, x, [(0, 1)], writer, generated=True), expected)
     assert torch.equal(state_of(stream, 0), before) and stream.tokens == [6]
+    read(stream, 1, seed=0, writer=writer)  # one token of text
+    assert stream.tokens == [7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

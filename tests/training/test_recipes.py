@@ -12,9 +12,9 @@ import pytest
 from models import random_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inplace_ttt.audit import gate
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training import plan
+from inplace_ttt.training.audit import gate
 from inplace_ttt.training.meta_step import StepCost
 from inplace_ttt.training.model import build_model, meta_model
 from inplace_ttt.training.recipe import Recipe, load_recipe

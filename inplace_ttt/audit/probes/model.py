@@ -6,124 +6,27 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from .. import surgery
-from ..calibration.calibrate import calibrate
-from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError
-from ..families import locate
-from ..layer.cache import streams
-from ..layer.fast_linear import FastWeight
+from ... import surgery
+from ...calibration.calibrate import calibrate
+from ...config import InPlaceTTTConfig
+from ...errors import InPlaceTTTError
+from ...families import locate
+from ..converted import borrowed, small_chunks
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..whole_model import WholeModel
 from .bench import Bench
-from .converted import borrowed, causal_lm, probe_chunk, small_chunks
-from .findings import TOLERANCE, Finding, NotChecked, judged
-
-_TEXT = (
-    "A ship had lain at the harbour for three days when the captain asked for the letters that she had carried from the north. "
-    "Nobody knew where they were. The mate remembered a box, the cook remembered a fire, and a boy who was never asked had seen both. "
-)
 
 
-@dataclass
-class Subject:
-    """A converted model and what was measured on it as a whole."""
-
-    model: nn.Module
-    tokenizer: Any = None
-    seed: int = 0
-    lm: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lm = causal_lm(self.model)
-
-    @cached_property
-    def config(self) -> InPlaceTTTConfig:
-        return surgery.config_of(self.lm)
-
-    @cached_property
-    def layers(self) -> dict[int, FastWeight]:
-        return surgery.fast_weights(self.lm)
-
-    @cached_property
-    def depth(self) -> int:
-        return len(locate(self.lm).layers)
-
-    @property
-    def chunk(self) -> int:
-        return probe_chunk(self.config.kernel_size)
-
-    @cached_property
-    def ids(self) -> Tensor:
-        """Three chunks and a piece of real text where a tokenizer is there, of random ids where not: [1, T]."""
-        tokens = 3 * self.chunk + 3
-        vocabulary = self.lm.config.get_text_config().vocab_size
-        ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(self.seed))
-        if self.tokenizer is not None:
-            text = self.tokenizer(_TEXT * (1 + tokens // 20), return_tensors="pt").input_ids[:, :tokens]
-            ids = text if text.shape[1] == tokens and int(text.max()) < vocabulary else ids
-        return ids.to(self.lm.get_input_embeddings().weight.device)
-
-    @cached_property
-    def after_reading(self) -> Reading:
-        """What reading the text through a cache, and generating a chunk and more, leaves behind."""
-        with small_chunks(self.model, self.chunk, self.seed), torch.no_grad():
-            before = fingerprints(self.lm)
-            cache = DynamicCache(config=self.lm.config.get_text_config())
-            self.lm(self.ids, past_key_values=cache, use_cache=True)
-            wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state.any())]
-            length = self.chunk + 2
-            out = self.lm.generate(
-                self.ids,
-                attention_mask=torch.ones_like(self.ids),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=False,
-                return_dict_in_generate=True,
-                pad_token_id=0,
-            )
-            counts = [sum(s.written) for s in streams(out.past_key_values).values()]
-            after = fingerprints(self.lm)
-        changed = [name for name, value in after.items() if before.get(name) != value]
-        return Reading(sorted(wrote), changed, self.ids.shape[1], length, counts)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """layers: those that hold a state after reading. changed: tensors of the model that are not as before.
-
-    written: chunks that each TTT layer has written after `read` tokens and `generated` ones.
-    """
-
-    layers: list[int]
-    changed: list[str]
-    read: int
-    generated: int
-    written: list[int]
-
-
-def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Two sums over the bits of every parameter and buffer, but not of quantised ones, whose packing may change as they run."""
-    found = {}
-    parameters = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
-    for name, tensor in [*parameters, *model.named_buffers()]:
-        flat = tensor.detach().contiguous().reshape(-1)
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
-        bits = flat.view(width) if width is not None else flat.to(torch.int64)
-        found[name] = (int(bits.sum(dtype=torch.int64)), int((bits[: len(bits) // 2 * 2 : 2]).sum(dtype=torch.int64)))
-    return found
-
-
-def target_source(subject: Subject, expected: Any) -> Finding:
+def target_source(whole: WholeModel, expected: Any) -> Outcome:
     """What the target generators are handed while the model reads, against the embeddings and against the MLP's input."""
-    decoder = locate(subject.lm)
+    decoder = locate(whole.lm)
     seen: dict[str, dict[int, Tensor]] = {"source": {}, "mlp": {}}
     embeddings: list[Tensor] = []
     handles = [
@@ -131,18 +34,18 @@ def target_source(subject: Subject, expected: Any) -> Finding:
             lambda module, args, kwargs: embeddings.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
         )
     ]
-    for index, layer in subject.layers.items():
+    for index, layer in whole.layers.items():
         handles.append(layer.ttt.register_forward_pre_hook(_note(seen["source"], index)))
         handles.append(decoder.layers[index].mlp.register_forward_pre_hook(_note(seen["mlp"], index)))
     try:
-        with small_chunks(subject.model, subject.chunk, subject.seed), torch.no_grad():
-            subject.lm(subject.ids, use_cache=False)
+        with small_chunks(whole.model, whole.chunk, whole.seed), torch.no_grad():
+            whole.lm(whole.ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
     if not seen["source"]:
         raise NotChecked("no target generator ran in a forward of three chunks")
-    table = subject.lm.get_input_embeddings()(subject.ids)
+    table = whole.lm.get_input_embeddings()(whole.ids)
     found, numbers = set(), {}
     for index, source in seen["source"].items():
         alike = {
@@ -169,23 +72,23 @@ def _alike(a: Tensor, b: Tensor) -> float:
     return float(cosine_similarity(a.detach().double().flatten(), b.detach().double().flatten(), dim=0)) if a.shape == b.shape else 0.0
 
 
-def start_conv(subject: Subject, expected: Any) -> Finding:
+def start_conv(whole: WholeModel, expected: Any) -> Outcome:
     """The convolutions of a fresh conversion with these settings, and of this model if it was never trained."""
-    with twin(subject.config) as model:
+    with twin(whole.config) as model:
         fresh = max(float(layer.ttt.conv.detach().abs().max()) for layer in surgery.fast_weights(model).values())
-    here = max(float(layer.ttt.conv.detach().abs().max()) for layer in subject.layers.values())
+    here = max(float(layer.ttt.conv.detach().abs().max()) for layer in whole.layers.values())
     found = "a conversion starts with conv = 0" if fresh == 0 else f"a conversion starts with conv up to {fresh:.2g}"
     found += "; this model's is 0 still" if here == 0 else "; this model's has been trained since"
     return judged(fresh == 0, found, {"largest entry, fresh": fresh, "largest entry, this model": here}, 0)
 
 
-def start_projection(subject: Subject, expected: Any) -> Finding:
+def start_projection(whole: WholeModel, expected: Any) -> Outcome:
     """P of a fresh conversion: its entries off the diagonal, and the spread on it against the model's initializer range."""
-    with twin(subject.config) as model:
+    with twin(whole.config) as model:
         wanted = surgery.initial_std(model.config)
         matrices = [layer.ttt.proj.detach() for layer in surgery.fast_weights(model).values()]
-    if untrained(subject):
-        matrices += [layer.ttt.proj.detach().float().cpu() for layer in subject.layers.values()]
+    if untrained(whole):
+        matrices += [layer.ttt.proj.detach().float().cpu() for layer in whole.layers.values()]
     off = max(float((p - p.diagonal().diag()).abs().max()) for p in matrices)
     std = float(matrices[0].diagonal().std())
     alike = len(matrices) > 1 and torch.equal(matrices[0], matrices[1])
@@ -195,20 +98,20 @@ def start_projection(subject: Subject, expected: Any) -> Finding:
     return judged(holds, found, {"largest off the diagonal": off, "spread on the diagonal": std, "initializer range": wanted}, 0.25)
 
 
-def start_identity(subject: Subject, expected: Any) -> Finding:
+def start_identity(whole: WholeModel, expected: Any) -> Outcome:
     """With conv = 0: a small model before and after its conversion, and this model, untouched, with TTT on and off."""
-    ids = torch.randint(64, (1, 3 * subject.chunk), generator=torch.Generator().manual_seed(subject.seed))
-    settings = dataclasses.replace(subject.config, chunk_size=subject.chunk)
+    ids = torch.randint(64, (1, 3 * whole.chunk), generator=torch.Generator().manual_seed(whole.seed))
+    settings = dataclasses.replace(whole.config, chunk_size=whole.chunk)
     with twin(settings, before=ids) as model, torch.no_grad():
         for layer in surgery.fast_weights(model).values():
             layer.ttt.conv.zero_()
         fresh = _difference(model(ids, use_cache=False).logits, model.logits_before)
     numbers = {"logits of a small model against its base": fresh}
-    if untrained(subject):
-        with small_chunks(subject.model, subject.chunk, seed=None), torch.no_grad():
-            on = subject.lm(subject.ids, use_cache=False).logits
-            with surgery.ttt_disabled(subject.lm):
-                off = subject.lm(subject.ids, use_cache=False).logits
+    if untrained(whole):
+        with small_chunks(whole.model, whole.chunk, seed=None), torch.no_grad():
+            on = whole.lm(whole.ids, use_cache=False).logits
+            with surgery.ttt_disabled(whole.lm):
+                off = whole.lm(whole.ids, use_cache=False).logits
         numbers["logits of this model, on against off"] = _difference(on, off)
     worst = max(numbers.values())
     found = "the model starts as its base" if worst < 1e-3 else f"the model starts {worst:.2g} of a logit away from its base"
@@ -219,8 +122,8 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
 
 
-def untrained(subject: Subject) -> bool:
-    return not any(bool(layer.ttt.conv.detach().any()) for layer in subject.layers.values())
+def untrained(whole: WholeModel) -> bool:
+    return not any(bool(layer.ttt.conv.detach().any()) for layer in whole.layers.values())
 
 
 @contextmanager
@@ -248,30 +151,30 @@ def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), before: Ten
         logging.getLogger("inplace_ttt.surgery").setLevel(level)
 
 
-def layer_spacing(subject: Subject, expected: Any) -> Finding:
+def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
     """Which layers hold a state after the model has read, every sixth or not."""
-    layers = subject.after_reading.layers
-    wanted = list(range(layers[0], subject.depth, expected)) if layers else []
-    found = f"layers {_list(layers)} of {subject.depth} write" if layers else "no layer writes"
+    layers = whole.after_reading.layers
+    wanted = list(range(layers[0], whole.depth, expected)) if layers else []
+    found = f"layers {_list(layers)} of {whole.depth} write" if layers else "no layer writes"
     return judged(bool(layers) and layers == wanted, found, {"layers": layers, "every sixth": wanted}, 0)
 
 
-def layer_offset(subject: Subject, expected: Any) -> Finding:
+def layer_offset(whole: WholeModel, expected: Any) -> Outcome:
     """The first layer that writes; a choice, since the paper gives none."""
-    layers = subject.after_reading.layers
+    layers = whole.after_reading.layers
     if not layers:
         raise NotChecked("no layer writes")
     if expected is not None:
         return judged(layers[0] == expected, f"the first is layer {layers[0]}", {"first": layers[0]}, 0)
-    return Finding("unspecified", f"the first is layer {layers[0]}", {"first": layers[0]}, 0)
+    return Outcome("unspecified", f"the first is layer {layers[0]}", {"first": layers[0]}, 0)
 
 
-def layers_in_range(subject: Subject, expected: Any) -> Finding:
+def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
     """Layers that the config names and that do not write; and whether a conversion refuses a layer beyond the model."""
-    assert not isinstance(subject.config.layers, str)
-    silent = sorted(set(subject.config.layers) - set(subject.after_reading.layers))
+    assert not isinstance(whole.config.layers, str)
+    silent = sorted(set(whole.config.layers) - set(whole.after_reading.layers))
     try:
-        with twin(subject.config, layers=(0, 7)):
+        with twin(whole.config, layers=(0, 7)):
             refused = False
     except InPlaceTTTError:
         refused = True
@@ -280,16 +183,16 @@ def layers_in_range(subject: Subject, expected: Any) -> Finding:
         if refused and not silent
         else (f"layers {_list(silent)} are named and do not write" if silent else "a layer beyond the model is accepted and ignored")
     )
-    return judged(refused and not silent, found, {"named": list(subject.config.layers), "silent": silent, "refused": refused}, 0)
+    return judged(refused and not silent, found, {"named": list(whole.config.layers), "silent": silent, "refused": refused}, 0)
 
 
-def every_layer(subject: Subject, expected: Any) -> Finding:
+def every_layer(whole: WholeModel, expected: Any) -> Outcome:
     """η as measured over η as set, and own-chunk exposure, in each TTT layer against the first."""
     rows = {}
-    for index in subject.layers:
-        with borrowed(subject.model, index) as module, module.unclipped():
-            bench = Bench(module, subject.seed)
-            gain = subject.layers[index].ttt.gain  # a measured size of the targets, the layer's own
+    for index in whole.layers:
+        with borrowed(whole.model, index) as module, module.unclipped():
+            bench = Bench(module, whole.seed)
+            gain = whole.layers[index].ttt.gain  # a measured size of the targets, the layer's own
             set_to = (module.eta or 1.0) * (1.0 if gain is None else float(gain))
             rows[index] = (bench.kappa() / set_to, float(bench.reads.diagonal().abs().max()))
     first = next(iter(rows.values()))
@@ -307,34 +210,34 @@ def every_layer(subject: Subject, expected: Any) -> Finding:
     return judged(not apart, found, numbers, TOLERANCE, chart if len(rows) > 1 else None)
 
 
-def model_state_place(subject: Subject, expected: Any) -> Finding:
+def model_state_place(whole: WholeModel, expected: Any) -> Outcome:
     """W0 of each TTT layer and all buffers, before and after reading and generating."""
-    return _unchanged(subject, lambda fast: fast, "the state is in no parameter and no buffer")
+    return _unchanged(whole, lambda fast: fast, "the state is in no parameter and no buffer")
 
 
-def model_slow_weights(subject: Subject, expected: Any) -> Finding:
+def model_slow_weights(whole: WholeModel, expected: Any) -> Outcome:
     """Every other parameter of the model, before and after reading and generating."""
-    return _unchanged(subject, lambda fast: not fast, "reading and generating change no slow weight")
+    return _unchanged(whole, lambda fast: not fast, "reading and generating change no slow weight")
 
 
-def _unchanged(subject: Subject, wanted: Any, found: str) -> Finding:
-    names = {m: n for n, m in subject.lm.named_modules()}
-    own = {f"{names[layer]}.{n}" for layer in subject.layers.values() for n, _ in layer.named_parameters() if not n.startswith("ttt.")}
-    own |= {name for name, _ in subject.lm.named_buffers()}
-    reading = subject.after_reading
+def _unchanged(whole: WholeModel, wanted: Any, found: str) -> Outcome:
+    names = {m: n for n, m in whole.lm.named_modules()}
+    own = {f"{names[layer]}.{n}" for layer in whole.layers.values() for n, _ in layer.named_parameters() if not n.startswith("ttt.")}
+    own |= {name for name, _ in whole.lm.named_buffers()}
+    reading = whole.after_reading
     changed = [name for name in reading.changed if wanted(name in own)]
     text = found if not changed else f"reading changes {_list(changed[:3])}"
     numbers = {"tensors changed": changed, "tokens read": reading.read, "tokens generated": reading.generated}
     return judged(not changed, text, numbers, 0)
 
 
-def extensions(subject: Subject, expected: Any) -> Finding:
+def extensions(whole: WholeModel, expected: Any) -> Outcome:
     """Settings that the paper's method does not have, and their values."""
-    on = subject.config.extensions
+    on = whole.config.extensions
     if not on:
         return judged(True, "no setting beyond the paper's method is on", {}, None)
     text = ", ".join(f"{name} = {value}" for name, value in on.items())
-    return Finding("extension", f"on beyond the paper: {text}", {name: str(value) for name, value in on.items()})
+    return Outcome("extension", f"on beyond the paper: {text}", {name: str(value) for name, value in on.items()})
 
 
 def _list(values: list[Any]) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..outcome import NotChecked, Outcome, judged
 from .bench import Bench
-from .findings import Finding, NotChecked, judged
 
 _WRITES = 64
 _SMALL = 3e-4
@@ -18,7 +18,7 @@ _GRADIENT = 0.05
 _DIRECTIONS = 3
 
 
-def state_precision(bench: Bench, expected: Any) -> Finding:
+def state_precision(bench: Bench, expected: Any) -> Outcome:
     """In float32 arithmetic: do many writes add up, and does one write of 0.03 % of ‖W0‖ count as much as a large one?
 
     A state in half precision fails the first, a running weight in half precision the second.
@@ -35,7 +35,7 @@ def state_precision(bench: Bench, expected: Any) -> Finding:
     numbers = {f"error of {_WRITES} writes added up": sums, f"lost of a write of {_SMALL} ‖W0‖": small, "state": dtype}
     if worst >= _LOST:
         return judged(False, f"{kept} loses {worst:.1%} of an update", numbers, _LOST)
-    return Finding("unspecified", f"{kept} loses {worst:.0e} of an update", numbers, _LOST)
+    return Outcome("unspecified", f"{kept} loses {worst:.0e} of an update", numbers, _LOST)
 
 
 def _additivity(bench: Bench) -> float:
@@ -77,14 +77,14 @@ def _state_dtype(bench: Bench) -> str | None:
     return str(state.dtype).removeprefix("torch.") if isinstance(state, Tensor) else None
 
 
-def state_place(bench: Bench, expected: Any) -> Finding:
+def state_place(bench: Bench, expected: Any) -> Outcome:
     """W0 and every buffer, before and after reading three chunks."""
     changed = [name for name in _changed(bench) if bench.module.is_fast(name)]
     found = "the state is in no parameter and no buffer" if not changed else f"reading changes {', '.join(changed)}"
     return judged(not changed, found, {"changed": changed}, 0)
 
 
-def slow_weights(bench: Bench, expected: Any) -> Finding:
+def slow_weights(bench: Bench, expected: Any) -> Outcome:
     """Every parameter but W0, before and after reading three chunks."""
     changed = [name for name in _changed(bench) if not bench.module.is_fast(name)]
     found = "reading changes no slow weight" if not changed else f"reading changes {', '.join(changed)}"
@@ -109,7 +109,7 @@ def _changed(bench: Bench) -> list[str]:
         return changed + [name for name, t in tensors.items() if name not in changed and not torch.equal(t.detach(), before[name])]
 
 
-def gradient(bench: Bench, expected: Any) -> Finding:
+def gradient(bench: Bench, expected: Any) -> Outcome:
     """Derivatives by autograd against differences of the module's own outputs, along random directions.
 
     Only the third chunk's outputs count, so that all of it comes through the sum of deltas.
@@ -125,11 +125,11 @@ def gradient(bench: Bench, expected: Any) -> Finding:
     return judged(errors[worst] < _GRADIENT, found, {f"error of the derivative by {name}": e for name, e in errors.items()}, _GRADIENT)
 
 
-def target_gradient(bench: Bench, expected: Any) -> Finding:
+def target_gradient(bench: Bench, expected: Any) -> Outcome:
     """Whether the targets' source gets a gradient from what later chunks read; a choice, since the paper says nothing."""
     error = _gradient_errors(bench)["targets"]
     found = "the gradient flows through the target into its source" if error < _GRADIENT else "the target is detached from its source"
-    return Finding("unspecified", found, {"error of the derivative by targets": error}, _GRADIENT)
+    return Outcome("unspecified", found, {"error of the derivative by targets": error}, _GRADIENT)
 
 
 def _gradient_errors(bench: Bench) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The items of a training recipe (paper Tables 4 to 8, appendix C.1 and C.2)."""
 
-from .catalogue import Item
+from ...audit.item import Item
+from . import probes
 
 RECIPE: tuple[Item, ...] = (
     Item(
@@ -8,21 +9,21 @@ RECIPE: tuple[Item, ...] = (
         "Base and TTT model go through the same curriculum; nothing is said to be frozen.", "medium", "All parameters.",
         "A frozen base cannot adapt to being written to, and the comparison with the baseline is another one.",
         "train: all, or declare what is trained.",
-        "probes_recipe.trained_parameters",
+        probes.trained_parameters,
     ),
     Item(
         "learning-rate", "Learning rate", "Tables 6, 7; from scratch Tables 4, 5, 8",
         "5e-6 for continual training; from scratch 5e-4 (500M) or 3e-4 (1.5B, 1.7B, 4B). One rate.", "high", "5e-6.",
         "With conv at zero, 5000 steps at 5e-6 move an entry by 0.0125 at most: rate, start and η go together.",
         "Set it, or declare another.",
-        "probes_recipe.learning_rate", expected={"paper": (5e-6, (3e-4, 5e-4)), "official": (5e-6, (5e-6,))},
+        probes.learning_rate, expected={"paper": (5e-6, (3e-4, 5e-4)), "official": (5e-6, (5e-6,))},
     ),
     Item(
         "weight-decay", "Weight decay", "Tables 4 to 8",
         "0.1. Whether conv and P decay is not stated.", "high", "0.1, on conv and P too.",
         "Decay on conv and P pulls the writer back to where it writes nothing.",
         "weight_decay: 0.1, or declare another.",
-        "probes_recipe.weight_decay", expected={"paper": 0.1, "official": 0.1},
+        probes.weight_decay, expected={"paper": 0.1, "official": 0.1},
     ),
     Item(
         "schedule", "Learning-rate schedule and warm-up", "Tables 4 to 8",
@@ -30,7 +31,7 @@ RECIPE: tuple[Item, ...] = (
         "Cosine, warm-up 2 %.",
         "The first Adam steps move a zero convolution by a large part of its later norm.",
         "State it with every result.",
-        "probes_recipe.schedule",
+        probes.schedule,
     ),
     Item(
         "optimiser", "Optimiser and gradient clipping", "Tables 4 to 8",
@@ -38,7 +39,7 @@ RECIPE: tuple[Item, ...] = (
         "AdamW (0.9, 0.95), clipping 1.0.",
         "They set how hard the first steps of the writer are.",
         "State them with every result.",
-        "probes_recipe.optimiser",
+        probes.optimiser,
     ),
     Item(
         "token-budget", "Tokens of training", "Tables 4-8",
@@ -46,7 +47,7 @@ RECIPE: tuple[Item, ...] = (
         "5000 steps of 64 rows of 65,536: 21B if every row is full.",
         "A short run shows whether it works, not how well the paper's does.",
         "Train as long, or declare the budget.",
-        "probes_recipe.token_budget",
+        probes.token_budget,
         expected={"paper": {32768: (20e9,), 131072: (15e9,), "scratch": (20e9, 60e9, 120e9)}, "official": {65536: (21e9,)}},
     ),
     Item(
@@ -54,20 +55,20 @@ RECIPE: tuple[Item, ...] = (
         "32,768 tokens; for Qwen3-4B then 131,072.", "high", "65,536 in one stage.",
         "The rows set how many chunks a document can have, hence how far a write can reach.",
         "sequence_length: 32768, then 131072, or declare another.",
-        "probes_recipe.stages", expected={"paper": (32768, 131072), "official": (65536,)},
+        probes.stages, expected={"paper": (32768, 131072), "official": (65536,)},
     ),
     Item(
         "yarn", "RoPE extension", "Tables 6, 7",
         "None in stage 1; YaRN in stage 2 (its factor is not stated, 4 is implied).", "high", "None in any config.",
         "An extended RoPE changes the base at all lengths, so gains may not be the memory's.",
         "rope_parameters as the stage says, or declare another.",
-        "probes_recipe.yarn", expected={"paper": 131072, "official": None},
+        probes.yarn, expected={"paper": 131072, "official": None},
     ),
     Item(
         "long-documents", "Tokens in documents longer than a chunk", "Appendix C.1",
         "A short part like the pre-training mix and a long part; the shares are not stated.", "high", "Not stated.",
         "Only these tokens train the writer: where there are none, conv and P get no gradient at all.",
         "Use longer documents or smaller chunks.",
-        "probes_recipe.long_documents",
+        probes.long_documents,
     ),
 )  # fmt: skip

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import InPlaceTTTError
-from ..surgery import fast_weights
-from ..training.recipe import Recipe
-from .findings import Finding, NotChecked, judged
+from ...audit.outcome import NotChecked, Outcome, judged
+from ...errors import InPlaceTTTError
+from ...surgery import fast_weights
+from ..recipe import Recipe
 
 _NEAR = 0.2
 """How far a token budget may be from the paper's "about"."""
@@ -32,7 +32,7 @@ class Run:
         return self.recipe.model.path is None
 
 
-def trained_parameters(run: Run, expected: Any) -> Finding:
+def trained_parameters(run: Run, expected: Any) -> Outcome:
     """Parameters that require a gradient."""
     counts = [(p.numel() or int(getattr(p, "ds_numel", 0)), p.requires_grad) for p in run.model.parameters()]
     total, trained = sum(n for n, _ in counts), sum(n for n, on in counts if on)
@@ -41,7 +41,7 @@ def trained_parameters(run: Run, expected: Any) -> Finding:
     return judged(trained == total, found, {"trained": trained, "of": total, "of them conv and P": writer}, 0)
 
 
-def learning_rate(run: Run, expected: Any) -> Finding:
+def learning_rate(run: Run, expected: Any) -> Outcome:
     """The recipe's rates."""
     o = run.recipe.optimisation
     continual, scratch = expected
@@ -51,33 +51,33 @@ def learning_rate(run: Run, expected: Any) -> Finding:
     if not any(abs(o.learning_rate / w - 1) < 1e-6 for w in wanted):
         return judged(False, text, {**rates, "expected": list(wanted)}, 0)
     if len(set(rates.values())) > 1:
-        return Finding("extension", text + ": conv and P have rates of their own", rates, 0)
+        return Outcome("extension", text + ": conv and P have rates of their own", rates, 0)
     return judged(True, text, rates, 0)
 
 
-def weight_decay(run: Run, expected: Any) -> Finding:
+def weight_decay(run: Run, expected: Any) -> Outcome:
     """The recipe's decays; for conv and P a choice."""
     o = run.recipe.optimisation
     numbers = {"matrices": o.weight_decay, "conv": o.conv_weight_decay, "P": o.proj_weight_decay}
     return judged(o.weight_decay == expected, f"{o.weight_decay:g}; conv {o.conv_weight_decay:g}, P {o.proj_weight_decay:g}", numbers, 0)
 
 
-def schedule(run: Run, expected: Any) -> Finding:
+def schedule(run: Run, expected: Any) -> Outcome:
     """Shape, warm-up, end."""
     o = run.recipe.optimisation
     numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.final_ratio}
     text = f"{o.schedule} to {o.final_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
-    return Finding("unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers)
+    return Outcome("unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers)
 
 
-def optimiser(run: Run, expected: Any) -> Finding:
+def optimiser(run: Run, expected: Any) -> Outcome:
     """AdamW's settings."""
     o = run.recipe.optimisation
     text = f"AdamW {tuple(o.betas)}, gradient clipping {o.max_grad_norm:g}"
-    return Finding("unspecified", text, {"betas": o.betas, "epsilon": o.epsilon, "gradient clipping": o.max_grad_norm})
+    return Outcome("unspecified", text, {"betas": o.betas, "epsilon": o.epsilon, "gradient clipping": o.max_grad_norm})
 
 
-def token_budget(run: Run, expected: Any) -> Finding:
+def token_budget(run: Run, expected: Any) -> Outcome:
     """Steps times rows times length."""
     recipe = run.recipe
     length = recipe.data.sequence_length
@@ -92,13 +92,13 @@ def token_budget(run: Run, expected: Any) -> Finding:
     )
 
 
-def stages(run: Run, expected: Any) -> Finding:
+def stages(run: Run, expected: Any) -> Outcome:
     """Tokens a row."""
     length = run.recipe.data.sequence_length
     return judged(length in expected, f"{length:,} tokens a row", {"tokens a row": length, "expected": list(expected)}, 0)
 
 
-def yarn(run: Run, expected: Any) -> Finding:
+def yarn(run: Run, expected: Any) -> Outcome:
     """The model's RoPE, and whether this stage should extend it."""
     config = getattr(run.model, "config", None)
     text_config = config.get_text_config() if config is not None else None
@@ -111,7 +111,7 @@ def yarn(run: Run, expected: Any) -> Finding:
     return judged(extended == wanted, found, {"rope_type": kind, "factor": factor, "yarn expected": wanted}, 0)
 
 
-def long_documents(run: Run, expected: Any) -> Finding:
+def long_documents(run: Run, expected: Any) -> Outcome:
     """Share of the run's tokens in pieces of documents longer than a chunk."""
     if run.data is None:
         raise NotChecked(run.why_no_data)
@@ -119,7 +119,7 @@ def long_documents(run: Run, expected: Any) -> Finding:
     numbers = {"share of tokens": share, "tokens": int(run.data.tokens), "chunks a piece": dict(run.data.chunks_per_piece)}
     if share == 0:
         return judged(False, "no document is longer than a chunk: nothing can train the writer", numbers, 0)
-    return Finding("unspecified", f"{share:.1%} of the tokens", numbers)
+    return Outcome("unspecified", f"{share:.1%} of the tokens", numbers)
 
 
 def measured_data(recipe: Recipe, chunk_size: int) -> tuple[Any, str]:
@@ -127,7 +127,7 @@ def measured_data(recipe: Recipe, chunk_size: int) -> tuple[Any, str]:
     try:
         from transformers import AutoTokenizer
 
-        from ..training.data import build_data
+        from ..data import build_data
     except ImportError as error:
         return None, f"the rows cannot be built here ({error}); install the extra `train`"
     missing = [name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))]

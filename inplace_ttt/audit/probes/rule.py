@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from .bench import CHUNKS, Bench, measured_chunk
-from .findings import TOLERANCE, Finding, NotChecked, judged
 
 _LARGE_CHUNK = 20_000
 """Tokens beyond which a chunk of the real size is not built."""
 
 
-def writes(bench: Bench, expected: Any) -> Finding:
+def writes(bench: Bench, expected: Any) -> Outcome:
     """What a chunk's targets change in the outputs of the next chunk."""
     x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
     outputs = torch.linalg.vector_norm(bench.run(x, bench.zeros(len(x)))[bench.chunk :])
@@ -22,7 +22,7 @@ def writes(bench: Bench, expected: Any) -> Finding:
     return judged(size > 0, found, {"change of the next chunk's outputs, by strong targets": size})
 
 
-def fast_tensor(bench: Bench, expected: Any) -> Finding:
+def fast_tensor(bench: Bench, expected: Any) -> Outcome:
     """Change W0 and see whether the first chunk follows; read one write with other keys and see whether it is linear in them."""
     module, chunk = bench.module, bench.chunk
     off = follows(bench)
@@ -55,7 +55,7 @@ def follows(bench: Bench) -> float:
     return _error(moved, wanted)
 
 
-def causality(bench: Bench, expected: Any) -> Finding:
+def causality(bench: Bench, expected: Any) -> Outcome:
     """K above the diagonal, and whether another last token changes an output before it."""
     later = bench.reads.triu(1).abs().max().item()
     x, target = bench.tiled(3 * bench.chunk), bench.middle(3 * bench.chunk, 0, bench.chunk)
@@ -72,7 +72,7 @@ def causality(bench: Bench, expected: Any) -> Finding:
     return judged(max(later, moved) < TOLERANCE, found, {"read of a later write": later, "moved by a later key": moved}, TOLERANCE)
 
 
-def apply_then_update(bench: Bench, expected: Any) -> Finding:
+def apply_then_update(bench: Bench, expected: Any) -> Outcome:
     """The diagonal of K while a sequence streams in chunk by chunk."""
     own = bench.stream_reads.diagonal().abs().max().item()
     if own >= TOLERANCE and abs(own - abs(_own(bench))) < TOLERANCE:
@@ -81,7 +81,7 @@ def apply_then_update(bench: Bench, expected: Any) -> Finding:
     return judged(own < TOLERANCE, found, {"own write read while streaming": own}, TOLERANCE)
 
 
-def exclusive_sum(bench: Bench, expected: Any) -> Finding:
+def exclusive_sum(bench: Bench, expected: Any) -> Outcome:
     """The diagonal of K in one call: 1 is an inclusive sum."""
     own = _own(bench)
     inclusive = abs(own - 1) < 0.05
@@ -89,7 +89,7 @@ def exclusive_sum(bench: Bench, expected: Any) -> Finding:
     return judged(not inclusive, found, {"own write read": own}, TOLERANCE, _heat(bench))
 
 
-def own_chunk_exposure(bench: Bench, expected: Any) -> Finding:
+def own_chunk_exposure(bench: Bench, expected: Any) -> Outcome:
     """The diagonal of K in one call: any part but 0, and 1, which `exclusive-sum` has."""
     own = _own(bench)
     if abs(own - 1) < 0.05:
@@ -97,14 +97,14 @@ def own_chunk_exposure(bench: Bench, expected: Any) -> Finding:
     return judged(abs(own) < TOLERANCE, f"a chunk reads {own:.3g} of its own write", {"own write read": own}, TOLERANCE)
 
 
-def sign(bench: Bench, expected: Any) -> Finding:
+def sign(bench: Bench, expected: Any) -> Outcome:
     """Whether a later chunk with the same keys answers along the target or against it."""
     value = bench.kappa()
     found = "outputs move towards the target" if value > 0 else "outputs move away from the target: the sign is wrong"
     return judged(value > 0, found, {"⟨write, target⟩ / ‖target‖²": value})
 
 
-def loss_sum(bench: Bench, expected: Any) -> Finding:
+def loss_sum(bench: Bench, expected: Any) -> Outcome:
     """The size of one token's write, against η, and in chunks twice as long."""
     size, eta = abs(bench.kappa()), bench.module.eta
     numbers: dict[str, Any] = {"write per token": size}
@@ -135,7 +135,7 @@ def loss_sum(bench: Bench, expected: Any) -> Finding:
     return judged(holds, found, numbers, TOLERANCE)
 
 
-def no_normalisation(bench: Bench, expected: Any) -> Finding:
+def no_normalisation(bench: Bench, expected: Any) -> Outcome:
     """How a write grows with the size of its targets (degree 1) and of its keys (degree 1 each, written and read)."""
     target = bench.middle(2 * bench.chunk, 0)
     x = bench.tiled(len(target))
@@ -162,7 +162,7 @@ def no_normalisation(bench: Bench, expected: Any) -> Finding:
     return judged(holds, found, {"power of the targets": targets, "write at 1.5 Z, over VᵀZ": keys}, TOLERANCE)
 
 
-def plain_sum(bench: Bench, expected: Any) -> Finding:
+def plain_sum(bench: Bench, expected: Any) -> Outcome:
     """K below the diagonal is constant: what was written neither fades, nor grows, nor is corrected by later chunks."""
     reads = bench.reads
     below = torch.tensor([reads[i, j].item() for i in range(CHUNKS) for j in range(i)])
@@ -186,16 +186,16 @@ def plain_sum(bench: Bench, expected: Any) -> Finding:
     )
 
 
-def eta(bench: Bench, expected: Any) -> Finding:
+def eta(bench: Bench, expected: Any) -> Outcome:
     """The size of one token's write; a choice, since the paper gives none."""
     value = abs(bench.kappa())
     if expected is not None:
         holds = any(abs(value / e - 1) < TOLERANCE for e in expected)
         return judged(holds, f"η = {value:.4g}", {"η": value}, TOLERANCE)
-    return Finding("unspecified", f"η = {value:.4g}", {"η": value}, TOLERANCE)
+    return Outcome("unspecified", f"η = {value:.4g}", {"η": value}, TOLERANCE)
 
 
-def chunk_size(bench: Bench, expected: Any) -> Finding:
+def chunk_size(bench: Bench, expected: Any) -> Outcome:
     """Where the outputs step at the module's own chunk size, with equal keys and equal targets."""
     own = bench.module.own_chunk
     if own > _LARGE_CHUNK:

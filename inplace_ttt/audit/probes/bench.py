@@ -18,9 +18,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import InPlaceTTTError
-from .adapters import AuditedModule, Stream
-from .findings import NotChecked
+from ...errors import InPlaceTTTError
+from ..adapters import AuditedModule, Stream
+from ..outcome import NotChecked
 
 CHUNKS = 5
 _STRONG = 30.0

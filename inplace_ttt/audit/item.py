@@ -1,18 +1,19 @@
-"""What the audit knows: one entry an item, with what the paper says and how sure we are, and the probe that decides it.
-
-Sections, tables and appendices are those of arXiv 2604.06169. "The public code" is its authors' reference code.
-"""
+"""What an item of the audit is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import InPlaceTTTError
+from .outcome import Outcome
 
 Profile = Literal["paper", "official"]
-PROFILES: tuple[Profile, ...] = ("paper", "official")
+PROFILES: dict[Profile, str] = {"paper": "what the paper says", "official": "what the authors' public code does"}
+
+Probe = Callable[[Any, Any], Outcome]
+"""Measures an item: on a `Bench` (one layer), a `WholeModel` or a training `Run`; the second argument is what it compares with."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,10 @@ class Item:
     id, title: how reports name it. paper_ref: where the paper says it. paper: what it says.
     sure: "high", read in the text; "medium", our reading of an ambiguous passage; "low", inferred.
     public_code: what the authors' code does. why: why it matters. remedy: what to do about a deviation.
-    probe: the function that decides it, "module.function" in this package. on_model: the one for a whole converted model,
-    where that sees more. expected: by profile, what the probe compares with. absent: the public code does not have it, so
-    that having it is an extension under the profile `official`.
+    probe: the function that decides it. on_model: the one for a whole converted model, where that sees more.
+    expected: by profile, what the probe compares with. absent: the public code does not have it, so that having it is an
+    extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the other items.
+    silent: it is decided on a module that writes nothing, too.
     """
 
     id: str
@@ -35,22 +37,16 @@ class Item:
     public_code: str
     why: str
     remedy: str
-    probe: str | None
-    on_model: str | None = None
+    probe: Probe | None
+    on_model: Probe | None = None
     expected: Mapping[Profile, Any] = field(default_factory=dict)
     absent: bool = False
+    own_clip: bool = False
+    silent: bool = False
 
     def expects(self, profile: Profile) -> str:
         """What is held against a module, in words."""
         return self.paper if profile == "paper" else self.public_code
-
-
-def catalogue() -> dict[str, Item]:
-    """Every item by its id, in the order of a report."""
-    from .catalogue_method import METHOD
-    from .catalogue_recipe import RECIPE
-
-    return {item.id: item for item in (*METHOD, *RECIPE)}
 
 
 def known(profile: str) -> Profile:

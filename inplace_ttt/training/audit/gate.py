@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..errors import InPlaceTTTError
-from ..surgery import config_of
-from ..training.model import build_model
-from ..training.recipe import Recipe, load_recipe
-from .catalogue import Item, Profile
-from .catalogue_recipe import RECIPE
-from .findings import Finding
-from .probes_recipe import Run, measured_data
-from .report import Report
-from .run import Progress, as_declarations, audit_model, decide
+from ...audit.auditor import Progress, as_declarations, audit_model
+from ...audit.report import Report
+from ...errors import InPlaceTTTError
+from ...surgery import config_of
+from ..model import build_model
+from ..recipe import Recipe, load_recipe
+from .catalogue import RECIPE
+from .probes import Run, measured_data
 
 REPORT = "audit"
 """Name, without ending, of what the gate writes into the run's output folder."""
@@ -47,8 +44,6 @@ def gate(model: nn.Module, recipe: Recipe, *, data: Any = None, progress: Progre
 
 def write_report(report: Report, output: str | Path) -> Path:
     """Write the report as audit.html, audit.md and audit.json into a run's folder; gives the page."""
-    import json
-
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,5 +60,5 @@ def write_report(report: Report, output: str | Path) -> Path:
 
 def _audit(run: Run, profile: str, seed: int, progress: Progress | None) -> Report:
     declared = as_declarations(run.recipe.audit.deviations, str(run.recipe.path or "the recipe"))
-    extra: list[tuple[Item, Callable[[Profile], Finding]]] = [(item, functools.partial(decide, item, run)) for item in RECIPE]
+    extra = [(item, run) for item in RECIPE]
     return audit_model(run.model, profile=profile, declared=declared, seed=seed, progress=progress, extra=extra)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from .bench import Bench
-from .findings import TOLERANCE, Finding, NotChecked, judged
 
 _VISIBLE = 0.02
 """Of the largest response to an impulse: less is nothing."""
 
 
-def conv_depthwise(bench: Bench, expected: Any) -> Finding:
+def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
     """An impulse in one channel: how much of the response is in other channels, under the kernel's own full shape."""
     conv = bench.module.conv
     with torch.no_grad():
@@ -39,7 +39,7 @@ def conv_depthwise(bench: Bench, expected: Any) -> Finding:
     return judged(across < TOLERANCE, found, {"response in other channels": across, "kernel": list(conv.shape)}, TOLERANCE)
 
 
-def conv_size(bench: Bench, expected: Any) -> Finding:
+def conv_size(bench: Bench, expected: Any) -> Outcome:
     """How many tokens an impulse reaches, chunk edges away."""
     response = _offsets(bench)
     taps = sorted(response)
@@ -55,7 +55,7 @@ def conv_size(bench: Bench, expected: Any) -> Finding:
     return judged(len(taps) == expected, found, {"taps": len(taps), "expected": expected}, 0, chart)
 
 
-def conv_bias(bench: Bench, expected: Any) -> Finding:
+def conv_bias(bench: Bench, expected: Any) -> Outcome:
     """Whether anything is written when the target source is zero."""
     tokens = 2 * bench.chunk
     x = bench.tiled(tokens)
@@ -69,7 +69,7 @@ def conv_bias(bench: Bench, expected: Any) -> Finding:
     return judged(size < TOLERANCE, found, {"write of a zero source": size}, TOLERANCE)
 
 
-def conv_lookahead(bench: Bench, expected: Any) -> Finding:
+def conv_lookahead(bench: Bench, expected: Any) -> Outcome:
     """Which tokens the target of a token takes in."""
     taps = sorted(_offsets(bench))
     ahead = [o for o in taps if o > 0]
@@ -77,7 +77,7 @@ def conv_lookahead(bench: Bench, expected: Any) -> Finding:
     return judged(bool(ahead), found, {"taps": taps}, 0)
 
 
-def conv_isolation(bench: Bench, expected: Any) -> Finding:
+def conv_isolation(bench: Bench, expected: Any) -> Outcome:
     """Impulses at both sides of a chunk's edge, and what the edge's tokens take from outside: zero."""
     chunk = bench.chunk
     sides = {}
@@ -108,7 +108,7 @@ def conv_isolation(bench: Bench, expected: Any) -> Finding:
     return judged(sides[worst] < TOLERANCE, found, sides, TOLERANCE)
 
 
-def conv_before_projection(bench: Bench, expected: Any) -> Finding:
+def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
     """Kernels that differ by channel, with a symmetric P: the order of the two shows, transposition does not."""
     d = bench.module.d
     p = bench.random(d, d)
@@ -124,7 +124,7 @@ def conv_before_projection(bench: Bench, expected: Any) -> Finding:
     return judged(first >= last, text, {"cosine, conv then P": first, "cosine, P then conv": last}, TOLERANCE)
 
 
-def projection_untransposed(bench: Bench, expected: Any) -> Finding:
+def projection_untransposed(bench: Bench, expected: Any) -> Outcome:
     """A constant source through an asymmetric P, against X P and X Pᵀ."""
     p = bench.random(bench.module.d, bench.module.d)
     row = bench.scale * bench.units(1)[0]

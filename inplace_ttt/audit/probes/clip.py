@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..outcome import NotChecked, Outcome, judged
 from .bench import SCALES, Bench
-from .findings import Finding, NotChecked, judged
 
 PAPER_TAU = 1e-5
 _CHUNKS = 128
@@ -19,7 +19,7 @@ _SEEN = 1e-3
 """Change of the weight below which a clip leaves no effect worth the name."""
 
 
-def clip_training(bench: Bench, expected: Any) -> Finding:
+def clip_training(bench: Bench, expected: Any) -> Outcome:
     """Growth of a write with its targets, in training mode."""
     sizes = bench.sizes(training=True)
     _alive(sizes)
@@ -30,11 +30,11 @@ def clip_training(bench: Bench, expected: Any) -> Finding:
     return judged(knee is None, found, {"clipped from targets of size": knee}, None, _curve(bench, sizes))
 
 
-def clip_inference(bench: Bench, expected: Any) -> Finding:
+def clip_inference(bench: Bench, expected: Any) -> Outcome:
     """The norm that a chunk's delta cannot exceed in evaluation mode, without η."""
     tau = applied_tau(bench)
     if tau is None:
-        return Finding("unspecified", "no clip: the paper clips in some of its evaluations only", {"tau": None})
+        return Outcome("unspecified", "no clip: the paper clips in some of its evaluations only", {"tau": None})
     w0 = float(torch.linalg.vector_norm(bench.module.fast_weight.detach().double()))
     meant = bench.module.tau
     if meant is not None and abs(tau / meant - 1) > 0.05:
@@ -43,10 +43,10 @@ def clip_inference(bench: Bench, expected: Any) -> Finding:
     numbers = {"tau": tau, "tau / ‖W0‖": tau / w0, "the paper's tau": PAPER_TAU}
     if abs(tau / PAPER_TAU - 1) < 0.05:
         return judged(True, f"a chunk's delta is held to a norm of {tau:.2g}", numbers, 0.05)
-    return Finding("extension", f"a chunk's delta is held to a norm of {tau:.3g}, {tau / w0:.2g} of ‖W0‖", numbers, 0.05)
+    return Outcome("extension", f"a chunk's delta is held to a norm of {tau:.3g}, {tau / w0:.2g} of ‖W0‖", numbers, 0.05)
 
 
-def clip_scope(bench: Bench, expected: Any) -> Finding:
+def clip_scope(bench: Bench, expected: Any) -> Outcome:
     """Four clipped chunks with the same targets: the sum of four, or one norm for all."""
     if applied_tau(bench) is None:
         raise NotChecked("no clip is on")
@@ -63,7 +63,7 @@ def clip_scope(bench: Bench, expected: Any) -> Finding:
     return judged(ratio > 3.9, found, {"four clipped chunks, over one": ratio, "expected": 4.0}, 0.1)
 
 
-def clip_effect(bench: Bench, expected: Any) -> Finding:
+def clip_effect(bench: Bench, expected: Any) -> Outcome:
     """What the largest admitted delta does to the weight, in the precisions that it may be kept in."""
     tau = applied_tau(bench)
     if tau is None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from .bench import Bench
-from .findings import TOLERANCE, Finding, NotChecked, judged
-from .probes_rule import follows
-from .probes_target import zero_tap
+from .rule import follows
+from .target import zero_tap
 
 
-def document_reset(bench: Bench, expected: Any) -> Finding:
+def document_reset(bench: Bench, expected: Any) -> Outcome:
     """Targets in the first of two packed documents: what the second one's tokens read of them."""
     chunk = bench.chunk
     lengths = [2 * chunk + 3, 2 * chunk]
@@ -27,7 +27,7 @@ def document_reset(bench: Bench, expected: Any) -> Finding:
     return judged(leaked < TOLERANCE, found, {"read of another document": leaked}, TOLERANCE)
 
 
-def document_grid(bench: Bench, expected: Any) -> Finding:
+def document_grid(bench: Bench, expected: Any) -> Outcome:
     """The second of two packed documents against itself alone, when the first writes nothing."""
     chunk = bench.chunk
     first, second = chunk + 5, 3 * chunk
@@ -44,7 +44,7 @@ def document_grid(bench: Bench, expected: Any) -> Finding:
     return judged(off < TOLERANCE, found, {"packed against alone": off}, TOLERANCE)
 
 
-def padding(bench: Bench, expected: Any) -> Finding:
+def padding(bench: Bench, expected: Any) -> Outcome:
     """A row padded at the left or right, with targets on the padding too, against the row alone."""
     chunk = bench.chunk
     tokens, pads = 3 * chunk - 2, chunk + 3
@@ -64,7 +64,7 @@ def padding(bench: Bench, expected: Any) -> Finding:
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
 
-def rows(bench: Bench, expected: Any) -> Finding:
+def rows(bench: Bench, expected: Any) -> Outcome:
     """Two rows with different keys and targets, against each alone."""
     tokens = 2 * bench.chunk + 3
     inputs = torch.stack([bench.tiled(tokens), bench.tiled(tokens, start=5)])
@@ -81,7 +81,7 @@ def rows(bench: Bench, expected: Any) -> Finding:
     return judged(holds, found, {"row 0 against alone": off[0], "row 1 against alone": off[1]}, TOLERANCE)
 
 
-def chunked_prefill(bench: Bench, expected: Any) -> Finding:
+def chunked_prefill(bench: Bench, expected: Any) -> Outcome:
     """Pieces that cross chunk edges: what the open chunk reads, against one call."""
     chunk = bench.chunk
     splits: dict[str, Sequence[int]] = {
@@ -92,14 +92,14 @@ def chunked_prefill(bench: Bench, expected: Any) -> Finding:
     return _split(bench, splits, "in pieces of several tokens")
 
 
-def token_by_token(bench: Bench, expected: Any) -> Finding:
+def token_by_token(bench: Bench, expected: Any) -> Outcome:
     """One token a call, against one call."""
     if _writes_alone(bench) < TOLERANCE:
         raise NotChecked("tokens that are read alone do not write here, which `generated-tokens` reports")
     return _split(bench, {"one token a call": [1] * (3 * bench.chunk - 1)}, "token by token")
 
 
-def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Finding:
+def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Outcome:
     """The last, open chunk reads what the chunks before it wrote: equal however they were read."""
     chunk = bench.chunk
     tokens = 3 * chunk - 1
@@ -115,7 +115,7 @@ def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Finding:
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
 
-def streaming_target(bench: Bench, expected: Any) -> Finding:
+def streaming_target(bench: Bench, expected: Any) -> Outcome:
     """An impulse read token by token: which tokens' targets take it in, against one call."""
     if _writes_alone(bench) < TOLERANCE:
         raise NotChecked("tokens that are read alone do not write here, which `generated-tokens` reports")
@@ -141,7 +141,7 @@ def streaming_target(bench: Bench, expected: Any) -> Finding:
     return judged(off < TOLERANCE, found, {"difference of the targets": off, "taps while streaming": sorted(seen)}, TOLERANCE)
 
 
-def stream_reset(bench: Bench, expected: Any) -> Finding:
+def stream_reset(bench: Bench, expected: Any) -> Outcome:
     """A stream that read another sequence and was reset, against a fresh one."""
     chunk = bench.chunk
     stream = bench.module.stream()
@@ -157,7 +157,7 @@ def stream_reset(bench: Bench, expected: Any) -> Finding:
     return judged(off < TOLERANCE, found, {"after a reset against fresh": off}, TOLERANCE)
 
 
-def generated_tokens(bench: Bench, expected: Any) -> Finding:
+def generated_tokens(bench: Bench, expected: Any) -> Outcome:
     """Whether tokens that are read one at a time, as in generation, are written."""
     share = _writes_alone(bench)
     writes = share > TOLERANCE
@@ -166,10 +166,10 @@ def generated_tokens(bench: Bench, expected: Any) -> Finding:
     if choice is not None and choice != writes:
         meant = "write" if choice else "write nothing"
         return judged(False, f"tokens read alone are meant to {meant}, and do {'not ' * (not writes)}write", numbers, TOLERANCE)
-    return Finding("unspecified", "generated tokens write" if writes else "generated tokens do not write", numbers, TOLERANCE)
+    return Outcome("unspecified", "generated tokens write" if writes else "generated tokens do not write", numbers, TOLERANCE)
 
 
-def open_chunk(bench: Bench, expected: Any) -> Finding:
+def open_chunk(bench: Bench, expected: Any) -> Outcome:
     """Whether later tokens of a chunk that is not complete read its earlier ones."""
     chunk = bench.chunk
     tokens = 2 * chunk - 1
@@ -178,10 +178,10 @@ def open_chunk(bench: Bench, expected: Any) -> Finding:
     pieces = [chunk, *[1] * (chunk - 1)]
     early = bench.size(bench.stream_response(x, target, pieces)[chunk + 3 :])
     found = "an incomplete chunk is not written" if early < TOLERANCE else f"an incomplete chunk is read early ({early:.3g} of a write)"
-    return Finding("unspecified", found, {"read before the chunk is complete": early}, TOLERANCE)
+    return Outcome("unspecified", found, {"read before the chunk is complete": early}, TOLERANCE)
 
 
-def reset_keeps_training(bench: Bench, expected: Any) -> Finding:
+def reset_keeps_training(bench: Bench, expected: Any) -> Outcome:
     """Another W0, as training leaves it, then a new document or a reset, nothing written: the new W0 must be the one in use."""
     module, chunk = bench.module, bench.chunk
     x, none = bench.tiled(chunk), bench.zeros(chunk)
@@ -223,7 +223,7 @@ def _after_reset(bench: Bench, x: Tensor, none: Tensor) -> Tensor:
     return stream(x[None], none[None])[0].double().cpu()
 
 
-def context_parallel(bench: Bench, expected: Any) -> Finding:
+def context_parallel(bench: Bench, expected: Any) -> Outcome:
     """Algorithm 1 over three ranks in one process: own sums, sums of those before, reads; against one call."""
     x = bench.tiled(6 * bench.chunk)
     target = bench.middle(len(x), *range(0, len(x), bench.chunk))

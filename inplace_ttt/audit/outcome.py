@@ -1,4 +1,4 @@
-"""What a probe gives back."""
+"""What a probe gives back: a verdict and the numbers behind it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class NotChecked(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Outcome:
     """A verdict with what was seen, the numbers behind it, and how far off they may be.
 
-    chart: data of a picture for the report, with its `kind` (see charts.py), or nothing.
+    chart: data of a picture for the report, with its `kind` (see reports/charts.py), or nothing.
     """
 
     verdict: Verdict
@@ -39,6 +39,6 @@ class Finding:
 
 def judged(
     holds: bool, found: str, numbers: dict[str, Any], tolerance: float | None = None, chart: dict[str, Any] | None = None
-) -> Finding:
-    """A finding of what the paper does say."""
-    return Finding("conforms" if holds else "deviates", found, numbers, tolerance, chart)
+) -> Outcome:
+    """The outcome where the paper does say."""
+    return Outcome("conforms" if holds else "deviates", found, numbers, tolerance, chart)

@@ -1,0 +1,182 @@
+"""The audits: of one layer of somebody else's, of a converted model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InPlaceTTTError, one_line
+from ..families import features
+from ..surgery import config_of, fast_weights
+from .adapters import AuditedModule
+from .catalogue import METHOD
+from .converted import borrowed, refuse_unreachable
+from .item import Item, Probe, known
+from .outcome import NotChecked, Outcome
+from .probes.bench import Bench
+from .report import Declaration, Report, Result
+from .whole_model import WholeModel
+
+Progress = Callable[[int, int, str], None]
+"""Called before each item: how many are done, of how many, and the item's title."""
+
+
+def audit_module(
+    module: AuditedModule,
+    *,
+    profile: str = "paper",
+    declared: Sequence[Declaration] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Report:
+    """Audit one TTT layer of anybody's through its adapter.
+
+    Raises InPlaceTTTError, naming the item, when the module itself raises.
+    """
+    auditor = _Auditor(module.name, profile, declared, METHOD, progress)
+    bench = _bench(module, seed)
+    for item in METHOD:
+        auditor.decide(item, _on_layer(item), bench)
+    return auditor.report({"module": module.name, "fast weight": f"{module.d} x {module.h}", "chunk": f"{module.chunk_size} tokens"})
+
+
+def audit_model(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    profile: str = "paper",
+    declared: Sequence[Declaration] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+    extra: Sequence[tuple[Item, Any]] = (),
+) -> Report:
+    """Audit a converted model in memory. Its weights, modes and settings are the same bits afterwards.
+
+    tokenizer: to read real text; random ids without one. declared: deviations that are known and stood by.
+    seed: of the probes' inputs. extra: further items, as a recipe's, each with what its probe measures.
+    Raises InPlaceTTTError for a model that is not converted, or whose weights are not in this process.
+    """
+    whole = WholeModel(model, tokenizer, seed)
+    lm, config = whole.lm, config_of(whole.lm)
+    refuse_unreachable(lm)
+    auditor = _Auditor(lm.config.name_or_path or type(lm).__name__, profile, declared, (*METHOD, *(item for item, _ in extra)), progress)
+    first, layer = next(iter(fast_weights(lm).items()))
+    with borrowed(model, first) as module:
+        bench = _bench(module, seed)
+        for item in METHOD:
+            if item.on_model is None:
+                auditor.decide(item, _on_layer(item), bench)
+    for item in METHOD:
+        if item.on_model is not None:
+            auditor.decide(item, item.on_model, whole)
+    for item, measured in extra:
+        assert item.probe is not None
+        auditor.decide(item, item.probe, measured)
+    h, d = features(layer)
+    return auditor.report(
+        {
+            "model": f"{type(lm).__name__}, {whole.depth} layers, {str(lm.dtype).removeprefix('torch.')}",
+            "TTT layers": ", ".join(map(str, config.layers)),
+            "fast weight": f"{d} x {h}",
+            "settings": f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}, {config.conv} convolution of "
+            f"{config.kernel_size}, {'no clip' if config.clip is None else f'clip {config.clip.tau:g}'}",
+            "closely probed": f"layer {first} (float64, seed {seed}); the other TTT layers against it",
+        }
+    )
+
+
+class _Auditor:
+    """Decides items one by one; what they share."""
+
+    def __init__(self, name: str, profile: str, declared: Sequence[Declaration], items: Sequence[Item], progress: Progress | None) -> None:
+        self.name, self.profile, self.declared, self.items, self.progress = name, known(profile), tuple(declared), items, progress
+        self.results: dict[str, Result] = {}
+        self.whys = {declaration.id: declaration.why for declaration in declared}
+        if unknown := sorted(set(self.whys) - {item.id for item in items}):
+            raise InPlaceTTTError(
+                f"a deviation {unknown[0]!r} is declared, which is no item of the audit; see docs/audit.md for their ids."
+            )
+        if empty := [id for id, why in self.whys.items() if not str(why).strip()]:
+            raise InPlaceTTTError(f"the declared deviation {empty[0]!r} says no reason; give `why` one.")
+
+    def decide(self, item: Item, probe: Probe, measured: Any) -> None:
+        """What the module has against it becomes one sentence."""
+        if self.progress is not None:
+            self.progress(len(self.results), len(self.items), item.title)
+        try:
+            outcome = probe(measured, item.expected.get(self.profile))
+        except NotChecked as reason:
+            outcome = Outcome("not checked", str(reason))
+        except InPlaceTTTError as error:
+            raise InPlaceTTTError(f"{self.name} refuses while the audit measures {item.id!r}: {error}") from error
+        except Exception as error:
+            raise InPlaceTTTError(
+                f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: {one_line(error)}; "
+                "see to it that it runs on short random sequences."
+            ) from error
+        if self.profile == "official" and item.absent:
+            outcome = _against_absence(outcome)
+        declared = self.whys.get(item.id) if outcome.verdict == "deviates" else None
+        self.results[item.id] = Result(item, outcome, item.expects(self.profile), declared)
+
+    def report(self, facts: dict[str, str]) -> Report:
+        return Report(self.name, self.profile, [self.results[item.id] for item in self.items], self.declared, facts)
+
+
+def _against_absence(outcome: Outcome) -> Outcome:
+    """Of what the public code does not have: having it goes beyond that code."""
+    verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(outcome.verdict, outcome.verdict)
+    return Outcome(verdict, outcome.found, outcome.numbers, outcome.tolerance, outcome.chart)  # type: ignore[arg-type]
+
+
+def _bench(module: AuditedModule, seed: int) -> Bench:
+    """The bench, with one plain forward before it: a module that does not run is refused here."""
+    tokens = 2 * module.chunk_size + 1
+    generator = torch.Generator().manual_seed(seed)
+    x = module.inputs(min(tokens, module.h), generator)
+    try:
+        with torch.no_grad(), module.guarded():
+            out = module.forward(x[None], torch.zeros(1, len(x), module.d, dtype=torch.float64))
+    except InPlaceTTTError:
+        raise
+    except Exception as error:
+        raise InPlaceTTTError(
+            f"{module.name} raises {type(error).__name__} on {len(x)} random tokens: {one_line(error)}; the audit needs it to run."
+        ) from error
+    if tuple(out.shape) != (1, len(x), module.d) or not bool(out.isfinite().all()):
+        raise InPlaceTTTError(
+            f"{module.name} gives {list(out.shape)} for {len(x)} tokens of width {module.d}"
+            f"{'' if bool(out.isfinite().all()) else ', not all finite'}; an audited module must give [1, T, d]."
+        )
+    return Bench(module, seed)
+
+
+def _on_layer(item: Item) -> Probe:
+    """The item's probe of one layer: without the module's clip unless the item is about it, and where there are writes to measure."""
+
+    def probe(bench: Bench, expected: Any) -> Outcome:
+        if item.probe is None:
+            raise NotChecked("it takes a whole converted model to see")
+        with nullcontext() if item.own_clip else bench.module.unclipped():
+            if not (item.own_clip or item.silent):
+                bench.unit  # noqa: B018 - refuses where nothing is written
+            return item.probe(bench, expected)
+
+    return probe
+
+
+def as_declarations(values: Iterable[Any], where: str) -> tuple[Declaration, ...]:
+    """Declarations from the plain values of a checkpoint's or recipe's list."""
+    found = []
+    for value in values:
+        if isinstance(value, Mapping) and set(value) == {"id", "why"}:
+            found.append(Declaration(str(value["id"]), str(value["why"])))
+        elif hasattr(value, "id") and hasattr(value, "why"):
+            found.append(Declaration(value.id, value.why))
+        else:
+            raise InPlaceTTTError(f"{where} declares {value!r}; a declared deviation is {{id, why}}.")
+    return tuple(found)

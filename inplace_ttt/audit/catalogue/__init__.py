@@ -1,0 +1,19 @@
+"""What the audit knows of a module and of a converted model: one entry an item, in the order of a report.
+
+Sections, tables and appendices are those of arXiv 2604.06169. "The public code" is its authors' reference code. The items of a
+training recipe are in `inplace_ttt.training.audit`.
+"""
+
+from ..item import Item
+from .clip import CLIP
+from .layers import LAYERS
+from .rule import RULE
+from .sequence import SEQUENCE
+from .target import TARGET
+
+METHOD: tuple[Item, ...] = (*RULE, *TARGET, *CLIP, *SEQUENCE, *LAYERS)
+
+
+def catalogue() -> dict[str, Item]:
+    """Every item by its id."""
+    return {item.id: item for item in METHOD}

@@ -1,0 +1,42 @@
+"""The layers of a model, and settings beyond the paper (appendix C.3)."""
+
+from ..item import Item
+from ..probes import model
+
+LAYERS: tuple[Item, ...] = (
+    Item(
+        "layer-spacing", "Every sixth layer", "Appendix C.3",
+        "TTT in every sixth layer of the continually trained models.", "high", "0, 6, 12, …",
+        "The number of TTT layers is the size of the state (Figure 3a).",
+        "layers=\"every:6\", or declare another choice.",
+        None, model.layer_spacing, expected={"paper": 6, "official": 6},
+    ),
+    Item(
+        "layer-offset", "The first TTT layer", "Appendix C.3",
+        "Not stated.", "high", "Layer 0.",
+        "Late layers have colliding keys; which layers work is an open question.",
+        "State the layers with every result.",
+        None, model.layer_offset, expected={"official": 0},
+    ),
+    Item(
+        "layers-in-range", "Every layer that is named exists and writes", "Appendix C.3",
+        "Layers of the model.", "high", "A number beyond the model is ignored without a word.",
+        "A run with fewer TTT layers than its config says is reported as what it is not.",
+        "Correct the list.",
+        None, model.layers_in_range, absent=True,
+    ),
+    Item(
+        "every-layer", "Every TTT layer follows the same rule", "Algorithm 1",
+        "One rule for all TTT layers.", "high", "The same.",
+        "The other items look at the first TTT layer closely; this one holds the rest against it.",
+        "Find out what replaced the layer that differs.",
+        None, model.every_layer,
+    ),
+    Item(
+        "extensions", "Settings beyond the paper", "—",
+        "None.", "high", "None.",
+        "They may help, but results with them are not results of the paper's method.",
+        "Name them with every result.",
+        None, model.extensions,
+    ),
+)  # fmt: skip

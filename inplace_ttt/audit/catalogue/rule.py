@@ -1,0 +1,111 @@
+"""The update rule: what is written, in which order, how large (paper §3.1, §3.2, §3.4)."""
+
+from ..item import Item
+from ..probes import model, rule, state
+
+RULE: tuple[Item, ...] = (
+    Item(
+        "writes", "What a chunk writes reaches the chunks after it", "§3.1",
+        "W⁽ⁱ⁺¹⁾ holds chunk i's delta, and chunk i+1 is read with it.", "high", "The same.",
+        "A writer that is switched off by mistake looks like a careful one: every other test passes.",
+        "Find what keeps the delta from being read: a flag, a chunk longer than the text, a clip.",
+        rule.writes, silent=True,
+    ),
+    Item(
+        "fast-tensor", "The fast weight is the MLP's own down-projection", "§3.1",
+        "W_down of a gated MLP is the fast weight, starting from its pretrained values; there is no new fast tensor.", "high",
+        "The same; training computes with it functionally, inference with a copy for each layer.",
+        "A separate copy drifts from the weight that the optimiser trains, and doubles the memory.",
+        "Read and write the model's own down-projection; start each document from it.",
+        rule.fast_tensor,
+    ),
+    Item(
+        "slow-weights", "Slow weights are untouched at test time", "§3.1",
+        "W_up and W_gate are frozen with respect to the test-time update; so is everything else but W_down.", "high", "The same.",
+        "A slow weight that moves while reading cannot be reset, and changes the answers of every later session.",
+        "Write to the fast weight's state only.",
+        state.slow_weights, model.model_slow_weights, silent=True,
+    ),
+    Item(
+        "state-place", "The state is kept outside parameters and buffers", "§3.4, Algorithm 1 line 14",
+        "Each document starts from W_down⁽⁰⁾, so reading must leave the trained W_down as it is.", "medium",
+        "The same: a functional weight in training, a copy at inference.",
+        "A state in a parameter is saved with the checkpoint, seen by the optimiser, and shared by all sequences.",
+        "Keep one state a sequence beside the cache; never write it to a parameter or a buffer.",
+        state.state_place, model.model_state_place, silent=True,
+    ),
+    Item(
+        "apply-then-update", "Streaming applies first, then updates", "§3.1, Figure 1",
+        "O_[i] = Z_[i] (W⁽ⁱ⁾)ᵀ with the state before chunk i; only then W⁽ⁱ⁺¹⁾ is formed.", "high", "The same.",
+        "A chunk that reads its own write sees its own future tokens, which generation does not have.",
+        "Compute a chunk's outputs before adding its delta.",
+        rule.apply_then_update,
+    ),
+    Item(
+        "exclusive-sum", "The parallel form takes an exclusive prefix sum", "§3.4, ΔS_i = Σ_{j<i}; Algorithm 1 lines 9 and 11",
+        "S_i sums the deltas of chunks j < i. (Line 9 prints a plain cumulative sum; its comment and the text say exclusive.)", "high",
+        "Exclusive: the cumulative sum of [W0, η ΔW …] without the last delta.",
+        "An inclusive sum leaks the chunk's future into its outputs: training looks better than the model is.",
+        "Shift the cumulative sum by one chunk.",
+        rule.exclusive_sum,
+    ),
+    Item(
+        "own-chunk-exposure", "No part of a chunk's own write reaches its tokens", "§3.4",
+        "ΔW⁽ⁱ⁾ affects chunks after i only: exposure 0.", "high",
+        "0. (An early version of the Moshi port added half of the own delta in training.)",
+        "Half a leak is still a leak: the loss falls for a reason that inference does not have.",
+        "Leave the own delta out, whole.",
+        rule.own_chunk_exposure,
+    ),
+    Item(
+        "causality", "No output depends on a later token", "§3.4",
+        "The target looks ahead inside its chunk, but only later chunks read it.", "high", "The same.",
+        "A model that sees the future in training has learned nothing for generation.",
+        "Let chunk i read deltas of chunks j < i alone.",
+        rule.causality,
+    ),
+    Item(
+        "sign", "The update has a plus sign", "§3.2, Eq. (1)",
+        "W ← W + η V̂ᵀZ: a step down the loss −⟨Z Wᵀ, V̂⟩.", "high", "The same.",
+        "With a minus the memory answers with the opposite of what it should.",
+        "Add the delta.",
+        rule.sign,
+    ),
+    Item(
+        "loss-sum", "The loss is a sum over tokens", "§3.2",
+        "L = −⟨Z Wᵀ, V̂⟩_F: summed over tokens and features, no mean over the chunk.", "high", "The same.",
+        "A mean divides η by the chunk size: at C = 1024 the writes are a thousand times smaller, with no error to see.",
+        "Sum over the chunk, or multiply η by the chunk size.",
+        rule.loss_sum,
+    ),
+    Item(
+        "no-normalisation", "Keys, targets and deltas are not normalised", "§3.2, §3.4",
+        "The delta is V̂ᵀZ as it is; other losses and optimisers are left for later work.", "high", "The same.",
+        "Normalised keys or targets are another method; results do not carry over.",
+        "Take the normalisation out, or declare it.",
+        rule.no_normalisation,
+    ),
+    Item(
+        "plain-sum", "Deltas add up: no momentum, decay, gate or correction", "§3.2, Eq. (1); §3.4",
+        "W⁽ⁱ⁺¹⁾ = W⁽ⁱ⁾ + η ΔW⁽ⁱ⁾, with a gradient that does not depend on W, hence associative.", "high", "The same.",
+        "Anything else is not a prefix sum, so the parallel form computes something else than the sequential one.",
+        "Add the deltas and nothing more.",
+        rule.plain_sum,
+    ),
+    Item(
+        "eta", "Size of a write, η", "Eq. (1)",
+        "No version of the paper gives a value.", "high",
+        "Default 0.3, recommended 3.",
+        "η, the outer learning rate and the start of conv and P fix the size of the writes together.",
+        "State the value with every result.",
+        rule.eta, expected={"official": (0.3, 3.0)},
+    ),
+    Item(
+        "chunk-size", "Chunk size", "§4.3, Figure 3b; §3.1",
+        "512 and 1024 are the best of 256, 512, 1024 and 2048. That of the main runs is not stated.", "high",
+        "Default 8192, recommended 4096.",
+        "Documents shorter than a chunk and a token train and use nothing; long chunks remember coarsely.",
+        "Use 512 to 1024, or declare why not.",
+        rule.chunk_size, expected={"paper": (512, 1024), "official": (4096, 8192)},
+    ),
+)  # fmt: skip

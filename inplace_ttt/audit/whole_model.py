@@ -1,0 +1,112 @@
+"""A converted model as a whole: what reading and generating with it leaves behind, measured once for all probes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ..config import InPlaceTTTConfig
+from ..families import locate
+from ..layer.cache import streams
+from ..layer.fast_linear import FastWeight
+from ..surgery import causal_lm, config_of, fast_weights
+from .converted import probe_chunk, small_chunks
+
+_TEXT = (
+    "A ship had lain at the harbour for three days when the captain asked for the letters that she had carried from the north. "
+    "Nobody knew where they were. The mate remembered a box, the cook remembered a fire, and a boy who was never asked had seen both. "
+)
+
+
+@dataclass
+class WholeModel:
+    """A converted model and what was measured on it as a whole."""
+
+    model: nn.Module
+    tokenizer: Any = None
+    seed: int = 0
+    lm: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lm = causal_lm(self.model)
+
+    @cached_property
+    def config(self) -> InPlaceTTTConfig:
+        return config_of(self.lm)
+
+    @cached_property
+    def layers(self) -> dict[int, FastWeight]:
+        return fast_weights(self.lm)
+
+    @cached_property
+    def depth(self) -> int:
+        return len(locate(self.lm).layers)
+
+    @property
+    def chunk(self) -> int:
+        return probe_chunk(self.config.kernel_size)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Three chunks and a piece of real text where a tokenizer is there, of random ids where not: [1, T]."""
+        tokens = 3 * self.chunk + 3
+        vocabulary = self.lm.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(self.seed))
+        if self.tokenizer is not None:
+            text = self.tokenizer(_TEXT * (1 + tokens // 20), return_tensors="pt").input_ids[:, :tokens]
+            ids = text if text.shape[1] == tokens and int(text.max()) < vocabulary else ids
+        return ids.to(self.lm.get_input_embeddings().weight.device)
+
+    @cached_property
+    def after_reading(self) -> AfterReading:
+        """What reading the text through a cache, and generating a chunk and more, leaves behind."""
+        with small_chunks(self.model, self.chunk, self.seed), torch.no_grad():
+            before = fingerprints(self.lm)
+            cache = DynamicCache(config=self.lm.config.get_text_config())
+            self.lm(self.ids, past_key_values=cache, use_cache=True)
+            wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state.any())]
+            length = self.chunk + 2
+            out = self.lm.generate(
+                self.ids,
+                attention_mask=torch.ones_like(self.ids),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                do_sample=False,
+                return_dict_in_generate=True,
+                pad_token_id=0,
+            )
+            counts = [sum(s.written) for s in streams(out.past_key_values).values()]
+            after = fingerprints(self.lm)
+        changed = [name for name, value in after.items() if before.get(name) != value]
+        return AfterReading(sorted(wrote), changed, self.ids.shape[1], length, counts)
+
+
+@dataclass(frozen=True)
+class AfterReading:
+    """layers: those that hold a state after reading. changed: tensors of the model that are not as before.
+
+    written: chunks that each TTT layer has written after `read` tokens and `generated` ones.
+    """
+
+    layers: list[int]
+    changed: list[str]
+    read: int
+    generated: int
+    written: list[int]
+
+
+def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Two sums over the bits of every parameter and buffer, but not of quantised ones, whose packing may change as they run."""
+    found = {}
+    parameters = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    for name, tensor in [*parameters, *model.named_buffers()]:
+        flat = tensor.detach().contiguous().reshape(-1)
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
+        bits = flat.view(width) if width is not None else flat.to(torch.int64)
+        found[name] = (int(bits.sum(dtype=torch.int64)), int((bits[: len(bits) // 2 * 2 : 2]).sum(dtype=torch.int64)))
+    return found

@@ -1,0 +1,67 @@
+"""What a stream holds of every row: the state in two dtypes, and the open chunks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class State:
+    """S of every row [B, d, h], and its copy in the dtype that reads want; one tensor where that is S's own dtype."""
+
+    def __init__(self, value: Tensor, dtype: torch.dtype) -> None:
+        self.value = value
+        self._copy = value.to(dtype)
+
+    def reader(self, dtype: torch.dtype) -> Tensor:
+        if self._copy.dtype != dtype:  # autocast came or went
+            self._copy = self.value.to(dtype)
+        return self._copy
+
+    def put(self, row: int, state: Tensor | None) -> None:
+        """Set a row's S [d, h]; None is zero."""
+        for held in {id(t): t for t in (self.value, self._copy)}.values():
+            held[row] = 0 if state is None else state
+
+    def select(self, rows: list[int]) -> State:
+        return State(self.value[rows], self._copy.dtype)
+
+    def thaw(self) -> None:
+        if self.value.is_inference() or self._copy.is_inference():
+            self.__init__(self.value.clone(), self._copy.dtype)  # type: ignore[misc]
+
+
+class OpenChunks:
+    """The open chunks' keys [B, room, h] and target source [B, room, d]; they get room for more rows as these come."""
+
+    def __init__(self, batch: int, chunk_size: int) -> None:
+        self.batch, self.chunk_size = batch, chunk_size
+        self.held: tuple[Tensor, ...] = ()
+
+    def put(self, row: int, first: int, *new: Tensor) -> None:
+        """Rows [n, h] and [n, d] of one sequence, from place `first` on."""
+        last = first + len(new[0])
+        self.held = tuple(self._with_room(i, like, last) for i, like in enumerate(new))
+        for buffer, tensor in zip(self.held, new, strict=True):
+            buffer[row, first:last] = tensor
+
+    def followed_by(self, row: int, filled: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """A sequence's first `filled` rows with the new ones behind them."""
+        return tuple(torch.cat([buffer[row, :filled], tensor]) for buffer, tensor in zip(self.held, new, strict=True)) if filled else new
+
+    def _with_room(self, which: int, like: Tensor, rows: int) -> Tensor:
+        buffer = self.held[which] if self.held else None
+        if buffer is not None and buffer.shape[1] >= rows:
+            return buffer
+        grown = like.new_zeros(self.batch, min(self.chunk_size, max(64, 1 << (rows - 1).bit_length())), like.shape[-1])
+        if buffer is not None:
+            grown[:, : buffer.shape[1]] = buffer
+        return grown
+
+    def select(self, rows: list[int]) -> OpenChunks:
+        chosen = OpenChunks(len(rows), self.chunk_size)
+        chosen.held = tuple(buffer[rows] for buffer in self.held)
+        return chosen
+
+    def thaw(self) -> None:
+        self.held = tuple(buffer.clone() if buffer.is_inference() else buffer for buffer in self.held)

@@ -1,0 +1,51 @@
+"""The target's convolution inside chunks, with a hand-written backward that keeps nothing but its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
+    """Arguments as in `inplace_ttt.ops.chunk_conv`; chunk_ids [B, T], -1 for padding, which gives zero."""
+    return _ChunkConv.apply(x, conv, chunk_ids, first_tap)
+
+
+class _ChunkConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
+        ctx.save_for_backward(x, conv, chunk_ids)
+        ctx.first_tap = first_tap
+        out = torch.zeros_like(x)
+        for tap, (here, there, inside) in enumerate(_taps(chunk_ids, first_tap, conv.shape[-1])):
+            out[:, here].addcmul_(torch.where(inside, x[:, there], 0), conv[:, 0, tap])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, conv, chunk_ids = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        d_conv = torch.zeros_like(conv)
+        for tap, (here, there, inside) in enumerate(_taps(chunk_ids, ctx.first_tap, conv.shape[-1])):
+            grad = torch.where(inside, d_out[:, here], 0)
+            dx[:, there].addcmul_(grad, conv[:, 0, tap])
+            source = torch.where(inside, x[:, there], 0)  # padding may hold anything, NaN included
+            d_conv[:, 0, tap] = (grad * source).sum(dim=(0, 1), dtype=torch.float32 if x.dtype != torch.float64 else None)
+        return dx, d_conv, None, None
+
+
+def _taps(chunk_ids: Tensor, first_tap: int, kernel_size: int) -> list[tuple[slice, slice, Tensor]]:
+    """For each tap: the tokens that have it, the tokens it reads, and [B, n, 1] whether both are in one chunk."""
+    length = chunk_ids.shape[1]
+    taps = []
+    for offset in range(first_tap, first_tap + kernel_size):
+        reach = max(length - abs(offset), 0)
+        here = slice(max(-offset, 0), max(-offset, 0) + reach)
+        there = slice(max(offset, 0), max(offset, 0) + reach)
+        inside = (chunk_ids[:, here] == chunk_ids[:, there]) & (chunk_ids[:, here] >= 0)
+        taps.append((here, there, inside.unsqueeze(-1)))
+    return taps

@@ -1,0 +1,8 @@
+"""The audit of a training run: its recipe's own items, and the gate before the first step.
+
+report = audit_recipe("run.yaml")
+"""
+
+from .gate import audit_recipe, gate, write_report
+
+__all__ = ["audit_recipe", "gate", "write_report"]
