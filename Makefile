@@ -12,7 +12,11 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 	test -d .venv || $(PYTHON) -m venv .venv
 	# The CPU build of torch first, so that nothing pulls the CUDA one; install your own torch before for a GPU.
 	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet torch==2.13.0
-	$(VENV)/pip install --quiet --editable ".[tools,train]"
+	$(VENV)/pip install --quiet --editable ".[tools]"
+	touch $@
+
+.venv/installed-train: .venv/installed
+	$(VENV)/pip install --quiet --editable ".[train]"
 	touch $@
 
 .venv/installed-dev: .venv/installed
@@ -25,7 +29,7 @@ model: .venv/installed
 text: .venv/installed
 	$(VENV)/python tools/get_text.py --out $(TEXT)
 
-demo: model text
+demo: .venv/installed-train model text
 	$(VENV)/python tools/demo.py --model $(MODEL) --text $(TEXT)
 
 test: .venv/installed-dev model text

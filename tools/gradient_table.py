@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
 from inplace_ttt.checkpoint.loading import load_base
-from inplace_ttt.diagnostics.ablation import with_config, with_values
+from inplace_ttt.diagnostics.diagnosed_model import DiagnosedModel
 from inplace_ttt.diagnostics.gradients import Gradients, Rates, first_step, gradients, summed
-from inplace_ttt.diagnostics.subject import Subject
+from inplace_ttt.diagnostics.overrides import with_config, with_values
 from inplace_ttt.files.text import tokens_of
 
 SMALL, TAU = 1e-4, 1e-5
@@ -49,7 +49,7 @@ def main() -> int:
     layers = tuple(int(layer) for layer in args.layers.split(","))
     model = convert(load_base(args.model, dtype=torch.float32), InPlaceTTTConfig(layers=layers, chunk_size=args.chunk_size))
     ids = tokens_of(args.text, AutoTokenizer.from_pretrained(args.model), args.tokens)
-    cells = measure(Subject.of(model, {"input_ids": ids}))
+    cells = measure(DiagnosedModel.of(model, {"input_ids": ids}))
     result = {
         "command": "python tools/gradient_table.py " + " ".join(sys.argv[1:]),
         "model": Path(args.model).name,
@@ -74,7 +74,7 @@ def main() -> int:
     return 0
 
 
-def measure(subject: Subject) -> dict[str, dict[str, float | None]]:
+def measure(model: DiagnosedModel) -> dict[str, dict[str, float | None]]:
     """`START, CLIP` -> norms and ratios."""
     rates = Rates(LEARNING_RATE, LEARNING_RATE, LEARNING_RATE)
     cells: dict[str, dict[str, float | None]] = {}
@@ -83,15 +83,15 @@ def measure(subject: Subject) -> dict[str, dict[str, float | None]]:
         def cell(name: str, start: Start) -> Gradients:
             found = {}
             for clip, said in ((None, "no clip"), (DeltaClip(TAU, when="always"), "clipped")):
-                with with_values(start), with_config(subject.layers.values(), clip=clip):
-                    found[said] = gradients(subject, rates, keep=("conv",))
+                with with_values(start), with_config(model.layers.values(), clip=clip):
+                    found[said] = gradients(model, rates, keep=("conv",))
                 cells[f"{name}, {said}"] = _norms(found[said])
                 bar.update()
             return found["no clip"]
 
         paper = cell("the paper's start", {})
-        cell("the paper's after one step", first_step(subject, paper, rates))
-        small = {p: torch.randn_like(p) * SMALL for (_, name), p in subject.parameters().items() if name in ("conv", "proj")}
+        cell("the paper's after one step", first_step(model, paper, rates))
+        small = {p: torch.randn_like(p) * SMALL for (_, name), p in model.parameters().items() if name in ("conv", "proj")}
         cell("both N(0, 1e-4²)", small)
     return cells
 

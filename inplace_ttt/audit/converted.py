@@ -255,7 +255,7 @@ class ConvertedStream:
 def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterator[None]:
     """The whole model in evaluation mode with short chunks and no clip; as before afterwards.
 
-    seed: of a random writer; None leaves the model's own.
+    seed: of a random conv and P; None leaves the model's own.
     """
     layers = fast_weights(causal_lm(model))
     generator = torch.Generator().manual_seed(seed or 0)

@@ -14,15 +14,15 @@ from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layout import ChunkLayout
 from ..surgery import causal_lm, config_of
-from .ablation import with_values
-from .advisor import Sweep, sweep_eta, sweep_init
-from .effects import Scored, effects, read, read_off
+from .diagnosed_model import GENERATOR, DiagnosedModel, Key
 from .findings import SEVERITIES, Finding
 from .gradients import Rates, first_step, gradients, summed
 from .keys import KeyHealth, keys_of_all_layers
+from .overrides import with_values
 from .precision import states_in_reading, states_in_training
-from .subject import WRITER, Key, Subject
-from .verdict import Measured, judge
+from .rules import Measurements, findings_of
+from .sweeps import Sweep, sweep_eta, sweep_init
+from .write_effects import Scored, effects, read, read_off
 from .writes import Writes, longest_document, observing, writes_by_chunk
 
 Progress = Callable[[int, int, str], None]
@@ -34,7 +34,7 @@ class Diagnosis:
     """What was measured and found, in order of severity. tokens: of the longest document; rows: [B, T]."""
 
     subject: str
-    measured: Measured
+    measured: Measurements
     findings: tuple[Finding, ...]
     rows: tuple[int, int]
 
@@ -79,14 +79,14 @@ def diagnose(
     learning_rates: for Adam's first step (default: the paper's continued training).
     Raises InPlaceTTTError for a model that is not converted or has partitioned weights, and for rows that do not fit it.
     """
-    subject = Subject.of(model, batch)
+    diagnosed = DiagnosedModel.of(model, batch)
     rates = learning_rates if isinstance(learning_rates, Rates) else Rates(learning_rates, learning_rates, learning_rates)
-    steps = _Steps(progress, 3 + len(subject.layers) + 10)
-    measured = _measure(subject, rates, steps)
-    found = judge(subject, measured, rates, steps)
+    steps = _Steps(progress, 3 + len(diagnosed.layers) + 10)
+    measured = _measure(diagnosed, rates, steps)
+    found = findings_of(diagnosed, measured, rates, steps)
     steps.finish()
     findings = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
-    return Diagnosis(name or type(model).__name__, measured, tuple(findings), tuple(subject.inputs["input_ids"].shape))  # type: ignore[arg-type]
+    return Diagnosis(name or type(model).__name__, measured, tuple(findings), tuple(diagnosed.inputs["input_ids"].shape))  # type: ignore[arg-type]
 
 
 class _Steps:
@@ -105,102 +105,101 @@ class _Steps:
             self.progress(self.done, self.done, "")
 
 
-def _measure(subject: Subject, rates: Rates, tick: Callable[[str], None]) -> Measured:
+def _measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) -> Measurements:
     tick("gradients")
-    baseline = gradients(subject, rates, keep=("conv", "embeddings") if config_of(subject.model).detach_target else ("conv",))
+    baseline = gradients(model, rates, keep=("conv", "embeddings") if config_of(model.module).detach_target else ("conv",))
     after_step = None
-    if moved := first_step(subject, baseline, rates):
+    if moved := first_step(model, baseline, rates):
         tick("gradients after Adam's first step")
         with with_values(moved):
-            after_step = gradients(subject, rates)
+            after_step = gradients(model, rates)
     writes: dict[int, Writes] = {}
     keys: dict[int, KeyHealth] = {}
 
     def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
         writes[layer.fast.layer] = writes_by_chunk(layer, z, v, context)
 
-    scored = Scored.of(subject, baseline.layout)
+    scored = Scored.of(model, baseline.layout)
     reads = bool(scored.mask.any())
     tick("writes")
-    with observing(subject.model, observe):
-        on = read(subject, keep_logits=True)
+    with observing(model.module, observe):
+        on = read(model, keep_logits=True)
     tick("keys")
-    off = read_off(subject, keys_of_all_layers(subject.model, _real_tokens(baseline.layout, subject), keys))
+    off = read_off(model, keys_of_all_layers(model.module, _real_tokens(baseline.layout, model), keys))
     writing = any(w.effective_rank > 0 for w in writes.values())
-    by_layer = effects(subject, scored, on, tick) if reads and writing else {}
+    by_layer = effects(model, scored, on, tick) if reads and writing else {}
     sweeps: list[Sweep] = []
     if reads:
         if writing:
-            sweeps.append(sweep_eta(subject, scored, (on, max(w.state_ratio for w in writes.values())), off, tick))
-        sweeps.append(sweep_init(subject, scored, off, tick))
-    return Measured(
+            sweeps.append(sweep_eta(model, scored, (on, max(w.state_ratio for w in writes.values())), off, tick))
+        sweeps.append(sweep_init(model, scored, off, tick))
+    return Measurements(
         layout=baseline.layout,
-        etas={index: layer.eta for index, layer in subject.layers.items()},
-        sizes={key: float(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)) for key, p in subject.parameters().items()},
-        trained={key: p.requires_grad for key, p in subject.parameters().items()},
+        etas={index: layer.eta for index, layer in model.layers.items()},
+        sizes={key: float(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)) for key, p in model.parameters().items()},
+        trained={key: p.requires_grad for key, p in model.parameters().items()},
         gradients=baseline,
         after_step=after_step,
         writes=writes,
         all_writes=scored.change(on, off) if reads and writing else None,
         effects=by_layer,
         keys=keys,
-        states=_states(subject, baseline.layout),
+        states=_states(model, baseline.layout),
         sweeps=tuple(sweeps),
-        chance=math.log(causal_lm(subject.model).config.get_text_config().vocab_size),
-        loss_off=float(off.losses[subject.next_tokens != -100].mean()),
+        chance=math.log(causal_lm(model.module).config.get_text_config().vocab_size),
+        loss_off=float(off.losses[model.next_tokens != -100].mean()),
     )
 
 
-def _real_tokens(layout: ChunkLayout, subject: Subject) -> Tensor | None:
+def _real_tokens(layout: ChunkLayout, model: DiagnosedModel) -> Tensor | None:
     """[B, T]: tokens of documents; None where all are."""
-    real = layout.chunk_ids(subject.inputs["input_ids"].device) >= 0
+    real = layout.chunk_ids(model.inputs["input_ids"].device) >= 0
     return None if bool(real.all()) else real
 
 
-def _states(subject: Subject, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
+def _states(model: DiagnosedModel, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
     """Every dtype that a layer's state is kept in: as the op makes it, and in a session that reads a chunk and one token."""
-    found = {index: {dtype} for index, dtype in states_in_training(subject.layers).items()}
+    found = {index: {dtype} for index, dtype in states_in_training(model.layers).items()}
     row, (start, stop) = longest_document(layout)
     if stop - start > layout.chunk_size:
-        with subject.mode(training=False):
-            ids = subject.inputs["input_ids"][row : row + 1, start : start + layout.chunk_size + 1]
-            for index, dtype in states_in_reading(subject.model, ids).items():
+        with model.mode(training=False):
+            ids = model.inputs["input_ids"][row : row + 1, start : start + layout.chunk_size + 1]
+            for index, dtype in states_in_reading(model.module, ids).items():
                 found[index].add(dtype)
     return found
 
 
-def _group(m: Measured, name: str) -> dict[str, Any]:
+def _group(m: Measurements, kind: str) -> dict[str, Any]:
     """A kind of parameter, over all layers."""
     g = m.gradients
-    return {
-        "parameter": summed(m.sizes, name),
-        "gradient": summed(g.norms, name),
-        "adam_step": summed(g.steps, name),
-        "step_over_parameter": _over(summed(g.steps, name), summed(m.sizes, name)),
-        "gradient_over_weight": _over(summed(g.norms, name), summed(g.norms, "weight")),
-        "trained": any(trains for (_, kind), trains in m.trained.items() if kind == name),
-    }
+    sizes, norms, steps, weights = (summed(x, name) for x, name in ((m.sizes, kind), (g.norms, kind), (g.steps, kind), (g.norms, "weight")))
+    return _flow(sizes, norms, steps, weights, any(trains for (_, name), trains in m.trained.items() if name == kind))
 
 
-def _parameter(m: Measured, key: Key) -> dict[str, Any]:
+def _parameter(m: Measurements, key: Key) -> dict[str, Any]:
+    """A kind of parameter, in one layer."""
     g = m.gradients
+    return _flow(m.sizes[key], g.norms.get(key), g.steps.get(key), g.norms.get((key[0], "weight")), m.trained[key])
+
+
+def _flow(size: float | None, gradient: float | None, step: float | None, of_weight: float | None, trained: bool) -> dict[str, Any]:
     return {
-        "parameter": m.sizes[key],
-        "gradient": g.norms.get(key),
-        "adam_step": g.steps.get(key),
-        "step_over_parameter": _over(g.steps.get(key), m.sizes[key]),
-        "gradient_over_weight": _over(g.norms.get(key), g.norms.get((key[0], "weight"))),
-        "trained": m.trained[key],
+        "parameter": size,
+        "gradient": gradient,
+        "adam_step": step,
+        "step_over_parameter": _over(step, size),
+        "gradient_over_weight": _over(gradient, of_weight),
+        "trained": trained,
     }
 
 
-def _layer(m: Measured, index: int) -> dict[str, Any]:
+def _layer(m: Measurements, index: int) -> dict[str, Any]:
     writes, keys, effect = m.writes.get(index), m.keys.get(index), m.effects.get(index)
-    after = None if m.after_step is None else {name: m.after_step.norms.get((index, name)) for name in (*WRITER, "weight")}
+    after = None if m.after_step is None else {name: m.after_step.norms.get((index, name)) for name in (*GENERATOR, "weight")}
     return {
         "layer": index,
         "eta": m.etas[index],
-        "parameters": {name: _parameter(m, (index, name)) for name in (*WRITER, "weight") if (index, name) in m.sizes},
+        "parameters": {name: _parameter(m, (index, name)) for name in (*GENERATOR, "weight") if (index, name) in m.sizes},
         "gradients_after_first_step": after,
         "gradient_by_chunk": m.gradients.by_chunk.get(index, []),
         "clipped_in_training": m.gradients.clipped.get(index, 0.0),

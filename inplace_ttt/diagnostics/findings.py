@@ -1,4 +1,4 @@
-"""What a diagnosis can find: each cause with its meaning and remedy, and one finding with its number."""
+"""What a diagnosis can find: each cause with its meaning and remedy, and one finding with its numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CATALOGUE: dict[str, Kind] = {
     "eta-too-small": Kind(
         "eta is too small",
         "The gradient of conv and P is proportional to eta, and Adam's epsilon takes what is left.",
-        "Raise eta; the advisor's curve says how far.",
+        "Raise eta; the sweep of eta says how far.",
     ),
     "init-too-small": Kind(
         "P starts too small",
@@ -80,8 +80,8 @@ CATALOGUE: dict[str, Kind] = {
         "Leave this layer out, or lower its eta (one a layer) or its conv's learning rate.",
     ),
     "gradient-vanishing": Kind(
-        "The writer's gradient vanishes",
-        "Conv and P get less than a hundredth of W_down's gradient, and no suspect, removed, brings it back.",
+        "The target generator's gradient vanishes",
+        "Conv and P get less than a hundredth of W_down's gradient, and removing no possible cause brings it back.",
         "Look at the gradient that reaches each chunk and at the sizes of keys and targets.",
     ),
     "zero-init": Kind(
@@ -90,19 +90,19 @@ CATALOGUE: dict[str, Kind] = {
         "None needed.",
     ),
     "writes-too-large": Kind(
-        "Writes bury the weight",
+        "The update norm exceeds ‖W0‖",
         "The writes of one document are larger than the weight they are added to.",
         "Lower eta, warm it up, or clip the writes (a relative clip).",
     ),
     "writes-hurt": Kind(
         "Writes raise the loss",
         "The text is predicted better with the same weights and the writes off. Untrained writes always are like this.",
-        "Train the writer, lower eta, or leave out the layers whose writes raise the loss.",
+        "Train conv and P, lower eta, or leave out the layers whose writes raise the loss.",
     ),
     "writes-aligned": Kind(
         "Writes repeat each other",
-        "Successive chunks write the same direction whatever they say: a drift that grows with length, not a memory.",
-        "Compare with another document's memory; whiten or centre the keys, or leave the layer out.",
+        "Successive chunks write the same direction whatever they say: a drift that grows with length and tells nothing of the text.",
+        "Compare with cross-document state; whiten or centre the keys, or leave the layer out.",
     ),
     "clip-at-inference": Kind(
         "Clipping at inference undoes the writes",
@@ -110,8 +110,8 @@ CATALOGUE: dict[str, Kind] = {
         "Evaluate with the clip and without it, and report both; a relative clip says how much of the weight may move.",
     ),
     "keys-collide": Kind(
-        "A layer's keys are no keys",
-        "Its keys span few dimensions, so that each token reads what every other one wrote.",
+        "A layer's keys are nearly collinear",
+        "Their effective rank is low, so that each token reads what every other one wrote.",
         "Choose other layers (the chart of keys shows all of them), or whiten the keys.",
     ),
     "state-precision": Kind(
@@ -122,7 +122,7 @@ CATALOGUE: dict[str, Kind] = {
     "compute-precision": Kind(
         "Rounding of the output hides the writes",
         "What the writes add to the layer's output is of the size of its dtype's steps.",
-        "Compute in float32, or write more (a higher eta, a trained writer).",
+        "Compute in float32, or write more (a higher eta, trained conv and P).",
     ),
     "safe-range": Kind(
         "What is safe",

@@ -1,4 +1,4 @@
-"""Where the gradient goes: its norm in every parameter of the writer, and what of it reaches each chunk."""
+"""Where the gradient goes: its norm in every parameter of the target generators, and what of it reaches each chunk."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layout import ChunkLayout
-from .ablation import requiring_grad
-from .subject import WRITER, Key, Subject
+from .diagnosed_model import GENERATOR, DiagnosedModel, Key
+from .overrides import requiring_grad
 from .writes import longest_document, observing, write_health
 
 ADAM_EPSILON = 1e-8
 LOW, VANISHED = 1e-1, 1e-2
-"""Of W_down's gradient: worth a search for the cause, and lost. A healthy writer's is of the same order or above."""
+"""Of W_down's gradient: worth a search for the cause, and lost. A healthy target generator's is of the same order or above."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of the writer's conv and P, and of everything else."""
+    """Learning rates of conv and P, and of everything else."""
 
     conv: float
     proj: float
@@ -49,13 +49,13 @@ class Gradients:
     clipped: dict[int, float]
     kept: dict[Key, Tensor]
 
-    def of_writer(self, layer: int) -> float:
-        return max(self.norms.get((layer, name), 0.0) for name in WRITER)
+    def of_generator(self, layer: int) -> float:
+        return max(self.norms.get((layer, name), 0.0) for name in GENERATOR)
 
     def ratio(self, layer: int) -> float | None:
         """The larger of conv's and P's gradient over W_down's; None where W_down has none to compare with."""
         weight = self.norms.get((layer, "weight"), 0.0)
-        return self.of_writer(layer) / weight if weight > 0 else None
+        return self.of_generator(layer) / weight if weight > 0 else None
 
     def low(self, layer: int) -> bool:
         return self._below(layer, LOW)
@@ -65,19 +65,19 @@ class Gradients:
 
     def _below(self, layer: int, limit: float) -> bool:
         ratio = self.ratio(layer)
-        return self.of_writer(layer) == 0 or (ratio is not None and ratio < limit)
+        return self.of_generator(layer) == 0 or (ratio is not None and ratio < limit)
 
-    def total_of_writers(self) -> float:
-        return sum(norm**2 for (_, name), norm in self.norms.items() if name in WRITER) ** 0.5
+    def total_of_generators(self) -> float:
+        return sum(norm**2 for (_, name), norm in self.norms.items() if name in GENERATOR) ** 0.5
 
 
-def gradients(subject: Subject, rates: Rates, keep: Collection[str] = ()) -> Gradients:
+def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -> Gradients:
     """A backward pass in training mode, frozen parameters included; every `.grad` and generator stays as it was.
 
     keep: the kinds of parameter whose gradients are handed on themselves.
     Targets without a graph get their gradient all the same, so that it shows where it was cut.
     """
-    wanted = subject.parameters()
+    wanted = model.parameters()
     values: dict[int, Tensor] = {}
     cut: list[int] = []
     clipped: dict[int, float] = {}
@@ -92,8 +92,8 @@ def gradients(subject: Subject, rates: Rates, keep: Collection[str] = ()) -> Gra
         layout.append(context.part(layer.chunk_size))
         clipped[index] = write_health(layer, z, v, context).clipped if layer.tau() is not None else 0.0
 
-    with subject.mode(training=True), torch.enable_grad(), requiring_grad(wanted.values()), observing(subject.model, observe):
-        loss = subject.forward(labels=subject.labels).loss
+    with model.mode(training=True), torch.enable_grad(), requiring_grad(wanted.values()), observing(model.module, observe):
+        loss = model.forward(labels=model.labels).loss
         targets = dict(values)
         found = torch.autograd.grad(loss, [*wanted.values(), *targets.values()], allow_unused=True)
     by_parameter = dict(zip(wanted, found, strict=False))
@@ -115,9 +115,9 @@ def gradients(subject: Subject, rates: Rates, keep: Collection[str] = ()) -> Gra
     )
 
 
-def first_step(subject: Subject, found: Gradients, rates: Rates) -> dict[nn.Parameter, Tensor]:
+def first_step(model: DiagnosedModel, found: Gradients, rates: Rates) -> dict[nn.Parameter, Tensor]:
     """conv after Adam's first step (its rate against the gradient's sign) where it is zero and will move; `found` keeps conv's."""
-    convs = {subject.parameters()[key]: gradient for key, gradient in found.kept.items() if key[1] == "conv"}
+    convs = {model.parameters()[key]: gradient for key, gradient in found.kept.items() if key[1] == "conv"}
     return {conv: -rates.conv * gradient.sign() for conv, gradient in convs.items() if not bool(conv.any()) and bool(gradient.any())}
 
 

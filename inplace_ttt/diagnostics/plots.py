@@ -10,7 +10,7 @@ from typing import Any
 
 from .diagnosis import Diagnosis
 from .gradients import VANISHED
-from .verdict import BURIES, FEW_DIRECTIONS, RIVALS
+from .rules import EXCEEDS_WEIGHT, FEW_DIRECTIONS, TENTH_OF_WEIGHT
 
 _INK, _SOFT, _LINE = "#1f2933", "#52606d", "#d9dee4"
 _PALE = "#b9c2cc"
@@ -160,7 +160,7 @@ def _writes(figure: Any, d: Diagnosis) -> None:
     values = [v for line in series.values() for v in line]
     _log(left, values)
     top = left.get_ylim()[1]
-    for at, text, colour in ((BURIES, "as large as the weight", _RED), (RIVALS, "a tenth of it", _BROWN)):
+    for at, text, colour in ((EXCEEDS_WEIGHT, "as large as the weight", _RED), (TENTH_OF_WEIGHT, "a tenth of it", _BROWN)):
         if at / 3 < top:
             left.set_ylim(top=max(top, at * 2))
             _threshold(left, at, text, colour)
@@ -218,7 +218,7 @@ def _keys(figure: Any, d: Diagnosis) -> None:
 
 def _sweeps(figure: Any, d: Diagnosis) -> None:
     sweeps = d.measured.sweeps
-    titles = {"eta": ("eta with the model's own writer", "eta"), "init": ("an untrained start of conv", "standard deviation of conv")}
+    titles = {"eta": ("eta with the model's own conv and P", "eta"), "init": ("an untrained start of conv", "standard deviation of conv")}
     for axes, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps, strict=True):
         x = [p.value for p in sweep.points]
         y = [p.loss.loss for p in sweep.points]
@@ -273,7 +273,7 @@ def _writing(d: Diagnosis) -> bool:
 PLOTS: tuple[Plot, ...] = (
     Plot(
         "gradients.png",
-        "Left: conv and P of a healthy writer get a gradient of W_down's order or more; below the dashed line it has vanished. "
+        "Left: conv and P of a healthy target generator get a gradient of W_down's order or more; below the dashed line it has vanished. "
         "Right: how far Adam's first step moves each kind of parameter.",
         _gradients,
         lambda d: any(d.measured.gradients.norms.values()),
@@ -286,7 +286,7 @@ PLOTS: tuple[Plot, ...] = (
     ),
     Plot(
         "writes.png",
-        "Left: a slope of one half is a memory of unrelated writes, a slope of one a drift. Right: writes near 1 repeat each other.",
+        "Left: a slope of one half means unrelated writes, a slope of one a drift. Right: writes near 1 repeat each other.",
         _writes,
         _writing,
     ),

@@ -105,9 +105,8 @@ def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContex
     """Health of a layer's writes with keys [B, T, h] and targets [B, T, d], while its weight is at hand."""
     state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=state_dtype(z.dtype))
     largest, clipped, chunks = state.new_zeros(()), 0, 0
-    for _, delta, factor in _deltas(layer, z, v, context.part(layer.chunk_size)):
+    for delta, factor in _deltas(layer, z, v, context.part(layer.chunk_size), state):
         largest = torch.maximum(largest, _size(layer, delta))
-        state.add_(delta)
         clipped, chunks = clipped + int(factor < 1), chunks + 1
     scale = _scale(layer, state.dtype)
     return WriteHealth(chunks, scale * float(_size(layer, state)), scale * float(largest), clipped / max(1, chunks))
@@ -122,10 +121,9 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardCon
     scale, before, norm_before = _scale(layer, accurate), torch.zeros_like(state), 0.0
     sums = running_sums(state, w0, layer.eta, z.dtype)
     found: list[ChunkWrite] = []
-    for _, delta, factor in _deltas(layer, z, v, layout):
+    for delta, factor in _deltas(layer, z, v, layout, state):
         norm = float(torch.linalg.vector_norm(delta))
         alignment = float((delta * before).sum()) / (norm * norm_before) if norm * norm_before > 0 else None
-        state.add_(delta)
         sums.add(delta)
         found.append(ChunkWrite(scale * float(_size(layer, delta)), scale * float(_size(layer, state)), bool(factor < 1), alignment))
         before, norm_before = delta, norm
@@ -142,18 +140,17 @@ def longest_document(layout: ChunkLayout) -> tuple[int, Span]:
     return max(documents, key=lambda at: at[1][1] - at[1][0], default=(0, (0, 0)))
 
 
-def _deltas(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout) -> Iterator[tuple[Span, Tensor, Tensor]]:
-    """Each complete chunk of the longest document: its span, what it writes [d, h], and its clip factor."""
-    accurate, tau, damping = state_dtype(z.dtype), layer.tau(), layer.fast.config.damping
+def _deltas(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout, state: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each complete chunk of the longest document writes [d, h], already in `state`, and its clip factor."""
+    accurate, tau, damping = state.dtype, layer.tau(), layer.fast.config.damping
     row, span = longest_document(layout)
-    state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
         keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
         delta = values.T @ keys if damping is None else correction(keys, values - keys @ state.T, damping)
         factor = clip_factor(delta, tau)
         state += delta.mul_(factor)
-        yield chunk, delta, factor
+        yield delta, factor
 
 
 def _size(layer: FastWeight, state: Tensor) -> Tensor:

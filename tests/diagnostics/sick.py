@@ -24,7 +24,7 @@ def rows(length: int = ROW, **more: Tensor) -> dict[str, Tensor]:
 
 
 def healthy(**config: Any) -> nn.Module:
-    """Layers 0 and 2 of three, chunks of 7, the writer on."""
+    """Layers 0 and 2 of three, chunks of 7, conv and P on."""
     return converted("llama", **config)
 
 

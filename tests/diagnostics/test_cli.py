@@ -20,7 +20,7 @@ PLOTS = {"gradients.png", "chunks.png", "writes.png", "effects.png", "keys.png",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Converted, its writer on, chunks of 16, a tokenizer of words."""
+    """Converted, conv and P on, chunks of 16, a tokenizer of words."""
     return checkpoint(tmp_path_factory.mktemp("diagnose") / "model")
 
 
@@ -103,7 +103,7 @@ def test_a_sick_checkpoint(model: Path, text: Path, tmp_path: Path, capsys: pyte
     assert "Severe" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_only_the_writer_is_trained(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_conv_and_p_are_trained(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(run(capsys, model, "--text", text, "--out", tmp_path / "out", "--train", "ttt", "--json"))
     assert {name: group["trained"] for name, group in values["groups"].items()} == {
         "conv": True,

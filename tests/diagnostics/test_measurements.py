@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError
 from inplace_ttt.config import KeyWhitening
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
-from inplace_ttt.diagnostics.effects import Change
 from inplace_ttt.diagnostics.keys import key_health
 from inplace_ttt.diagnostics.precision import running_sums
+from inplace_ttt.diagnostics.write_effects import Change
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights, ttt_disabled

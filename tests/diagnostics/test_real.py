@@ -60,7 +60,7 @@ def processor_seconds_of_a_step(tokens: int) -> float:
     return time.process_time() - began
 
 
-def test_a_writer_that_writes_is_healthy(ids: Tensor) -> None:
+def test_a_layer_that_writes_is_healthy(ids: Tensor) -> None:
     model, generator = converted(12, 18, 24), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in fast_weights(model).values():

@@ -58,7 +58,7 @@ def test_nothing_trained_is_no_illness() -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_the_writer_alone_is_trained() -> None:
+def test_conv_and_p_alone_are_trained() -> None:
     model = healthy()
     model.requires_grad_(False)
     for layer in fast_weights(model).values():

@@ -18,7 +18,6 @@ from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.evaluation.second_copy import second_copy
 from inplace_ttt.evaluation.token_losses import own_and_foreign_losses, token_losses
 from inplace_ttt.layer.cache import streams
-from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.passages import Passage
 
@@ -139,8 +138,3 @@ def test_growing_context_scores_the_same_block() -> None:
         assert row["on"] == pytest.approx(sum(on) / 3, abs=1e-4) and row["off"] == pytest.approx(row["base"])
     with pytest.raises(InPlaceTTTError, match="shorter context"):
         growing_context(model, documents, [100], Protocol())
-
-
-def test_paired_errors() -> None:
-    assert Mean.of([1.0, 2.0, 3.0]) == Mean(2.0, pytest.approx(1 / 3**0.5), 3)
-    assert Mean.of([1.0], alone=0.0) == Mean(1.0, 0.0, 1)

@@ -35,15 +35,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def save_base(folder: Path, positions: int = 4096) -> Path:
-    """A random Llama of two layers and its tokenizer."""
+def save_base(folder: Path, positions: int = 4096, layers: int = 2, dtype: torch.dtype = torch.float32) -> Path:
+    """A random Llama and its tokenizer."""
     words = tokenizer()
     words.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=positions,
@@ -54,7 +54,7 @@ def save_base(folder: Path, positions: int = 4096) -> Path:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 
 

@@ -21,7 +21,7 @@ CLIP: tuple[Item, ...] = (
     Item(
         "clip-scope", "The clip bounds each chunk's delta, not their sum", "Appendix C.2, Clipping",
         "ΔW⁽ⁱ⁾ of one chunk is rescaled before it is applied; the accumulated change is not bounded.", "high", "No clip.",
-        "A bound on the sum stops the memory from growing with the text.",
+        "A bound on the sum stops the state from growing with the text.",
         "Clip the delta, then add it.",
         clip.clip_scope, absent=True, own_clip=True,
     ),

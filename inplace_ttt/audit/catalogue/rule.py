@@ -7,7 +7,7 @@ RULE: tuple[Item, ...] = (
     Item(
         "writes", "What a chunk writes reaches the chunks after it", "§3.1",
         "W⁽ⁱ⁺¹⁾ holds chunk i's delta, and chunk i+1 is read with it.", "high", "The same.",
-        "A writer that is switched off by mistake looks like a careful one: every other test passes.",
+        "Writes that are switched off by mistake look like careful ones: every other test passes.",
         "Find what keeps the delta from being read: a flag, a chunk longer than the text, a clip.",
         rule.writes, silent=True,
     ),
@@ -15,7 +15,7 @@ RULE: tuple[Item, ...] = (
         "fast-tensor", "The fast weight is the MLP's own down-projection", "§3.1",
         "W_down of a gated MLP is the fast weight, starting from its pretrained values; there is no new fast tensor.", "high",
         "The same; training computes with it functionally, inference with a copy for each layer.",
-        "A separate copy drifts from the weight that the optimiser trains, and doubles the memory.",
+        "A separate copy drifts from the weight that the optimiser trains, and doubles its device memory.",
         "Read and write the model's own down-projection; start each document from it.",
         rule.fast_tensor,
     ),
@@ -67,7 +67,7 @@ RULE: tuple[Item, ...] = (
     Item(
         "sign", "The update has a plus sign", "§3.2, Eq. (1)",
         "W ← W + η V̂ᵀZ: a step down the loss −⟨Z Wᵀ, V̂⟩.", "high", "The same.",
-        "With a minus the memory answers with the opposite of what it should.",
+        "With a minus the fast weight answers with the opposite of what it should.",
         "Add the delta.",
         rule.sign,
     ),

@@ -8,7 +8,7 @@ SEQUENCE: tuple[Item, ...] = (
         "document-reset", "The state resets at document boundaries", "§3.4, Algorithm 1 line 14",
         "Each document starts from W⁽⁰⁾.", "high",
         "No reset; one document a row, so implicit. Packed rows would share state.",
-        "Otherwise one document is read with the memory of another, in training and in use.",
+        "Otherwise one document is read with the state of another, in training and in use.",
         "Pass position_ids (or cu_seqlens) of packed rows, one state a document.",
         sequence.document_reset, absent=True,
     ),
@@ -107,7 +107,7 @@ SEQUENCE: tuple[Item, ...] = (
     Item(
         "gradient", "Back-propagation goes through the whole scan", "§3.4, Algorithm 1",
         "The parallel form is differentiated as it stands; no stop-gradient is mentioned.", "medium", "Full.",
-        "The writer learns only from what later chunks make of its writes; a stop-gradient leaves it untrained.",
+        "Conv and P learn only from what later chunks make of the writes; a stop-gradient leaves them untrained.",
         "Detach nothing between a delta and the chunks that read it.",
         state.gradient,
     ),

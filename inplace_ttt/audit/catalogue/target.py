@@ -29,7 +29,7 @@ TARGET: tuple[Item, ...] = (
     Item(
         "conv-bias", "The convolution has no bias", "Appendix C.3",
         "Bias-free.", "high", "The same.",
-        "A bias writes a constant, whatever was read: drift that is no memory.",
+        "A bias writes a constant, whatever was read: a drift that remembers nothing.",
         "Leave the bias out.",
         target.conv_bias,
     ),

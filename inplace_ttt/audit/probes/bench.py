@@ -235,7 +235,7 @@ class Bench:
         return self.decode(x, effect)
 
     def decode(self, x: Tensor, effect: Tensor) -> Tensor:
-        """η V [n, d] from what n tokens with the keys of the n writers read of them."""
+        """η V [n, d] from what n tokens read of n writes under the same keys."""
         z = self.module.keys(x).detach().double().cpu()
         return torch.linalg.solve(z @ z.T, effect)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import AutoTokenizer
 
 from ...audit.outcome import NotChecked, Outcome, judged
 from ...errors import InPlaceTTTError
 from ...surgery import fast_weights
+from ..data import build_data
 from ..recipe import Recipe
 
 _NEAR = 0.2
@@ -36,9 +38,9 @@ def trained_parameters(run: Run, expected: Any) -> Outcome:
     """Parameters that require a gradient."""
     counts = [(p.numel() or int(getattr(p, "ds_numel", 0)), p.requires_grad) for p in run.model.parameters()]
     total, trained = sum(n for n, _ in counts), sum(n for n, on in counts if on)
-    writer = sum(p.numel() for layer in fast_weights(run.model).values() for p in layer.ttt.parameters())
+    generators = sum(p.numel() for layer in fast_weights(run.model).values() for p in layer.ttt.parameters())
     found = "all parameters" if trained == total else f"{trained / total:.2%} of the parameters ({run.recipe.optimisation.train})"
-    return judged(trained == total, found, {"trained": trained, "of": total, "of them conv and P": writer}, 0)
+    return judged(trained == total, found, {"trained": trained, "of": total, "of them conv and P": generators}, 0)
 
 
 def learning_rate(run: Run, expected: Any) -> Outcome:
@@ -118,24 +120,20 @@ def long_documents(run: Run, expected: Any) -> Outcome:
     share = float(run.data.long_share)
     numbers = {"share of tokens": share, "tokens": int(run.data.tokens), "chunks a piece": dict(run.data.chunks_per_piece)}
     if share == 0:
-        return judged(False, "no document is longer than a chunk: nothing can train the writer", numbers, 0)
+        return judged(False, "no document is longer than a chunk: nothing can train conv and P", numbers, 0)
     return Outcome("unspecified", f"{share:.1%} of the tokens", numbers)
 
 
 def measured_data(recipe: Recipe, chunk_size: int) -> tuple[Any, str]:
     """The report on the recipe's rows where its data is here, or None and why not."""
-    try:
-        from transformers import AutoTokenizer
-
-        from ..data import build_data
-    except ImportError as error:
-        return None, f"the rows cannot be built here ({error}); install the extra `train`"
     missing = [name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))]
     if missing:
         return None, f"the documents are not here ({missing[0]})"
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
         return build_data(recipe, tokenizer, chunk_size).report, ""
+    except ImportError as error:
+        return None, f"the rows cannot be built here ({error}); install the extra `train`"
     except (InPlaceTTTError, OSError, ValueError) as error:
         return None, f"the rows cannot be built: {str(error).rstrip('.')}"
 

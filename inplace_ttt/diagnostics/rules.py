@@ -1,4 +1,4 @@
-"""From measurements to findings: what is wrong, how bad it is, and the number that says so."""
+"""The rules from measurements to findings: what is wrong, how bad it is, and the number that says so."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 from ..layout import ChunkLayout
 from ..surgery import config_of
-from .ablation import with_config, with_eta, with_values
-from .advisor import HARM, Sweep
-from .effects import Change, Effect
+from .diagnosed_model import GENERATOR, DiagnosedModel, Key
 from .findings import Finding, named
+from .gradient_causes import causes_of_low_gradient
 from .gradients import Gradients, Rates, first_step, gradients
 from .keys import KeyHealth
-from .subject import WRITER, Key, Subject
-from .suspects import causes_of_low_gradient
+from .overrides import with_config, with_eta, with_values
+from .sweeps import HARM, Sweep
+from .write_effects import Change, Effect
 from .writes import Writes
 
-BURIES, RIVALS = 1.0, 0.1
+EXCEEDS_WEIGHT, TENTH_OF_WEIGHT = 1.0, 0.1
 """η‖S‖/‖W0‖ after a document: as large as the weight; enough to look at."""
 DOMINATES = 0.99
-"""Of the writers' squared gradient norm, in one layer: ten times that of all others together."""
+"""Of the target generators' squared gradient norm, in one layer: ten times that of all others together."""
 ALIGNED = 0.9
 """Mean cosine of successive writes."""
 FEW_DIRECTIONS = 10.0
@@ -31,12 +31,12 @@ FEW_DIRECTIONS = 10.0
 ROUNDED_AWAY = 0.5
 NOTICED = 0.01
 """Of the embeddings' gradient, lost by detaching the targets' source."""
-UNDONE = 1e-4
+NO_EFFECT = 1e-4
 """η‖S‖/‖W0‖ that changes nothing."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """All that was measured, layer by layer.
 
     after_step: the gradients after Adam's first step, where conv started at zero. states: dtypes that the state is kept in.
@@ -60,20 +60,20 @@ class Measured:
     chance: float
 
 
-def judge(subject: Subject, m: Measured, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
-    """Every finding; ablations that only a suspicion needs run here."""
+def findings_of(model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
+    """Every finding; measurements that only some findings need are made here."""
     if not math.isfinite(m.gradients.loss):
         return [_not_finite(m), *_precision(m)]
-    flow = _gradient_flow(subject, m, rates, tick)
-    return [*flow, *_writes(subject, m), *_keys(m), *_precision(m), *_advice(m)]
+    flow = _gradient_flow(model, m, rates, tick)
+    return [*flow, *_writes(model, m), *_keys(m), *_precision(m), *_advice(m)]
 
 
-def _not_finite(m: Measured) -> Finding:
+def _not_finite(m: Measurements) -> Finding:
     off = f"{m.loss_off:.3f} with the writes off, so they are the cause" if math.isfinite(m.loss_off) else "so it is with the writes off"
     return Finding("not-finite", "severe", f"the loss is {m.gradients.loss}; {off}", numbers={"loss_off": m.loss_off})
 
 
-def _gradient_flow(subject: Subject, m: Measured, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
+def _gradient_flow(model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
     found: list[Finding] = []
     g = m.gradients
     if g.cut:
@@ -82,27 +82,27 @@ def _gradient_flow(subject: Subject, m: Measured, rates: Rates, tick: Callable[[
         found.append(Finding("writer-detached", "severe", message, g.cut, {"reaches_targets": reaching}))
     if m.after_step is not None:
         found.append(_zero_init(m, m.after_step))
-    if any(p.requires_grad for p in subject.model.parameters()):
-        frozen = sorted({key[0] for key, trains in m.trained.items() if key[1] in WRITER and not trains and key[0] is not None})
+    if any(p.requires_grad for p in model.module.parameters()):
+        frozen = [(i, name) for i in m.etas for name in GENERATOR if not m.trained.get((i, name), True)]
         if frozen:
             found.append(_frozen(m, frozen))
-    low = any(g.low(index) for index in subject.layers if index not in g.cut)
+    low = any(g.low(index) for index in model.layers if index not in g.cut)
     if low:
-        tick("removing suspects")
-        found += causes_of_low_gradient(subject, g, rates)
-    elif m.after_step is not None and any(m.after_step.low(index) for index in subject.layers):
-        tick("removing suspects after the first step")
-        found += _after_first_step(subject, m, rates)
-    if config_of(subject.model).detach_target:
+        tick("removing possible causes")
+        found += causes_of_low_gradient(model, g, rates)
+    elif m.after_step is not None and any(m.after_step.low(index) for index in model.layers):
+        tick("removing possible causes after the first step")
+        found += _after_first_step(model, m, rates)
+    if config_of(model.module).detach_target:
         tick("source attached")
-        found.append(_detached(subject, m, rates))
+        found.append(_detached(model, m, rates))
     if not low and (one := _dominant(g)) is not None:
         tick(f"layer {one} off")
-        found.append(_dominates(subject, m, one, rates))
+        found.append(_dominates(model, m, one, rates))
     return found
 
 
-def _zero_init(m: Measured, after: Gradients) -> Finding:
+def _zero_init(m: Measurements, after: Gradients) -> Finding:
     g = m.gradients
     layers = tuple(index for index in m.etas if m.sizes[index, "conv"] == 0)
     conv, proj = (max(x.norms.get((i, name), 0.0) for i in layers) for x, name in ((g, "conv"), (after, "proj")))
@@ -113,51 +113,53 @@ def _zero_init(m: Measured, after: Gradients) -> Finding:
     return Finding("zero-init", "info", message, layers, {"conv": conv, "proj_after_step": proj})
 
 
-def _frozen(m: Measured, layers: list[int]) -> Finding:
-    names = {index: [name for name in WRITER if not m.trained.get((index, name), True)] for index in layers}
-    said = sorted({" and ".join({"conv": "conv", "proj": "P"}[n] for n in ns) for ns in names.values()})
-    after = m.after_step or m.gradients
-    norm = max(after.norms.get((index, name), 0.0) for index, ns in names.items() for name in ns)
-    message = f"{named(layers)}: {', '.join(said)} requires no gradient while other parameters train; thawed, it would get {norm:.2g}"
-    return Finding("writer-frozen", "severe", message, tuple(layers), {"gradient_thawed": norm})
+def _frozen(m: Measurements, frozen: list[tuple[int, str]]) -> Finding:
+    layers = tuple(sorted({index for index, _ in frozen}))
+    names = {index: " and ".join({"conv": "conv", "proj": "P"}[name] for i, name in frozen if i == index) for index in layers}
+    norm = max((m.after_step or m.gradients).norms.get(key, 0.0) for key in frozen)
+    message = (
+        f"{named(layers)}: {', '.join(sorted(set(names.values())))} requires no gradient while other parameters train; "
+        f"unfrozen, it would get {norm:.2g}"
+    )
+    return Finding("writer-frozen", "severe", message, layers, {"gradient_thawed": norm})
 
 
-def _after_first_step(subject: Subject, m: Measured, rates: Rates) -> list[Finding]:
+def _after_first_step(model: DiagnosedModel, m: Measurements, rates: Rates) -> list[Finding]:
     assert m.after_step is not None
-    with with_values(first_step(subject, m.gradients, rates)):
+    with with_values(first_step(model, m.gradients, rates)):
         return [
             Finding(f.id, f.severity, f"after Adam's first step, {f.message}", f.layers, f.numbers)
-            for f in causes_of_low_gradient(subject, m.after_step, rates)
+            for f in causes_of_low_gradient(model, m.after_step, rates)
         ]
 
 
-def _detached(subject: Subject, m: Measured, rates: Rates) -> Finding:
+def _detached(model: DiagnosedModel, m: Measurements, rates: Rates) -> Finding:
     """What the embeddings would get through the targets, by attaching them."""
-    with with_config(subject.layers.values(), detach_target=False):
-        attached = gradients(subject, rates, keep=("embeddings",)).kept.get((None, "embeddings"))
-    detached, layers = m.gradients.kept.get((None, "embeddings")), tuple(subject.layers)
+    with with_config(model.layers.values(), detach_target=False):
+        attached = gradients(model, rates, keep=("embeddings",)).kept.get((None, "embeddings"))
+    detached, layers = m.gradients.kept.get((None, "embeddings")), tuple(model.layers)
     lost = 0.0
     if attached is not None and detached is not None and bool(attached.any()):
         lost = float((attached - detached).float().norm() / attached.float().norm())
     message = (
-        f"{named(layers)}: no gradient flows from the targets into their source; attached, {lost:.2%} of the embeddings' is of that way"
+        f"{named(layers)}: no gradient flows from the targets into their source; attached, {lost:.2%} of the embeddings' comes that way"
     )
     return Finding("target-detached", "warning" if lost > NOTICED else "info", message, layers, {"lost": lost})
 
 
 def _dominant(g: Gradients) -> int | None:
-    """The layer with nearly all of the writers' gradient, where there are several."""
-    total = g.total_of_writers() ** 2
-    shares = {index: sum(g.norms.get((index, name), 0.0) ** 2 for name in WRITER) / total for index in g.by_chunk} if total > 0 else {}
+    """The layer with nearly all of the target generators' gradient, where there are several."""
+    total = g.total_of_generators() ** 2
+    shares = {index: sum(g.norms.get((index, name), 0.0) ** 2 for name in GENERATOR) / total for index in g.by_chunk} if total > 0 else {}
     one = max(shares, key=lambda index: shares[index], default=None)
     return one if one is not None and len(shares) > 1 and shares[one] > DOMINATES else None
 
 
-def _dominates(subject: Subject, m: Measured, layer: int, rates: Rates) -> Finding:
-    with with_eta(subject.layers, {layer: 0.0}):
-        without = gradients(subject, rates)
-    total, left = m.gradients.total_of_writers(), without.total_of_writers()
-    share = 1 - (sum(m.gradients.of_writer(i) ** 2 for i in subject.layers if i != layer) ** 0.5 / total) ** 2
+def _dominates(model: DiagnosedModel, m: Measurements, layer: int, rates: Rates) -> Finding:
+    with with_eta(model.layers, {layer: 0.0}):
+        without = gradients(model, rates)
+    total, left = m.gradients.total_of_generators(), without.total_of_generators()
+    share = 1 - (sum(m.gradients.of_generator(i) ** 2 for i in model.layers if i != layer) ** 0.5 / total) ** 2
     effect = m.effects.get(layer)
     moved = "" if effect is None else f"; its writes move the logits by {effect.logits:.2g} (RMS)"
     message = (
@@ -167,13 +169,13 @@ def _dominates(subject: Subject, m: Measured, layer: int, rates: Rates) -> Findi
     return Finding("layer-dominates", "severe", message, (layer,), {"share": share, "total": total, "total_without": left})
 
 
-def _writes(subject: Subject, m: Measured) -> list[Finding]:
+def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
     found = []
     for index, writes in m.writes.items():
         effect = m.effects.get(index)
         change = None if effect is None else effect.loss
         said = "" if change is None else f"; its writes change the loss by {change.loss:+.3g} nats a token"
-        if writes.state_ratio > BURIES:
+        if writes.state_ratio > EXCEEDS_WEIGHT:
             helps = change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance
             safe = next((s.safe for s in m.sweeps if s.name == "eta"), None)
             advice = "" if safe is None or helps else f"; up to eta {safe:.2g} the loss is not above that without writes"
@@ -188,8 +190,8 @@ def _writes(subject: Subject, m: Measured) -> list[Finding]:
             growth = "" if writes.growth is None else f", and ‖S‖ grows as chunks^{writes.growth:.2f}"
             message = f"layer {index}: the mean cosine of successive writes is {writes.alignment:.3f}{growth}"
             found.append(Finding("writes-aligned", "warning", message, (index,), {"alignment": writes.alignment, "growth": writes.growth}))
-    clip = config_of(subject.model).clip
-    undone = [i for i, w in m.writes.items() if clip is not None and w.clipped == 1 and w.state_ratio < UNDONE]
+    clip = config_of(model.module).clip
+    undone = [i for i, w in m.writes.items() if clip is not None and w.clipped == 1 and w.state_ratio < NO_EFFECT]
     if undone:
         ratio = max(m.writes[i].state_ratio for i in undone)
         message = f"{named(undone)}: every chunk is clipped, and a whole document moves the weight by {ratio:.1e} of its norm at most"
@@ -197,7 +199,7 @@ def _writes(subject: Subject, m: Measured) -> list[Finding]:
     return found
 
 
-def _keys(m: Measured) -> list[Finding]:
+def _keys(m: Measurements) -> list[Finding]:
     found = []
     for index in m.etas:
         keys = m.keys[index]
@@ -206,14 +208,14 @@ def _keys(m: Measured) -> list[Finding]:
             best = sorted(others, key=lambda i: -others[i])[:3]
             better = f"; layers {', '.join(map(str, sorted(best)))} have most" if best else ""
             message = (
-                f"layer {index}: its keys have {keys.effective:.1f} effective dimensions of {keys.width} and a cosine of "
-                f"{keys.collision:.2f} (RMS) with each other{better}"
+                f"layer {index}: the effective rank of its keys is {keys.effective:.1f} of {keys.width}, and their cosine with each "
+                f"other {keys.collision:.2f} (RMS){better}"
             )
             found.append(Finding("keys-collide", "warning", message, (index,), {"effective": keys.effective, "collision": keys.collision}))
     return found
 
 
-def _precision(m: Measured) -> list[Finding]:
+def _precision(m: Measurements) -> list[Finding]:
     found = []
     low = {i: sorted(str(d).removeprefix("torch.") for d in dtypes if torch.finfo(d).bits < 32) for i, dtypes in m.states.items()}
     if layers := tuple(index for index, names in low.items() if names):
@@ -227,7 +229,7 @@ def _precision(m: Measured) -> list[Finding]:
     return found
 
 
-def _advice(m: Measured) -> list[Finding]:
+def _advice(m: Measurements) -> list[Finding]:
     found = []
     for sweep in m.sweeps:
         what = {"eta": "eta", "init": "an untrained conv's standard deviation"}[sweep.name]

@@ -1,4 +1,4 @@
-"""Changes to a model that last for a `with`: how a suspect is removed and put back."""
+"""Changes to a model that last for a `with`: how a possible cause is removed and put back."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ def requiring_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def random_like(parameter: Tensor, *shape: int) -> Tensor:
+    """The same standard normal draws every time, in a parameter's dtype and place."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+
+
+def paper_p(proj: Tensor, std: float) -> Tensor:
+    """P as the paper draws it: diagonal, N(0, std²)."""
+    return torch.diag(random_like(proj, proj.shape[0]) * std)
 
 
 @torch.no_grad()

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..surgery import initial_std
-from .ablation import with_eta, with_values
-from .effects import Change, Reading, Scored, read
-from .subject import Subject
-from .suspects import random_like
+from .diagnosed_model import DiagnosedModel
+from .overrides import paper_p, random_like, with_eta, with_values
+from .write_effects import Change, Reading, Scored, read
 from .writes import WriteHealth, observed
 
 HARM = 0.01
@@ -32,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measured points from small to large. now: where the model stands, if on this curve."""
+    """Measurements points from small to large. now: where the model stands, if on this curve."""
 
     name: Literal["eta", "init"]
     points: tuple[Point, ...]
@@ -60,37 +59,37 @@ class Sweep:
         return {"now": self.now, "safe": self.safe, "bounded": self.bounded, "points": points}
 
 
-def sweep_eta(subject: Subject, scored: Scored, on: tuple[Reading, float], off: Reading, tick: Callable[[str], None]) -> Sweep:
-    """η of all layers times a factor, with the model's own writer. on: the reading as it is, and its largest state ratio.
+def sweep_eta(model: DiagnosedModel, scored: Scored, on: tuple[Reading, float], off: Reading, tick: Callable[[str], None]) -> Sweep:
+    """η of all layers times a factor, with the model's own conv and P. on: the reading as it is, and its largest state ratio.
 
     The curve is in terms of the largest η of the layers.
     """
-    now = max(layer.eta for layer in subject.layers.values())
+    now = max(layer.eta for layer in model.layers.values())
     points = [Point(now, scored.change(on[0], off), on[1])]
     for factor in _ETA_FACTORS:
         tick(f"eta × {factor:g}")
-        etas = {index: layer.eta * factor for index, layer in subject.layers.items()}
-        points.append(_point(now * factor, subject, scored, off, with_eta(subject.layers, etas)))
+        etas = {index: layer.eta * factor for index, layer in model.layers.items()}
+        points.append(_point(now * factor, model, scored, off, with_eta(model.layers, etas)))
     return Sweep("eta", tuple(sorted(points, key=lambda p: p.value)), now)
 
 
-def sweep_init(subject: Subject, scored: Scored, off: Reading, tick: Callable[[str], None]) -> Sweep:
+def sweep_init(model: DiagnosedModel, scored: Scored, off: Reading, tick: Callable[[str], None]) -> Sweep:
     """conv drawn from N(0, s²) in every layer, P as the paper draws it, the model's own η: how large an untrained start may be."""
-    parameters, points = subject.parameters(), []
-    sigma = initial_std(subject.model.config)
+    parameters, points = model.parameters(), []
+    sigma = initial_std(model.module.config)
     for std in _CONV_STDS:
         tick(f"conv N(0, {std:g}²)")
         values = {}
-        for index in subject.layers:
+        for index in model.layers:
             conv, proj = parameters[index, "conv"], parameters[index, "proj"]
             values[conv] = random_like(conv, *conv.shape) * std
-            values[proj] = (random_like(proj, proj.shape[0]) * sigma).diag()
-        points.append(_point(std, subject, scored, off, with_values(values)))
+            values[proj] = paper_p(proj, sigma)
+        points.append(_point(std, model, scored, off, with_values(values)))
     return Sweep("init", tuple(points), None)
 
 
-def _point(value: float, subject: Subject, scored: Scored, off: Reading, change: Any) -> Point:
+def _point(value: float, model: DiagnosedModel, scored: Scored, off: Reading, change: Any) -> Point:
     writes: dict[int, WriteHealth] = {}
-    with change, observed(subject.model, writes):
-        reading = read(subject)
+    with change, observed(model.module, writes):
+        reading = read(model)
     return Point(value, scored.change(reading, off), max((w.state_ratio for w in writes.values()), default=0.0))

@@ -1,4 +1,4 @@
-"""What writes do to the model's predictions: with all of them, with one layer's off, with none."""
+"""The effect of writes on the model's predictions: with all of them, with one layer's off, with none."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from ..layout import ChunkLayout
 from ..reports.statistics import Mean
 from ..surgery import ttt_disabled
-from .ablation import with_eta
-from .subject import Subject
+from .diagnosed_model import DiagnosedModel
+from .overrides import with_eta
 
 _SLICE = 256
 """Tokens whose logits are held in full precision at a time."""
@@ -56,8 +56,8 @@ class Scored:
     chunk: Tensor
 
     @classmethod
-    def of(cls, subject: Subject, layout: ChunkLayout) -> Scored:
-        labels = subject.next_tokens
+    def of(cls, model: DiagnosedModel, layout: ChunkLayout) -> Scored:
+        labels = model.next_tokens
         mask = torch.zeros_like(labels, dtype=torch.bool)
         for row, spans in enumerate(layout.documents):
             for start, stop in spans:
@@ -85,11 +85,11 @@ class Scored:
 
 
 @torch.no_grad()
-def read(subject: Subject, within: AbstractContextManager[Any] | None = None, *, keep_logits: bool = False) -> Reading:
+def read(model: DiagnosedModel, within: AbstractContextManager[Any] | None = None, *, keep_logits: bool = False) -> Reading:
     """A forward in eval mode."""
-    with subject.mode(training=False), within or nullcontext():
-        logits = subject.forward().logits
-    labels, losses = subject.next_tokens, torch.zeros(logits.shape[:2], device=logits.device)
+    with model.mode(training=False), within or nullcontext():
+        logits = model.forward().logits
+    labels, losses = model.next_tokens, torch.zeros(logits.shape[:2], device=logits.device)
     for first in range(0, logits.shape[1], _SLICE):
         here = slice(first, first + _SLICE)
         flat = torch.nn.functional.cross_entropy(logits[:, here].flatten(0, 1).float(), labels[:, here].flatten(), reduction="none")
@@ -97,17 +97,17 @@ def read(subject: Subject, within: AbstractContextManager[Any] | None = None, *,
     return Reading(losses, logits if keep_logits else None)
 
 
-def read_off(subject: Subject, within: AbstractContextManager[Any] | None = None) -> Reading:
+def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None = None) -> Reading:
     """The same weights with every layer's writes off."""
-    with ttt_disabled(subject.model):
-        return read(subject, within)
+    with ttt_disabled(model.module):
+        return read(model, within)
 
 
-def effects(subject: Subject, scored: Scored, on: Reading, tick: Callable[[str], None]) -> dict[int, Effect]:
+def effects(model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[str], None]) -> dict[int, Effect]:
     """Each layer's, by turning its writes off alone; `on` with its logits."""
     found = {}
-    for index in subject.layers:
+    for index in model.layers:
         tick(f"layer {index} off")
-        off = read(subject, with_eta(subject.layers, {index: 0.0}), keep_logits=True)
+        off = read(model, with_eta(model.layers, {index: 0.0}), keep_logits=True)
         found[index] = Effect(scored.change(on, off), scored.logit_change(on, off))
     return found

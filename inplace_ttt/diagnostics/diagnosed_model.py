@@ -1,4 +1,4 @@
-"""The model and the rows that are diagnosed, and ways to run it that leave no trace."""
+"""A model with the rows that it is diagnosed on, and ways to run it that change nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..layer.fast_linear import FastWeight
 from ..layer.zero3 import is_partitioned
 from ..surgery import fast_weights
 
-WRITER = ("conv", "proj")
+GENERATOR = ("conv", "proj")
 Key = tuple[int | None, str]
 """A parameter: TTT layer and "conv", "proj" or "weight"; or None and "embeddings"."""
 
@@ -23,16 +23,16 @@ _IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Subject:
+class DiagnosedModel:
     """A converted model and rows for it: input_ids [B, T], and attention_mask, position_ids, labels where there are any."""
 
-    model: nn.Module
+    module: nn.Module
     inputs: dict[str, Tensor]
     labels: Tensor
     layers: dict[int, FastWeight] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> Subject:
+    def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> DiagnosedModel:
         """Raises InPlaceTTTError for a model that is not converted, partitioned weights, and rows that do not fit it."""
         layers = fast_weights(model)
         if not layers:
@@ -64,9 +64,9 @@ class Subject:
         """What each position predicts, int64 [B, T]; -100 where nothing."""
         return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=_IGNORED)
 
-    def without(self, *names: str) -> Subject:
+    def without(self, *names: str) -> DiagnosedModel:
         """The same with inputs left out."""
-        return Subject(self.model, {k: v for k, v in self.inputs.items() if k not in names}, self.inputs["input_ids"], self.layers)
+        return DiagnosedModel(self.module, {k: v for k, v in self.inputs.items() if k not in names}, self.inputs["input_ids"], self.layers)
 
     def parameters(self) -> dict[Key, nn.Parameter]:
         """conv, P and W0 of every TTT layer and the embeddings, where they are plain floating-point parameters."""
@@ -76,17 +76,17 @@ class Subject:
                 found[index, name.rpartition(".")[2]] = parameter
             if layer.matrix() is not None:
                 found[index, "weight"] = layer.weight  # type: ignore[assignment]
-        found[None, "embeddings"] = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        found[None, "embeddings"] = self.module.get_input_embeddings().weight  # type: ignore[operator]
         return {key: p for key, p in found.items() if p.is_floating_point()}
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
         """Train or eval mode under a fixed seed; modes and generators are put back."""
-        before = [(module, module.training) for module in self.model.modules()]
-        devices = sorted({p.device.index for p in self.model.parameters() if p.device.type == "cuda" and p.device.index is not None})
+        before = [(module, module.training) for module in self.module.modules()]
+        devices = sorted({p.device.index for p in self.module.parameters() if p.device.type == "cuda" and p.device.index is not None})
         with torch.random.fork_rng(devices):
             torch.manual_seed(0)
-            self.model.train(training)
+            self.module.train(training)
             try:
                 yield
             finally:
@@ -94,7 +94,7 @@ class Subject:
                     module.training = was
 
     def forward(self, **kwargs: Any) -> Any:
-        return self.model(**self.inputs, use_cache=False, **kwargs)
+        return self.module(**self.inputs, use_cache=False, **kwargs)
 
 
 def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
