@@ -7,23 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..layer.fast_linear import FastWeight
-from ..layer.forward_context import ForwardContext
-from ..layout import ChunkLayout
-from ..surgery import causal_lm, config_of
 from .diagnosed_model import GENERATOR, DiagnosedModel, Key
 from .findings import SEVERITIES, Finding
-from .gradients import Rates, first_step, gradients, summed
-from .keys import KeyHealth, keys_of_all_layers
-from .overrides import with_values
-from .precision import states_in_reading, states_in_training
-from .rules import Measurements, findings_of
-from .sweeps import Sweep, sweep_eta, sweep_init
-from .write_effects import Scored, effects, read, read_off
-from .writes import Writes, longest_document, observing, writes_by_chunk
+from .gradients import Rates, summed
+from .measurements import Measurements, measure
+from .rules import findings_of
 
 Progress = Callable[[int, int, str], None]
 _GROUPS = ("conv", "proj", "weight", "embeddings")
@@ -82,7 +72,7 @@ def diagnose(
     diagnosed = DiagnosedModel.of(model, batch)
     rates = learning_rates if isinstance(learning_rates, Rates) else Rates(learning_rates, learning_rates, learning_rates)
     steps = _Steps(progress, 3 + len(diagnosed.layers) + 10)
-    measured = _measure(diagnosed, rates, steps)
+    measured = measure(diagnosed, rates, steps)
     found = findings_of(diagnosed, measured, rates, steps)
     steps.finish()
     findings = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
@@ -103,70 +93,6 @@ class _Steps:
     def finish(self) -> None:
         if self.progress is not None:
             self.progress(self.done, self.done, "")
-
-
-def _measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) -> Measurements:
-    tick("gradients")
-    baseline = gradients(model, rates, keep=("conv", "embeddings") if config_of(model.module).detach_target else ("conv",))
-    after_step = None
-    if moved := first_step(model, baseline, rates):
-        tick("gradients after Adam's first step")
-        with with_values(moved):
-            after_step = gradients(model, rates)
-    writes: dict[int, Writes] = {}
-    keys: dict[int, KeyHealth] = {}
-
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
-        writes[layer.fast.layer] = writes_by_chunk(layer, z, v, context)
-
-    scored = Scored.of(model, baseline.layout)
-    reads = bool(scored.mask.any())
-    tick("writes")
-    with observing(model.module, observe):
-        on = read(model, keep_logits=True)
-    tick("keys")
-    off = read_off(model, keys_of_all_layers(model.module, _real_tokens(baseline.layout, model), keys))
-    writing = any(w.effective_rank > 0 for w in writes.values())
-    by_layer = effects(model, scored, on, tick) if reads and writing else {}
-    sweeps: list[Sweep] = []
-    if reads:
-        if writing:
-            sweeps.append(sweep_eta(model, scored, (on, max(w.state_ratio for w in writes.values())), off, tick))
-        sweeps.append(sweep_init(model, scored, off, tick))
-    return Measurements(
-        layout=baseline.layout,
-        etas={index: layer.eta for index, layer in model.layers.items()},
-        sizes={key: float(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)) for key, p in model.parameters().items()},
-        trained={key: p.requires_grad for key, p in model.parameters().items()},
-        gradients=baseline,
-        after_step=after_step,
-        writes=writes,
-        all_writes=scored.change(on, off) if reads and writing else None,
-        effects=by_layer,
-        keys=keys,
-        states=_states(model, baseline.layout),
-        sweeps=tuple(sweeps),
-        chance=math.log(causal_lm(model.module).config.get_text_config().vocab_size),
-        loss_off=float(off.losses[model.next_tokens != -100].mean()),
-    )
-
-
-def _real_tokens(layout: ChunkLayout, model: DiagnosedModel) -> Tensor | None:
-    """[B, T]: tokens of documents; None where all are."""
-    real = layout.chunk_ids(model.inputs["input_ids"].device) >= 0
-    return None if bool(real.all()) else real
-
-
-def _states(model: DiagnosedModel, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
-    """Every dtype that a layer's state is kept in: as the op makes it, and in a session that reads a chunk and one token."""
-    found = {index: {dtype} for index, dtype in states_in_training(model.layers).items()}
-    row, (start, stop) = longest_document(layout)
-    if stop - start > layout.chunk_size:
-        with model.mode(training=False):
-            ids = model.inputs["input_ids"][row : row + 1, start : start + layout.chunk_size + 1]
-            for index, dtype in states_in_reading(model.module, ids).items():
-                found[index].add(dtype)
-    return found
 
 
 def _group(m: Measurements, kind: str) -> dict[str, Any]:

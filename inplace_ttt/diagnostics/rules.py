@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from ..layout import ChunkLayout
 from ..surgery import config_of
-from .diagnosed_model import GENERATOR, DiagnosedModel, Key
+from .diagnosed_model import GENERATOR, DiagnosedModel
 from .findings import Finding, named
 from .gradient_causes import causes_of_low_gradient
 from .gradients import Gradients, Rates, first_step, gradients
-from .keys import KeyHealth
+from .measurements import Measurements
 from .overrides import with_config, with_eta, with_values
-from .sweeps import HARM, Sweep
-from .write_effects import Change, Effect
-from .writes import Writes
+from .sweeps import HARM
+from .write_effects import Change
 
 EXCEEDS_WEIGHT, TENTH_OF_WEIGHT = 1.0, 0.1
 """η‖S‖/‖W0‖ after a document: as large as the weight; enough to look at."""
@@ -33,31 +30,6 @@ NOTICED = 0.01
 """Of the embeddings' gradient, lost by detaching the targets' source."""
 NO_EFFECT = 1e-4
 """η‖S‖/‖W0‖ that changes nothing."""
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """All that was measured, layer by layer.
-
-    after_step: the gradients after Adam's first step, where conv started at zero. states: dtypes that the state is kept in.
-    all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off. chance: ln of the
-    vocabulary, above which a loss says nothing about help.
-    """
-
-    layout: ChunkLayout
-    etas: dict[int, float]
-    sizes: dict[Key, float]
-    trained: dict[Key, bool]
-    gradients: Gradients
-    after_step: Gradients | None
-    writes: dict[int, Writes]
-    all_writes: Change | None
-    effects: dict[int, Effect]
-    keys: dict[int, KeyHealth]
-    states: dict[int, set[torch.dtype]]
-    sweeps: tuple[Sweep, ...]
-    loss_off: float
-    chance: float
 
 
 def findings_of(model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:

@@ -1,0 +1,113 @@
+"""All measurements of a model on its rows, made once, before any rule looks at them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layer.fast_linear import FastWeight
+from ..layer.forward_context import ForwardContext
+from ..layout import ChunkLayout
+from ..surgery import causal_lm, config_of
+from .diagnosed_model import DiagnosedModel, Key
+from .gradients import Gradients, Rates, first_step, gradients
+from .keys import KeyHealth, keys_of_all_layers
+from .overrides import with_values
+from .precision import states_in_reading, states_in_training
+from .sweeps import Sweep, sweep_eta, sweep_init
+from .write_effects import Change, Effect, Scored, effects, read, read_off
+from .writes import Writes, longest_document, observing, writes_by_chunk
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All that was measured, layer by layer.
+
+    after_step: the gradients after Adam's first step, where conv started at zero. states: dtypes that the state is kept in.
+    all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off. chance: ln of the
+    vocabulary, above which a loss says nothing about help.
+    """
+
+    layout: ChunkLayout
+    etas: dict[int, float]
+    sizes: dict[Key, float]
+    trained: dict[Key, bool]
+    gradients: Gradients
+    after_step: Gradients | None
+    writes: dict[int, Writes]
+    all_writes: Change | None
+    effects: dict[int, Effect]
+    keys: dict[int, KeyHealth]
+    states: dict[int, set[torch.dtype]]
+    sweeps: tuple[Sweep, ...]
+    loss_off: float
+    chance: float
+
+
+def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) -> Measurements:
+    """Every measurement that needs no finding first; `tick` is told of each pass."""
+    tick("gradients")
+    baseline = gradients(model, rates, keep=("conv", "embeddings") if config_of(model.module).detach_target else ("conv",))
+    after_step = None
+    if moved := first_step(model, baseline, rates):
+        tick("gradients after Adam's first step")
+        with with_values(moved):
+            after_step = gradients(model, rates)
+    writes: dict[int, Writes] = {}
+    keys: dict[int, KeyHealth] = {}
+
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
+        writes[layer.fast.layer] = writes_by_chunk(layer, z, v, context)
+
+    scored = Scored.of(model, baseline.layout)
+    reads = bool(scored.mask.any())
+    tick("writes")
+    with observing(model.module, observe):
+        on = read(model, keep_logits=True)
+    tick("keys")
+    off = read_off(model, keys_of_all_layers(model.module, _real_tokens(baseline.layout, model), keys))
+    writing = any(w.effective_rank > 0 for w in writes.values())
+    by_layer = effects(model, scored, on, tick) if reads and writing else {}
+    sweeps: list[Sweep] = []
+    if reads:
+        if writing:
+            sweeps.append(sweep_eta(model, scored, (on, max(w.state_ratio for w in writes.values())), off, tick))
+        sweeps.append(sweep_init(model, scored, off, tick))
+    return Measurements(
+        layout=baseline.layout,
+        etas={index: layer.eta for index, layer in model.layers.items()},
+        sizes={key: float(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)) for key, p in model.parameters().items()},
+        trained={key: p.requires_grad for key, p in model.parameters().items()},
+        gradients=baseline,
+        after_step=after_step,
+        writes=writes,
+        all_writes=scored.change(on, off) if reads and writing else None,
+        effects=by_layer,
+        keys=keys,
+        states=_states(model, baseline.layout),
+        sweeps=tuple(sweeps),
+        chance=math.log(causal_lm(model.module).config.get_text_config().vocab_size),
+        loss_off=float(off.losses[model.next_tokens != -100].mean()),
+    )
+
+
+def _real_tokens(layout: ChunkLayout, model: DiagnosedModel) -> Tensor | None:
+    """[B, T]: tokens of documents; None where all are."""
+    real = layout.chunk_ids(model.inputs["input_ids"].device) >= 0
+    return None if bool(real.all()) else real
+
+
+def _states(model: DiagnosedModel, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
+    """Every dtype that a layer's state is kept in: as the op makes it, and in a session that reads a chunk and one token."""
+    found = {index: {dtype} for index, dtype in states_in_training(model.layers).items()}
+    row, (start, stop) = longest_document(layout)
+    if stop - start > layout.chunk_size:
+        with model.mode(training=False):
+            ids = model.inputs["input_ids"][row : row + 1, start : start + layout.chunk_size + 1]
+            for index, dtype in states_in_reading(model.module, ids).items():
+                found[index].add(dtype)
+    return found
