@@ -8,7 +8,6 @@ with a tiny random model under the name of the real one. A block that cannot run
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from inplace_ttt.cli import VERBS, main
@@ -69,65 +67,17 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     logging.disable_progress_bar()
-    book = tmp_path / "book.txt"
-    book.write_text(some_text(words=1500), encoding="utf-8")
-    small_model(tmp_path / "smollm2-135m", book)
+    (tmp_path / "book.txt").write_text(tiny.text(words=1500), encoding="utf-8")
+    small_model(tmp_path / "smollm2-135m")
     return tmp_path
 
 
-def some_text(words: int) -> str:
-    generator = random.Random(0)
-    vocabulary = [
-        "the",
-        "sea",
-        "a",
-        "whale",
-        "and",
-        "ship",
-        "of",
-        "captain",
-        "to",
-        "harpoon",
-        "in",
-        "night",
-        "he",
-        "said",
-        "it",
-        "was",
-        "long",
-        "white",
-        "boat",
-        "wind",
-    ]
-    return " ".join(generator.choice(vocabulary) for _ in range(words))
-
-
-def small_model(folder: Path, book: Path) -> None:
-    """SmolLM2-135M's class, depth and special tokens with random weights, and a tokenizer trained on the book."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    bpe.train([str(book)], trainer)
-    bos, eos = special[1:]
-    PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token=eos).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(bpe.get_vocab()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=30,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+def small_model(folder: Path) -> None:
+    """SmolLM2-135M's class, depth and special tokens with random weights."""
+    roles = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    words = tiny.byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **roles)
+    sizes = {"num_hidden_layers": 30, "num_attention_heads": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+    tiny.save_llama(folder, words, torch.bfloat16, **sizes)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)
