@@ -29,7 +29,7 @@ ROOT = evidence.ROOT
 WORK = ROOT / "runs" / "grid"
 STEPS, DOCUMENTS, TOKENS = 24, 12, 2048
 NO_STOP = "monitor.stop_write_ratio=1e9"
-"""A run whose writes bury the weights goes on: its loss is the finding."""
+"""A run whose update norm exceeds ‖W0‖ goes on: its loss is the finding."""
 
 
 @dataclass(frozen=True)

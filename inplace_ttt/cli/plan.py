@@ -21,7 +21,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, see recipes/README.md")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
-    parser.add_argument("--device-memory", metavar="SIZE", help="memory of one device, such as 80GB; says whether the run fits")
+    parser.add_argument("--device-memory", metavar="SIZE", help="device memory, such as 80GB; says whether the run fits")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -44,7 +44,7 @@ def render(result: dict[str, Any]) -> str:
         f"compute    {result['flops_per_step']:.2e} FLOPs a step, {result['flops']:.2e} in all; TTT is "
         f"{result['fast_weight_flops']:.0%} of it",
         "",
-        "memory of a device at its peak",
+        "device memory at its peak",
         *(f"  {name:18}{_size(value):>10}" for name, value in memory.items() if value),
         f"  of the activations, {_size(result['logits_bytes'])} are logits",
         *([f"  on the host       {_size(result['host_bytes']):>10}"] if result["host_bytes"] else []),

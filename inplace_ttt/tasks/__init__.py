@@ -1,1 +1,1 @@
-"""Tasks that a memory can be trained and judged on: data in, no model."""
+"""Tasks that need recall beyond the attention window, for training and evaluation."""

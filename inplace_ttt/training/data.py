@@ -308,7 +308,7 @@ def _sizes(lengths: list[int], job: _Job) -> dict[str, int] | None:
 
 
 def _column(documents: Dataset, name: str) -> Iterator[Any]:
-    """The values of a column, a few thousand in memory at a time."""
+    """The values of a column, a few thousand at a time."""
     for batch in documents.select_columns([name]).iter(batch_size=4096):
         yield from batch[name]
 

@@ -20,7 +20,7 @@ MUCH_PADDING = 0.25
 class DataReport:
     """What a run reads. Everything but `validation` is about the rows it trains on.
 
-    long_tokens: tokens in pieces longer than one chunk; only these train the writer. long_share: of all tokens.
+    long_tokens: tokens in pieces longer than one chunk; only these train the target generator. long_share: of all tokens.
     writes: chunks whose delta a later token of the same piece reads. chunks_per_piece: min, median, max.
     padding: tokens of padding. sha256: of the token ids, documents in the order of their sources.
     repeated: training documents left out because they stand in validation. sampled: the counts are those of a stream's start.
@@ -65,7 +65,7 @@ class Tally:
 def make_report(
     recipe: Recipe, counts: PackingCounts, tally: Tally, sources: Sequence[Source], validation: dict[str, int] | None
 ) -> DataReport:
-    """The report; raises where there is nothing that could train the writer."""
+    """The report; raises where there is nothing that could train the target generator (conv and P)."""
     length, chunk = recipe.data.sequence_length, counts.chunk_size
     where = ", ".join(source.name for source in sources) or "the recall task"
     if not counts.tokens:
@@ -76,16 +76,16 @@ def make_report(
     if not counts.long_tokens:
         raise InPlaceTTTError(
             f"no document is longer than one chunk of {chunk} tokens in rows of {length} ({counts.pieces} pieces of documents, "
-            f"{counts.tokens / counts.pieces:.0f} tokens each on average), so nothing would train the writer; lower chunk_size, or use "
-            "longer documents and data.sequence_length."
+            f"{counts.tokens / counts.pieces:.0f} tokens each on average), so nothing would train "
+            "conv and P; lower chunk_size, or use longer documents and data.sequence_length."
         )
     space = counts.rows * length
     padding, long_share = space - counts.tokens, counts.long_tokens / counts.tokens
     warnings = []
     if long_share < FEW_LONG:
         warnings.append(
-            f"only {long_share:.0%} of the tokens stand in pieces longer than one chunk of {chunk}; the others do not train the writer: "
-            "lower chunk_size or use longer documents"
+            f"only {long_share:.0%} of the tokens stand in pieces longer than one chunk of {chunk}; the others do not train "
+            "conv and P: lower chunk_size or use longer documents"
         )
     if padding / space > MUCH_PADDING:
         warnings.append(

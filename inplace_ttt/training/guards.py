@@ -90,7 +90,7 @@ def check_state_precision(model: nn.Module) -> None:
 
 
 def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[str]) -> None:
-    """Warn where writes rival the weight; stop where they have buried it, or are not numbers."""
+    """Warn where the update norm exceeds ‖W0‖; stop where it is above `limit` times ‖W0‖, or not a number."""
     for index, health in writes.items():
         if health.state_ratio > limit or math.isinf(health.state_ratio):
             raise NotSoError(
@@ -103,7 +103,7 @@ def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[st
                 f"layer {index}: writes move the weight by more than {_WRITE_RATIO:g} of its norm; consider a lower eta or a clip.",
             )
         if not health.chunks:
-            note(warnings, f"layer {index}: a forward completed no chunk; its rows train nothing in the writer.")
+            note(warnings, f"layer {index}: a forward completed no chunk; its rows do not train conv and P.")
 
 
 def check_gradient(norm: float, warnings: list[str]) -> None:

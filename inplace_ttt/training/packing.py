@@ -89,7 +89,7 @@ def _fill(row: list[Piece], documents: dict[int, Sequence[int]], row_length: int
 class PackingCounts:
     """What packing makes of documents of given lengths, for chunks of `chunk_size` tokens.
 
-    long_tokens: those in pieces longer than one chunk, which alone train the writer.
+    long_tokens: those in pieces longer than one chunk, which alone train the target generator.
     writes: chunks whose delta a later token of the same piece reads. chunks: pieces by their number of chunks.
     """
 

@@ -87,7 +87,7 @@ class Data:
     train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
     validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
     format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
-    repeat: rows with a passage that comes again, which teach a memory what it is for; training rows only.
+    repeat: rows with a passage that comes again beyond the attention window, which teach the fast weight to recall; training rows only.
     sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
     """
 

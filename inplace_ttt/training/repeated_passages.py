@@ -1,4 +1,4 @@
-"""Training rows in which a passage comes again, beyond what attention sees: what a memory is for."""
+"""Training rows in which a passage comes again beyond the attention window, so that the fast weight learns to recall."""
 
 from __future__ import annotations
 

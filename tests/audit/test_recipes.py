@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training.tiny import CONFIG, tiny_recipe
+from training.recipes import CONFIG, tiny_recipe
 
 from inplace_ttt import cli
 from inplace_ttt.training.audit import audit_recipe, gate, write_report

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation.tiny import save_base, text
 from families import build
 from models import distance, logits, random_ids
+from tiny import save_base, text
 from torch import Tensor
 
 from checkpoint.folders import bytes_of

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from evaluation import tiny
 from transformers.utils import logging
 
 import inplace_ttt
@@ -74,11 +74,19 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     logging.disable_progress_bar()
     book = tmp_path / "book.txt"
     book.write_text(tiny.text(words=1500), encoding="utf-8")
-    tiny.save_base(tmp_path / "smollm2-135m", positions=8192, layers=30, dtype=torch.bfloat16)  # SmolLM2-135M's class and depth
+    small_model(tmp_path / "smollm2-135m")
     (tmp_path / ".cache" / "text" / "shakespeare").mkdir(parents=True)
     (tmp_path / ".cache" / "text" / "shakespeare" / "hamlet.txt").symlink_to(book)
     (tmp_path / ".cache" / "smollm2-135m").symlink_to(tmp_path / "smollm2-135m")
     return tmp_path
+
+
+def small_model(folder: Path) -> None:
+    """SmolLM2-135M's class, depth and special tokens with random weights."""
+    roles = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    words = tiny.byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **roles)
+    sizes = {"num_hidden_layers": 30, "num_attention_heads": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+    tiny.save_llama(folder, words, torch.bfloat16, **sizes)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny import CHUNK, save_base, save_converted, text
 
-from evaluation.tiny import CHUNK, save_base, save_converted, text
 from inplace_ttt import cli
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evaluation import tiny
 from inplace_ttt import InPlaceTTTConfig, convert, load, ttt_disabled
 
 MODEL = Path(__file__).parents[2] / ".cache" / "smollm2-135m"

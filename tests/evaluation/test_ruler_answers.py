@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from evaluation import tiny
 from inplace_ttt import cli, load, ttt_disabled
 from inplace_ttt.evaluation.ruler import answers
 from inplace_ttt.evaluation.ruler.answers import answer

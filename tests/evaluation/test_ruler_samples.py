@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tiny
 from transformers import AutoTokenizer
 
-from evaluation import tiny
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.evaluation.ruler.material import Material, read_questions
 from inplace_ttt.evaluation.ruler.prompt import Prompter, Sample, samples

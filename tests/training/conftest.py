@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import word_level
 from transformers import PreTrainedTokenizerFast
 
 from inplace_ttt.training.data import TrainingData, build_data
@@ -15,12 +16,8 @@ from .corpus import CHUNK, EOS, FIRST, LENGTH, PAD, WORDS, recipe, texts
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2, **{f"w{n}": n + FIRST for n in range(WORDS)}}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    assert (PAD, EOS, FIRST) == (0, 1, 3)
+    return word_level(f"w{n}" for n in range(WORDS))
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import torch
 import yaml
 from models import turn_writer_on
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny import word_level
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from transformers import MistralConfig, MistralForCausalLM
 
 from inplace_ttt import InPlaceTTTConfig, convert
 
-from .tiny import CONFIG
+from .recipes import CONFIG
 
 CHUNK, ROW = 16, 128
 LENGTHS = (70, 33, 150, 12, 300, 64, 5, 41, 128, 90, 17, 200, 256, 99)
@@ -28,13 +28,8 @@ def checkpoint(folder: Path, **config: Any) -> Path:
     torch.manual_seed(0)
     model = convert(MistralForCausalLM(MistralConfig(**{**CONFIG, **config})), InPlaceTTTConfig(layers=(0, 2), chunk_size=CHUNK))
     turn_writer_on(model)
-    special = ["<pad>", "<unk>", "<eos>"]
-    words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate([*special, *(f"t{i}" for i in range(3, CONFIG["vocab_size"]))])}, "<unk>")
-    )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    word_level(f"t{i}" for i in range(3, CONFIG["vocab_size"])).save_pretrained(folder)
     return folder
 
 

@@ -9,8 +9,8 @@ import torch
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training.monitor import document_to_diagnose
 
+from .recipes import tiny_recipe
 from .runs import CHUNK, checkpoint, documents, finish, logged, recipe_file, start, weights
-from .tiny import tiny_recipe
 
 EVERY = "monitor.diagnose_every=2"
 

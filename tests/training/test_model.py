@@ -19,7 +19,7 @@ from inplace_ttt.surgery import config_of, fast_weights
 from inplace_ttt.training.model import build_model, meta_model
 from inplace_ttt.training.recipe import Recipe
 
-from .tiny import CONFIG, tiny_recipe
+from .recipes import CONFIG, tiny_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 ROOT = Path(__file__).resolve().parents[2]

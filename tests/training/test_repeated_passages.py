@@ -12,7 +12,7 @@ from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe import Repeat
 from inplace_ttt.training.repeated_passages import repeat_passage, with_repeated_passages
 
-from .tiny import CONFIG, tiny_recipe
+from .recipes import CONFIG, tiny_recipe
 
 REPEAT = Repeat(share=0.5, length=10, gap=15)
 

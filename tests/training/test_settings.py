@@ -9,7 +9,7 @@ import yaml
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError
 from inplace_ttt.training.recipe import Recipe, load_recipe
 
-from .tiny import tiny_recipe, write_recipe
+from .recipes import tiny_recipe, write_recipe
 
 RECIPE = """\
 model:

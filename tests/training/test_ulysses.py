@@ -10,7 +10,7 @@ from inplace_ttt import InPlaceTTTError
 from inplace_ttt.training.recipe import Recipe
 from inplace_ttt.training.ulysses import check_sharing, document_mask
 
-from .tiny import tiny_recipe
+from .recipes import tiny_recipe
 
 
 def shared_by(ranks: int, folder: Path) -> Recipe:

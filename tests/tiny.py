@@ -1,8 +1,10 @@
-"""A tiny converted model with a tokenizer of its own, on disk, and texts for it to read."""
+"""Tiny models with tokenizers of their own, on disk, and texts for them to read."""
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,40 +24,46 @@ def text(words: int, seed: int = 0) -> str:
     return " ".join(word + "." * (i % 11 == 10) for i, word in enumerate(drawn))
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 400 tokens with a chat template."""
+def byte_level(special: Iterable[str] = ("<pad>", "<s>", "</s>"), **roles: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 400 tokens, the first of them special; `roles` of these: pad_token, bos_token, eos_token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special, alphabet = ["<pad>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator([text(3000)], trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **{"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"} | roles)
+
+
+def word_level(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A word a token, from id 3 on, after <pad>, <eos> and <unk>."""
+    vocabulary = {word: i for i, word in enumerate(("<pad>", "<eos>", "<unk>", *words))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE with a chat template."""
+    made = byte_level()
     turn, answer = "<s>{{ m.role }}: {{ m.content }}</s>", "{% if add_generation_prompt %}<s>assistant: {% endif %}"
     made.chat_template = "{% for m in messages %}" + turn + "{% endfor %}" + answer
     return made
 
 
-def save_base(folder: Path, positions: int = 4096, layers: int = 2, dtype: torch.dtype = torch.float32) -> Path:
+def save_llama(folder: Path, words: PreTrainedTokenizerFast, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
     """A random Llama and its tokenizer."""
-    words = tokenizer()
     words.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3, "num_key_value_heads": 2}
+    ids = {name: getattr(words, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes, **ids, **config)).to(dtype).save_pretrained(folder)
     return folder
+
+
+def save_base(folder: Path, positions: int = 4096) -> Path:
+    """A random Llama of two layers and its tokenizer."""
+    return save_llama(folder, tokenizer(), num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=positions)
 
 
 def save_converted(base: Path, folder: Path) -> Path:
@@ -72,7 +80,7 @@ def save_converted(base: Path, folder: Path) -> Path:
 
 
 def questions(count: int) -> list[dict[str, object]]:
-    """Questions with one document each, in the form of docs/evaluate.md."""
+    """Questions with one document each, in the form of docs/ruler.md."""
     return [
         {"question": f"Where is the whale number {i}?", "answers": [f"In harbour {i:03}.", f"harbour {i:03}"], "documents": [
             f"Whale {i}. {text(40, seed=i)} In harbour {i:03}."]}

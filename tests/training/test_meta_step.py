@@ -1,0 +1,96 @@
+"""What a step on the meta device finds: bytes as a process really takes them, products as counted by hand."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inplace_ttt import InPlaceTTTConfig
+from inplace_ttt.training.device_memory import ModelSize, single_process_memory
+from inplace_ttt.training.meta_step import step_cost
+from inplace_ttt.training.model import meta_model
+from inplace_ttt.training.plan import fast_weight_flops
+from inplace_ttt.training.recipe import Recipe
+
+from .recipes import small_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def size_of(recipe: Recipe) -> ModelSize:
+    model = meta_model(recipe)
+    sizes = [p.numel() for p in model.parameters()]
+    return ModelSize(sum(sizes), sum(sizes), max(sizes), 0, 256, 4, 256, 128, ((256, 1024),) * 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak memory of a process is read from Linux's /proc")
+@pytest.mark.parametrize("vocabulary", [4096, 32000])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_measured_peak_memory(dtype: str, checkpointing: bool, vocabulary: int, tmp_path: Path) -> None:
+    """Within 15 % of what a process really takes for the model, AdamW and a step."""
+    recipe = small_recipe(tmp_path, dtype, checkpointing, vocabulary)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, str(ROOT / "tests" / "training" / "measured_step.py"), str(recipe.path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = int(done.stdout.split("PEAK ")[1])
+    planned = single_process_memory(size_of(recipe), step_cost(recipe), 4 if dtype == "float32" else 2).total
+    print(
+        f"{dtype} {vocabulary} {checkpointing}: planned {planned / 1e6:.0f} MB, measured {measured / 1e6:.0f} MB, {planned / measured:.3f}"
+    )
+    assert planned / measured == pytest.approx(1, abs=0.15)
+
+
+def test_a_step_recomputed_holds_less_and_computes_more(tmp_path: Path) -> None:
+    kept, recomputed = (step_cost(small_recipe(tmp_path, "float32", checkpointing)) for checkpointing in (False, True))
+    assert recomputed.activations < 0.6 * kept.activations
+    assert 1.2 < recomputed.product_flops / kept.product_flops < 1.4
+
+
+def test_a_steps_products_by_hand(tmp_path: Path) -> None:
+    """6 operations a token and weight, except that the first layer's input needs no gradient: the embedding is a look-up."""
+    recipe = small_recipe(tmp_path, "float32", False)
+    d, h, kv, tokens = 256, 1024, 128, 1024
+    weights = 4 * (2 * d * d + 2 * d * kv + 3 * d * h) + 4096 * d
+    plain = 6 * tokens * weights
+    ttt = fast_weight_flops(recipe, size_of(recipe))
+    assert step_cost(recipe).product_flops == pytest.approx(plain + ttt, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_a_fast_weight_adds_to_the_products(dtype: str, checkpointing: bool, tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, dtype, checkpointing)
+    one, two = (step_cost(dataclasses.replace(recipe, surgery=InPlaceTTTConfig(layers=layers, chunk_size=32))) for layers in ((1,), (1, 2)))
+    expected = fast_weight_flops(recipe, dataclasses.replace(size_of(recipe), fast_weights=((256, 1024),)))
+    assert two.product_flops - one.product_flops == pytest.approx(expected, rel=0.05)
+
+
+def test_logits_dominate_unless_they_are_fused(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, "bfloat16", True, vocabulary=32000)
+    plain = step_cost(recipe)
+    assert plain.logits > 0.8 * plain.activations
+    fused = step_cost(dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, liger=True)))
+    assert fused.logits == 0 and fused.activations < 0.2 * plain.activations
+
+
+def test_sdpa_keeps_masks_and_repeated_heads_that_flash_attention_does_not(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, "bfloat16", False)
+    by_name = {
+        name: step_cost(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attention=name))).activations
+        for name in ("sdpa", "flash_attention_2", "eager")
+    }
+    masks = 1024 * 1024 * (1 + 4 * 2)  # the booleans, and numbers of them in each layer
+    assert by_name["sdpa"] - by_name["flash_attention_2"] == pytest.approx(masks + 4 * 2 * 1024 * 128 * 2, rel=0.05)
+    assert by_name["eager"] > by_name["sdpa"]
+
+
+def test_gradients_count_into_a_step(tmp_path: Path) -> None:
+    """With many weights and few tokens they are what a step holds at its end."""
+    recipe = small_recipe(tmp_path, "float32", True, length=256)
+    step = step_cost(recipe)
+    assert step.step >= 4 * size_of(recipe).trained > step.activations
