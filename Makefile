@@ -24,10 +24,10 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 	touch $@
 
 model: .venv/installed
-	$(VENV)/python tools/get_model.py --out $(MODEL)
+	$(VENV)/python tools/fetch/get_model.py --out $(MODEL)
 
 text: .venv/installed
-	$(VENV)/python tools/get_text.py --out $(TEXT)
+	$(VENV)/python tools/fetch/get_text.py --out $(TEXT)
 
 demo: .venv/installed-train model text
 	$(VENV)/python tools/demo.py --model $(MODEL) --text $(TEXT)
@@ -47,7 +47,7 @@ docs: .venv/installed-dev
 
 bench: model text
 	$(VENV)/inplace-ttt bench
-	$(VENV)/python tools/bench_model.py --model $(MODEL)
+	$(VENV)/python tools/bench/bench_model.py --model $(MODEL)
 
 clean:
 	rm -rf .venv .cache build site *.egg-info

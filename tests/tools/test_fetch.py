@@ -17,7 +17,7 @@ import get_model
 import get_text
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = Path(__file__).resolve().parents[2] / "tools" / "fetch"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

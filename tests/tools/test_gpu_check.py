@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_smoke_run_in_a_shell(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
-    done = subprocess.run([ROOT / "tools" / "gpu_check.sh", "--smoke"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    done = subprocess.run([ROOT / "tools" / "gpu" / "gpu_check.sh", "--smoke"], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-6:]
     assert last[-1].startswith("tiny 96 tokens, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
     for name in ("checks", "kernels", "op", "models", "tiles"):
         result = json.loads((tmp_path / f"{name}.json").read_text())
-        assert result["command"] == "tools/gpu_check.sh --smoke" and result["torch"] and result["rows"], name
+        assert result["command"] == "tools/gpu/gpu_check.sh --smoke" and result["torch"] and result["rows"], name
 
 
 def test_nothing_is_timed_when_a_kernel_is_wrong(

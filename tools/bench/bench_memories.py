@@ -1,6 +1,6 @@
 """The dual form of TTT-Linear and TTT-MLP against their primal form: the same outputs, and how many times faster.
 
-python tools/bench_memories.py --json docs/results/cpu-2026-11/memories.json
+python tools/bench/bench_memories.py --json docs/results/cpu-2026-11/memories.json
 """
 
 from __future__ import annotations

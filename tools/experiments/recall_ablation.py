@@ -1,6 +1,6 @@
 """What recall owes to which part of the method: variants of recipes/recall-cpu.yaml, some seeds each, as a table and a plot.
 
-python tools/recall_ablation.py --runs runs/recall-ablation --out docs/results/cpu-2026-11/recall-ablation
+python tools/experiments/recall_ablation.py --runs runs/recall-ablation --out docs/results/cpu-2026-11/recall-ablation
 
 Trains in this process with plain torch: the recipe's model, data, parameter groups and schedule without the launcher, which
 would take longer than the run. One JSON file a run; a run that is there already is not made again.
@@ -34,7 +34,7 @@ from inplace_ttt.training.model import build_model
 from inplace_ttt.training.parameters import parameter_groups, schedule
 from inplace_ttt.training.recipe import load_recipe
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "recall-cpu.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "recall-cpu.yaml"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def main() -> None:
                 results.put(name, {"asked": asked, **_run(variant, seed, args)})
             rows[variant.name].append(results.known[name])
     summary = {
-        "command": "python tools/recall_ablation.py " + " ".join(sys.argv[1:]),
+        "command": "python tools/experiments/recall_ablation.py " + " ".join(sys.argv[1:]),
         "recipe": "recipes/recall-cpu.yaml",
         "steps": args.steps,
         "torch": torch.__version__,

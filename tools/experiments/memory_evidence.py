@@ -1,6 +1,6 @@
 """Do writes store memory? The paper's rule, the public code's and the `stable` preset, trained and evaluated alike, over seeds.
 
-python tools/memory_evidence.py [--rules stable paper official] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/memory]
+python tools/experiments/memory_evidence.py [--rules stable paper official] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/memory]
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
@@ -31,7 +31,7 @@ from inplace_ttt import InPlaceTTTError
 from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "runs" / "memory"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
@@ -202,7 +202,9 @@ class Record:
         return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if what in seed]
 
     def save(self) -> None:
-        self.results.put(self.name, {"command": "python tools/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()})
+        self.results.put(
+            self.name, {"command": "python tools/experiments/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()}
+        )
 
 
 def print_tables(record: Record) -> None:

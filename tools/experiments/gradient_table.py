@@ -1,6 +1,6 @@
 """Why a writer's gradient was 50,000 times below W_down's: what a small start and clipping in training each take of it.
 
-python tools/gradient_table.py --model .cache/smollm2-135m --text FILE [--out FILE.json]
+python tools/experiments/gradient_table.py --model .cache/smollm2-135m --text FILE [--out FILE.json]
 
 Gradient norms of conv, P and W_down, over all TTT layers, on one text; for each start of conv and P (both drawn from
 N(0, 1e-4²); the paper's; the paper's after one step of Adam, when it writes) with and without clipping every delta to 1e-5
@@ -51,7 +51,7 @@ def main() -> int:
     ids = tokens_of(args.text, AutoTokenizer.from_pretrained(args.model), args.tokens)
     cells = measure(DiagnosedModel.of(model, {"input_ids": ids}))
     result = {
-        "command": "python tools/gradient_table.py " + " ".join(sys.argv[1:]),
+        "command": "python tools/experiments/gradient_table.py " + " ".join(sys.argv[1:]),
         "model": Path(args.model).name,
         "text": Path(args.text).name,
         "tokens": ids.shape[1],

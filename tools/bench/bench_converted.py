@@ -1,6 +1,6 @@
 """Prefill and training step of a converted model against its base, random weights in the shapes of real ones.
 
-python tools/bench_converted.py --shape Qwen3-4B --tokens 32768
+python tools/bench/bench_converted.py --shape Qwen3-4B --tokens 32768
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Count what the op must do and move on a GPU, kernel by kernel, for the registry of shapes: no GPU needed.
 
-python tools/count_kernels.py [--tokens 32768] [--rate 790] [--bandwidth 4.3]    # TFLOP/s, TB/s; the tables of docs/kernels.md
+python tools/gpu/count_kernels.py [--tokens 32768] [--rate 790] [--bandwidth 4.3]    # TFLOP/s, TB/s; the tables of docs/kernels.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Each kernel alone against what plain torch does in its place, and the two ceilings of the GPU.
 
-python tools/bench_kernels.py [--smoke]    # one JSON object a line
+python tools/bench/bench_kernels.py [--smoke]    # one JSON object a line
 """
 
 from __future__ import annotations

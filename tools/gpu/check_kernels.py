@@ -1,6 +1,6 @@
 """The kernels against the sequential reference on this machine's GPU, without pytest: every line of the table must hold.
 
-python tools/check_kernels.py [--smoke]    # exits with 1 when one does not; --smoke: tiny sizes, through Triton's interpreter
+python tools/gpu/check_kernels.py [--smoke]    # exits with 1 when one does not; --smoke: tiny sizes, through Triton's interpreter
 """
 
 from __future__ import annotations

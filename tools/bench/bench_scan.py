@@ -1,6 +1,6 @@
 """Bytes that the scan across ranks sends, measured on the loopback interface, for 2, 4 and 8 ranks of this machine.
 
-python tools/bench_scan.py --json docs/results/cpu-2026-11/scan.json
+python tools/bench/bench_scan.py --json docs/results/cpu-2026-11/scan.json
 """
 
 from __future__ import annotations

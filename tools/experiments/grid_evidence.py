@@ -1,8 +1,8 @@
 """A small grid around the paper's rule and around `stable`: what each choice does to the training loss, to on - off and to memory.
 
-python tools/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
+python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
 
-The set-up is that of tools/memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
+The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
 at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
 training, the target's source, and which parameters learn; then away from `stable`. Where every parameter learns, the base is a
 model that was trained alike with eta 0. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on
@@ -86,7 +86,9 @@ def main() -> int:
         if name not in rows:
             measure(name)
             rows[name] = found(name)
-            results.put(out.name, {"command": "python tools/grid_evidence.py", "protocol": protocol(), "points": in_order(rows)})
+            results.put(
+                out.name, {"command": "python tools/experiments/grid_evidence.py", "protocol": protocol(), "points": in_order(rows)}
+            )
     if not rows:
         sys.exit("nothing is measured yet; leave --table out.")
     print_table(in_order(rows))
