@@ -44,7 +44,7 @@ def render(result: dict[str, Any]) -> str:
         f"compute    {result['flops_per_step']:.2e} FLOPs a step, {result['flops']:.2e} in all; TTT is "
         f"{result['fast_weight_flops']:.0%} of it",
         "",
-        "memory of a device at its peak",
+        "device memory at its peak",
         *(f"  {name:18}{_size(value):>10}" for name, value in memory.items() if value),
         f"  of the activations, {_size(result['logits_bytes'])} are logits",
         *([f"  on the host       {_size(result['host_bytes']):>10}"] if result["host_bytes"] else []),
