@@ -114,7 +114,7 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"  {text:14}{_with_error(result[name])}" for name, text in meaning.items() if result[name] is not None]
     if result["foreign"] is None:
         lines.append(
-            "  one document alone: there is no other document's state to read, so that memory cannot be measured; give two or more"
+            "  one document alone: there is no other document's state to read, so that `memory` cannot be measured; give two or more"
         )
     if "second_copy" in result:
         probe = result["second_copy"]

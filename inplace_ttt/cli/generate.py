@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttt", choices=("on", "off"), default="on", help="off: the same weights, nothing written (default: on)")
     parser.add_argument("--load-state", metavar="F", help="go on from a saved session")
     parser.add_argument("--save-state", metavar="F", help="save the session at the end")
-    parser.add_argument("--fast-weights-only", action="store_true", help="save no attention cache: keep only what was written")
+    parser.add_argument("--fast-weights-only", action="store_true", help="save no KV cache: keep only what was written")
     parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
     parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
 
@@ -86,7 +86,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     if args.max_new_tokens == 0 and not args.save_state:
         raise InPlaceTTTError("--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state F.")
     if args.ttt == "off" and (args.save_state or args.load_state):
-        raise InPlaceTTTError("--ttt off reads with no memory, so that --save-state and --load-state mean nothing; drop one.")
+        raise InPlaceTTTError("--ttt off writes no state, so that --save-state and --load-state mean nothing; drop one.")
     if args.fast_weights_only and not args.save_state:
         raise InPlaceTTTError("--fast-weights-only says what --save-state saves; add --save-state F.")
 

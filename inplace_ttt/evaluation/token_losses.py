@@ -1,4 +1,4 @@
-"""Token losses of documents read piece by piece through a cache: bounded memory, the same function as one call (law L2)."""
+"""Token losses of documents read piece by piece through a KV cache: the same function as one call (law L2), in fewer bytes."""
 
 from __future__ import annotations
 

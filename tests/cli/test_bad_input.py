@@ -159,11 +159,11 @@ def test_a_difference_from_the_base_is_exit_code_1(
 
 def test_the_proof_sees_a_changed_weight(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof compares what was really written: a conversion that damages a weight fails it."""
-    from inplace_ttt.checkpoint import reading as checkpoint
+    from inplace_ttt.checkpoint import writing
 
-    real = checkpoint.initial_tensors
+    real = writing.initial_tensors
 
-    def with_writes(*args: Any) -> checkpoint.LayerTensors:
+    def with_writes(*args: Any) -> writing.LayerTensors:
         return {layer: {kind: tensor + 0.3 for kind, tensor in pair.items()} for layer, pair in real(*args).items()}
 
     monkeypatch.setattr("inplace_ttt.cli.convert.initial_tensors", with_writes)

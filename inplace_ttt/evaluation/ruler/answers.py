@@ -18,7 +18,7 @@ from .scoring import score
 from .tasks import TASKS
 
 _PREFILL = 1024
-"""Tokens read at once, so that the memory of a long prompt is bounded."""
+"""Tokens read at once, so that a long prompt fits on the device."""
 
 
 @dataclass(frozen=True)
