@@ -3,7 +3,9 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -36,3 +38,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/main/{target})" if config.repo_url else link["text"]
 
     return LINK.sub(rewritten, markdown)
+
+
+class FieldLists(griffe.Extension):
+    """Docstring lines such as `chunk_size: tokens a chunk` as a list."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"(?m)^([a-z_]+(?:, [a-z_]+)*): ", r"\n- `\1`: ", obj.docstring.value)
