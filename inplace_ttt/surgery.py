@@ -17,6 +17,7 @@ from .errors import InPlaceTTTError
 from .families import locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
 from .layer.hooks import ModelHooks
+from .layer.overrides import overriding
 from .models import mark, unmark
 
 logger = logging.getLogger(__name__)
@@ -92,14 +93,8 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 @contextmanager
 def ttt_disabled(model: nn.Module) -> Iterator[None]:
     """Within it the model reads with W0 alone and writes nothing: the same weights, TTT off."""
-    before = [(hooks, hooks.enabled) for hooks in _hooks_of(model)]
-    for hooks, _ in before:
-        hooks.enabled = False
-    try:
+    with overriding(_hooks_of(model), enabled=False):
         yield
-    finally:
-        for hooks, enabled in before:
-            hooks.enabled = enabled
 
 
 @contextmanager
@@ -109,13 +104,8 @@ def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
     Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
     training under DeepSpeed's Ulysses, whose group is found by itself.
     """
-    for hooks in _hooks_of(model):
-        hooks.group = group
-    try:
+    with overriding(_hooks_of(model), group=group):
         yield
-    finally:
-        for hooks in _hooks_of(model):
-            hooks.group = None
 
 
 def _hooks_of(model: nn.Module) -> set[ModelHooks]:

@@ -19,6 +19,7 @@ from ..errors import InPlaceTTTError
 from ..families import Decoder, features, locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
+from ..layer.overrides import overriding, with_config
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import state_dtype
@@ -45,11 +46,10 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
     size = chunk_size or probe_chunk(layer.fast.config.kernel_size)
     base = locate(lm).base
     with ExitStack() as stack:
-        stack.callback(setattr, base, "training", base.training)
-        base.training = False  # in training, ranks that share a sequence are looked for
+        stack.enter_context(overriding([base], training=False))  # in training, ranks that share a sequence are looked for
         plain = all(p.is_floating_point() for p in layer.parameters())
         stack.enter_context(_restored(layer))
-        stack.enter_context(_chunks_of(layer, size))
+        stack.enter_context(with_config([layer], chunk_size=size))
         if plain:
             for parameter in layer.parameters():
                 parameter.data = parameter.data.to(dtype, copy=True)
@@ -63,29 +63,16 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
 def _restored(layer: FastWeight) -> Iterator[None]:
     """The layer's parameters, config and modes afterwards as before."""
     data = [(p, p.data) for p in layer.parameters() if p.is_floating_point()]  # quantised ones are their library's to pack
-    modes = [(m, m.training) for m in layer.modules()]
-    settings, hooks = layer.fast, layer.hooks.model
-    before = (settings.config, settings.observer, hooks.enabled, hooks.group)
-    layer.eval()
-    settings.observer, hooks.enabled, hooks.group = None, True, None
-    try:
-        yield
-    finally:
-        for parameter, tensor in data:
-            parameter.data = tensor
-        for module, training in modes:
-            module.training = training
-        settings.config, settings.observer, hooks.enabled, hooks.group = before
-
-
-@contextmanager
-def _chunks_of(layer: FastWeight, size: int) -> Iterator[None]:
-    before = layer.fast.config
-    layer.fast.config = dataclasses.replace(before, chunk_size=size)
-    try:
-        yield
-    finally:
-        layer.fast.config = before
+    with (
+        overriding(layer.modules(), training=False),
+        overriding([layer.fast], observer=None, config=layer.fast.config),
+        overriding([layer.hooks.model], enabled=True, group=None),
+    ):
+        try:
+            yield
+        finally:
+            for parameter, tensor in data:
+                parameter.data = tensor
 
 
 class ConvertedLayer(AuditedModule):
@@ -173,7 +160,7 @@ class ConvertedLayer(AuditedModule):
 
     @contextmanager
     def resized(self, chunk_size: int) -> Iterator[AuditedModule]:
-        with _chunks_of(self.layer, chunk_size):
+        with with_config([self.layer], chunk_size=chunk_size):
             yield ConvertedLayer(self.lm, self.decoder, self.index, self.dtype, self._own_chunk)
 
     @contextmanager
@@ -260,14 +247,10 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
     layers = fast_weights(causal_lm(model))
     generator = torch.Generator().manual_seed(seed or 0)
     with ExitStack() as stack:
-        modes = [(m, m.training) for m in model.modules()]
-        model.eval()
-        for module, training in modes:
-            stack.callback(setattr, module, "training", training)
+        stack.enter_context(overriding(model.modules(), training=False))
         for layer in layers.values():
             stack.enter_context(_restored(layer))
-            stack.enter_context(_chunks_of(layer, chunk_size))
-            layer.fast.config = dataclasses.replace(layer.fast.config, clip=None)
+            stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None))
             if seed is None:
                 continue
             conv, proj = layer.ttt.conv, layer.ttt.proj

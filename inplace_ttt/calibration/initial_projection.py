@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..errors import InPlaceTTTError
+from ..layer.overrides import overriding
 from ..surgery import fast_weights, ttt_disabled
 from .activations import seeing
 
@@ -32,9 +33,16 @@ def downhill_projections(model: Any, rows: Sequence[Tensor], *, progress: bool =
     P is as large as the identity: the mean of ‖x P‖² is that of ‖x‖².
     """
     layers = fast_weights(model)
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
     slopes: dict[int, Tensor] = {}
     moments: dict[int, Tensor] = {}
-    with ttt_disabled(model), _frozen(model), seeing(model) as seen, _probing(model) as probes, torch.enable_grad():
+    with (
+        ttt_disabled(model),
+        overriding(asking, requires_grad=False),
+        seeing(model) as seen,
+        _probing(model) as probes,
+        torch.enable_grad(),
+    ):
         for row in tqdm(rows, desc="start of P", file=sys.stderr, disable=None if progress else True):
             logits = model(row, use_cache=False).logits[:, :-1]
             loss = cross_entropy(logits.flatten(0, 1).float(), row[:, 1:].flatten(), reduction="sum")
@@ -56,19 +64,6 @@ def least_squares(moment: Tensor, slope: Tensor) -> Tensor:
     if not size > 0:
         raise InPlaceTTTError("no gradient reached a TTT layer over the calibration text; give rows of two tokens and more of real text.")
     return (proj * (moment.trace() / size).sqrt()).float()
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Within it no parameter asks for a gradient."""
-    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in asking:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in asking:
-            parameter.requires_grad_(True)
 
 
 @contextmanager

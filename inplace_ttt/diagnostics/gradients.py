@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
+from ..layer.overrides import overriding
 from ..layout import ChunkLayout
 from .diagnosed_model import GENERATOR, DiagnosedModel, Key
-from .overrides import requiring_grad
 from .writes import longest_document, observing, write_health
 
 ADAM_EPSILON = 1e-8
@@ -92,7 +92,7 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
         layout.append(context.part(layer.chunk_size))
         clipped[index] = write_health(layer, z, v, context).clipped if layer.tau() is not None else 0.0
 
-    with model.mode(training=True), torch.enable_grad(), requiring_grad(wanted.values()), observing(model.module, observe):
+    with model.mode(training=True), torch.enable_grad(), overriding(wanted.values(), requires_grad=True), observing(model.module, observe):
         loss = model.forward(labels=model.labels).loss
         targets = dict(values)
         found = torch.autograd.grad(loss, [*wanted.values(), *targets.values()], allow_unused=True)

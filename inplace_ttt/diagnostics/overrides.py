@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..layer.fast_linear import FastWeight
+from ..layer.overrides import overriding
 
 
 @contextmanager
 def with_eta(layers: Mapping[int, FastWeight], etas: Mapping[int, float]) -> Iterator[None]:
     """Other η for some layers; 0 turns a layer's writes off."""
-    before = {index: layers[index].fast.eta for index in etas}
-    try:
+    with ExitStack() as stack:
         for index, eta in etas.items():
-            layers[index].fast.eta = eta
+            stack.enter_context(overriding([layers[index].fast], eta=eta))
         yield
-    finally:
-        for index, eta in before.items():
-            layers[index].fast.eta = eta
-
-
-@contextmanager
-def with_config(layers: Iterable[FastWeight], **changes: Any) -> Iterator[None]:
-    """Other settings of the TTT config."""
-    before = [(layer.fast, layer.fast.config) for layer in layers]
-    try:
-        for settings, config in before:
-            settings.config = dataclasses.replace(config, **changes)
-        yield
-    finally:
-        for settings, config in before:
-            settings.config = config
 
 
 @contextmanager
@@ -48,19 +30,6 @@ def with_values(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         yield
     finally:
         _copy(before)
-
-
-@contextmanager
-def requiring_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Parameters whose gradient is asked for, frozen or not."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def random_like(parameter: Tensor, *shape: int) -> Tensor:

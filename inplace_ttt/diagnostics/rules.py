@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from ..layer.overrides import with_config
 from ..surgery import config_of
 from .diagnosed_model import GENERATOR, DiagnosedModel
 from .findings import Finding, named
 from .gradient_causes import causes_of_low_gradient
 from .gradients import Gradients, Rates, first_step, gradients
 from .measurements import Measurements
-from .overrides import with_config, with_eta, with_values
+from .overrides import with_eta, with_values
 from .sweeps import HARM
 from .write_effects import Change
 

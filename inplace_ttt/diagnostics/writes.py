@@ -78,15 +78,8 @@ class Writes:
 @contextmanager
 def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Within it every fast-weight read of a forward shows its layer, keys, targets and context to `observer`."""
-    layers = fast_weights(model).values()
-    before = [(layer.fast, layer.fast.observer) for layer in layers]
-    for layer in layers:
-        layer.fast.observer = observer
-    try:
+    with overriding([layer.fast for layer in fast_weights(model).values()], observer=observer):
         yield
-    finally:
-        for slot, was in before:
-            slot.observer = was
 
 
 @contextmanager

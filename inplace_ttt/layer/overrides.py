@@ -1,0 +1,32 @@
+"""Attributes that are others for a `with`: settings of TTT layers, switches of a model, modes of modules, parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from .fast_linear import FastWeight
+
+
+@contextmanager
+def overriding(owners: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Within it attributes of all owners have these values; afterwards each has its own again."""
+    before = [(owner, name, getattr(owner, name)) for owner in owners for name in values]
+    try:
+        for owner, name, _ in before:
+            setattr(owner, name, values[name])
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@contextmanager
+def with_config(layers: Iterable[FastWeight], **changes: Any) -> Iterator[None]:
+    """Within it layers have other settings of the TTT config."""
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(overriding([layer.fast], config=dataclasses.replace(layer.fast.config, **changes)))
+        yield
