@@ -27,6 +27,12 @@ def require(holds: bool, key: str, message: str) -> None:
         raise WrongSetting(key, message)
 
 
+def at_least(least: int, settings: Any, *names: str) -> None:
+    """Each of these numbers that is given."""
+    for name in names:
+        require((value := getattr(settings, name)) is None or value >= least, name, f"must be at least {least}")
+
+
 def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **internal: Any) -> T:
     """A dataclass from a YAML file and `a.b=value` overrides; `internal` fills fields marked so. Raises InPlaceTTTError."""
     import yaml

@@ -62,10 +62,8 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     """The recipe's DeepSpeed settings, with what follows from the recipe filled in."""
     settings = json.loads(json.dumps(recipe.deepspeed_settings()))
     zero = settings.setdefault("zero_optimization", {"stage": 0})
-    settings.setdefault("train_micro_batch_size_per_gpu", "auto")
-    settings.setdefault("gradient_accumulation_steps", "auto")
-    settings.setdefault("train_batch_size", "auto")
-    settings.setdefault("gradient_clipping", "auto")
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
+        settings.setdefault(name, "auto")
     settings.setdefault("bf16", {"enabled": "auto"})
     if zero.get("stage", 0) == 3:
         zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)

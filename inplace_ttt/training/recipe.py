@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import InPlaceTTTConfig
-from ..files.settings import WrongSetting, read_settings, require
+from ..files.settings import WrongSetting, at_least, read_settings, require
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class AttentionWindow:
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, "size", "must be at least 1")
+        at_least(1, self, "size")
         require(0 <= self.sinks < self.size, "sinks", "must be at least 0 and below size")
 
 
@@ -62,8 +62,7 @@ class Recall:
     rows: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("pairs", "vocabulary", "rows"):
-            require(getattr(self, name) >= 1, name, "must be at least 1")
+        at_least(1, self, "pairs", "vocabulary", "rows")
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class Repeat:
 
     def __post_init__(self) -> None:
         require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
-        require(self.length >= 1, "length", "must be at least 1")
-        require(self.gap >= 0, "gap", "must be at least 0")
+        at_least(1, self, "length")
+        at_least(0, self, "gap")
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,8 @@ class Data:
             require(least <= self.sequence_length, "repeat", f"takes {least} tokens, sequence_length is {self.sequence_length}")
         require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
         require(not (self.train and self.recall), "recall", "has no effect beside train")
-        require(self.sequence_length >= 2, "sequence_length", "must be at least 2")
-        for name in ("validation_documents", "seed"):
-            require(getattr(self, name) >= 0, name, "must be at least 0")
+        at_least(2, self, "sequence_length")
+        at_least(0, self, "validation_documents", "seed")
         require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")
 
 
@@ -128,7 +126,7 @@ class Lora:
     targets: str | list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"])
 
     def __post_init__(self) -> None:
-        require(self.rank >= 1, "rank", "must be at least 1")
+        at_least(1, self, "rank")
 
 
 @dataclass(frozen=True)
@@ -167,16 +165,11 @@ class Optimisation:
 
     def __post_init__(self) -> None:
         require((self.steps is None) != (self.tokens is None), "steps", "give either steps or tokens")
-        for name in ("steps", "tokens"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, "must be at least 1")
-        for name in ("batch_size", "accumulation"):
-            require(getattr(self, name) >= 1, name, "must be at least 1")
+        at_least(1, self, "steps", "tokens", "batch_size", "accumulation")
         for name in ("learning_rate", "conv_learning_rate", "proj_learning_rate", "epsilon", "max_grad_norm"):
             value = getattr(self, name)
             require(value is None or value > 0, name, "must be above 0")
-        for name in ("weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "eta_warmup_steps"):
-            require(getattr(self, name) >= 0, name, "must be at least 0")
+        at_least(0, self, "weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "eta_warmup_steps")
         require(0 <= self.final_ratio <= 1, "final_ratio", "must be from 0 to 1")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", "must be two numbers from 0 up to 1")
         require(self.lora is None or self.train == "lora", "lora", "has no effect without train: lora")
@@ -192,8 +185,7 @@ class Parallel:
     hostfile: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("processes", "sequence_parallel", "nodes"):
-            require(getattr(self, name) >= 1, name, "must be at least 1")
+        at_least(1, self, "processes", "sequence_parallel", "nodes")
         world = self.processes * self.nodes
         require(world % self.sequence_parallel == 0, "sequence_parallel", f"{self.sequence_parallel} does not divide {world} processes")
         require(self.nodes == 1 or self.hostfile is not None, "hostfile", f"{self.nodes} nodes need a hostfile")
@@ -217,10 +209,8 @@ class Monitor:
     stop_write_ratio: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("log_every", "save_every", "keep", "evaluate_rows"):
-            require(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("evaluate_every", "diagnose_every"):
-            require(getattr(self, name) >= 0, name, "must be at least 0")
+        at_least(1, self, "log_every", "save_every", "keep", "evaluate_rows")
+        at_least(0, self, "evaluate_every", "diagnose_every")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str,
     rows = {}
     for name, step in (("prefill", _prefill), ("prefill into a cache", _prefill_into_cache), ("training step", _training_step)):
         try:
-            rows[name] = _paired(lambda step=step: step(model, ids), lambda step=step: step(base, ids), repeats, device)
+            rows[name] = paired(lambda step=step: step(model, ids), lambda step=step: step(base, ids), repeats, device)
         except torch.OutOfMemoryError:
             rows[name] = {"out_of_memory": True}
         base.zero_grad(set_to_none=True)
@@ -95,8 +95,10 @@ def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
     model(ids, labels=ids, use_cache=False).loss.backward()
 
 
-def _paired(with_ttt: Callable[[], None], base: Callable[[], None], repeats: int, device: str) -> dict[str, float]:
-    def seconds(run: Callable[[], None]) -> float:
+def paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: int, device: str) -> dict[str, float]:
+    """Times with TTT over those of the base, run in turn."""
+
+    def seconds(run: Callable[[], object]) -> float:
         _synchronize(device)
         start = time.perf_counter()
         run()

@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from bench_converted import paired
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, convert
@@ -35,27 +34,10 @@ def main() -> None:
     ids = torch.randint(3, base.config.vocab_size, (1, max(args.read, args.prefill)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         rows = {
-            "decode": _paired(*(_decoder(m, ids[:, : args.read]) for m in (model, base)), args.repeats),
-            "prefill": _paired(*(_prefiller(m, ids[:, : args.prefill]) for m in (model, base)), args.repeats),
+            "decode": paired(*(_decoder(m, ids[:, : args.read]) for m in (model, base)), args.repeats, "cpu"),
+            "prefill": paired(*(_prefiller(m, ids[:, : args.prefill]) for m in (model, base)), args.repeats, "cpu"),
         }
     print(json.dumps({**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads(), "ratio_to_base": rows}, indent=2))
-
-
-def _paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: int) -> dict[str, float]:
-    def seconds(run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    with_ttt(), base()
-    pairs = [(seconds(with_ttt), seconds(base)) for _ in range(repeats)]
-    ratios = sorted(mine / theirs for mine, theirs in pairs)
-    return {
-        "median": statistics.median(ratios),
-        "min": ratios[0],
-        "max": ratios[-1],
-        "base_seconds": statistics.median(theirs for _, theirs in pairs),
-    }
 
 
 def _decoder(model: PreTrainedModel, ids: torch.Tensor, steps: int = 50) -> Callable[[], None]:
