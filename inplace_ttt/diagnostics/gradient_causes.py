@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layer.overrides import with_config
 from ..layout import ChunkLayout
 from ..surgery import initial_std
 from .diagnosed_model import DiagnosedModel
 from .findings import Finding, named, times
 from .gradients import Gradients, Rates, gradients
-from .overrides import paper_p, random_like, with_config, with_eta, with_values
+from .overrides import paper_p, random_like, with_eta, with_values
 
 RAISES = 10.0
 """What raises the gradient by as much when it is removed is a cause."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
+from ..layer.overrides import overriding
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype
 from ..ops.correcting import correction

@@ -26,8 +26,9 @@ from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.diagnostics.diagnosed_model import DiagnosedModel
 from inplace_ttt.diagnostics.gradients import Gradients, Rates, first_step, gradients, summed
-from inplace_ttt.diagnostics.overrides import with_config, with_values
+from inplace_ttt.diagnostics.overrides import with_values
 from inplace_ttt.files.text import tokens_of
+from inplace_ttt.layer.overrides import with_config
 
 SMALL, TAU = 1e-4, 1e-5
 LEARNING_RATE = 1e-4
