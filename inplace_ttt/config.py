@@ -222,6 +222,6 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     "paper": InPlaceTTTConfig(),
     # The public reference code's recommended configuration.
     "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
-    # Ours, not the paper's: what our evidence says stores memory (docs/results). Measured on a text at conversion.
+    # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "stable": InPlaceTTTConfig(chunk_size=128, eta=2.0, whitening=KeyWhitening(), standardised=True, calibrated_proj=True, damping=1.0),
 }

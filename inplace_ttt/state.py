@@ -1,4 +1,4 @@
-"""A session with a converted model: its fast weights and its attention cache; read, generate, save, load, fork."""
+"""A session with a converted model: its fast weights and its KV cache; read, generate, save, load, fork."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FORMAT = "inplace-ttt-state/1"
 
 
 class FastWeightState:
-    """The memory of a session with one converted model: its fast weights and, unless left out, its attention cache.
+    """A session with one converted model: its fast weights and, unless left out, its KV cache.
 
     cache: the transformers cache; it may also be passed to the model by hand, as `past_key_values`.
     tokens: the session's token ids [B, n], no padding; `model.generate` wants all of them.
@@ -91,11 +91,11 @@ class FastWeightState:
     def fork(self) -> FastWeightState:
         """An independent copy: what one branch reads, the other does not know."""
         for stream in streams(self.cache).values():
-            stream.check_holds_memory()
+            stream.check_holds_state()
         return FastWeightState(self.model, copy.deepcopy(self.cache), None if self.tokens is None else self.tokens.clone())
 
     def forget_attention(self) -> FastWeightState:
-        """A state with the same fast weights and an empty attention cache: only what was written is remembered."""
+        """A state with the same fast weights and an empty KV cache: only what was written is left."""
         fresh = FastWeightState(self.model)
         for layer, stream in copy.deepcopy(streams(self.cache)).items():
             attach(fresh.cache, layer, stream)

@@ -42,7 +42,7 @@ def main() -> int:
     print(f"   layers {result['layers']}, {result['new_parameters']:,} new parameters")
     print(f"   largest logit difference to the base: {result['identity']['max_abs_logit_diff']:g}")
 
-    title("2. Switch the writer on by hand: the target of a token becomes the next token's embedding")
+    title("2. Set conv and P by hand: the target of a token becomes the next token's embedding")
     model = load(converted)
     next_token_tap(model)
     tokenizer = AutoTokenizer.from_pretrained(converted)
@@ -75,9 +75,9 @@ def main() -> int:
         print(f"   layer {layer:2}: {stream.written[0]} chunks written, the weight has moved by {change:.2%}")
     losses = losses_on_and_off(model, tokenizer(text, return_tensors="pt").input_ids)
     print(f"   loss of the text past the first chunk: {losses['on']:.4f} with writes, {losses['off']:.4f} without")
-    print("   (a writer nobody trained does not help; it shows the mechanism, not the gain)")
+    print("   (an untrained target generator does not help; it shows the mechanism, not the gain)")
 
-    title("6. Train the writer for ten steps: DeepSpeed's launcher, two processes")
+    title("6. Train conv and P for ten steps: DeepSpeed's launcher, two processes")
     recipe = Path(__file__).parents[1] / "recipes" / "smollm2-demo-cpu.yaml"
     settings = [f"model.path={args.model}", f"data.train={args.text}", f"output={work / 'trained'}"]
     trained = cli("train", recipe, "--from-scratch", *(part for setting in settings for part in ("--set", setting)))["evaluation"]

@@ -21,7 +21,7 @@ from ..families import locate
 from ..layer.fast_linear import FastWeight
 from ..surgery import config_of, convert, fast_weights, ttt_disabled
 from .activations import Seen, seeing
-from .initial_projection import downhill_projections
+from .initial_projection import initial_projections
 
 CALIBRATION_TOKENS = 32_768
 """Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
@@ -78,7 +78,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     for index, layer in layers.items():
         _set(layer, sums[index], config.whitening, vocabulary)
     if config.calibrated_proj:
-        for index, proj in downhill_projections(model, rows, progress=progress).items():
+        for index, proj in initial_projections(model, rows, progress=progress).items():
             layers[index].ttt.proj.copy_(proj)
 
 

@@ -1,6 +1,6 @@
 """The start of P from gradients (extension): what a layer has to write so that the model expects the token that came next.
 
-With P random or the identity, what an untrained writer recalls need not be in a form that the layers behind it understand,
+With P random or the identity, what an untrained layer recalls need not be in a form that the layers behind it understand,
 and training has to find the form. One backward pass knows it: where g_t is the gradient of the loss of
 token t + 1 and all later ones at the down-projection's output, -g_t is what should have been added there, and P is the
 least-squares map onto it from the source x_{t+1}, which the look-ahead convolution's next tap hands to P.
@@ -27,7 +27,7 @@ RIDGE = 0.1
 """Of the least squares, as a fraction of the source's mean variance."""
 
 
-def downhill_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Tensor]:
+def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> dict[int, Tensor]:
     """P [d, d] of every TTT layer, float32, from a forward and a backward over each of `rows` of token ids [1, T].
 
     P is as large as the identity: the mean of ‖x P‖² is that of ‖x‖².

@@ -1,4 +1,4 @@
-"""Which weights a memory or an adapter belongs to."""
+"""Which weights a session or an adapter belongs to."""
 
 from __future__ import annotations
 

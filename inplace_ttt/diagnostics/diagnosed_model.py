@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import InPlaceTTTError
 from ..layer.fast_linear import FastWeight
 from ..layer.zero3 import is_partitioned
+from ..layout import document_starts
 from ..surgery import fast_weights
 
 GENERATOR = ("conv", "proj")
@@ -104,5 +105,5 @@ def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None)
         labels[mask == 0] = _IGNORED
         labels[:, 1:][mask[:, :-1] == 0] = _IGNORED
     elif positions is not None:
-        labels[:, 1:][positions.expand(len(ids), -1).diff(dim=-1) != 1] = _IGNORED
+        labels[:, 1:][document_starts(positions.expand(len(ids), -1))[:, 1:]] = _IGNORED
     return labels

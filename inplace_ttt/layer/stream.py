@@ -18,14 +18,13 @@ _UNDO_REACH = 128
 """Tokens after which a written chunk can no longer be taken back, unless one forward read them all."""
 
 
-class Writer(Protocol):
+class StreamedLayer(Protocol):
     """What a stream asks of its layer."""
 
     @property
     def eta(self) -> float: ...
     def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
-        """(η Z Sᵀ [B, T, d], zero unless `reads`; the states [B, d, h] after the complete chunks), of keys [B, T, h] and
-        target source [B, T, d], from the states [B, d, h] before (None: zero)."""
+        """As `FastWeight.write`: what the keys read (only if `reads`), and the states after their complete chunks."""
 
 
 @dataclass
@@ -90,7 +89,7 @@ class FastWeightStream:
         return not any(self.tokens) and not self._abandoned
 
     @torch.no_grad()
-    def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], writer: Writer, *, generated: bool = False) -> Tensor:
+    def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer, *, generated: bool = False) -> Tensor:
         """Add η Z Sᵀ to `out` [B, T, d] in place and take the rows' tokens in; z [B, T, h], x [B, T, d].
 
         spans: the real tokens of each row. A token reads the chunks completed before it; a chunk is written when its
@@ -98,12 +97,12 @@ class FastWeightStream:
         """
         if len(spans) != self.batch:
             raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
-        self.check_holds_memory()
+        self.check_holds_state()
         self._thaw()
         for row in self.rows:  # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
             row.undo = row.undo if row.filled <= _UNDO_REACH else None
         if generated and not self.decode_updates and any(self.tokens):
-            self._read(out, z, writer.eta)
+            self._read(out, z, layer.eta)
             self.skip()
             return out
         for row, (start, stop) in zip(self.rows, spans, strict=True):
@@ -111,21 +110,21 @@ class FastWeightStream:
             row.unbroken = unbroken if stop == z.shape[1] else 0
         fits = all(row.filled + stop - start <= self.chunk_size for row, (start, stop) in zip(self.rows, spans, strict=True))
         if fits:
-            self._read(out, z, writer.eta)
+            self._read(out, z, layer.eta)
             for index, (start, stop) in enumerate(spans):
                 if start < stop:
-                    self._take(index, z[index, start:stop], x[index, start:stop], writer, undoable=True)
+                    self._take(index, z[index, start:stop], x[index, start:stop], layer, undoable=True)
             return out
         # the open chunks, then whole chunks together, then each row's last whole chunk, which may be taken back, and the rest
         whole = []
         for index, (start, stop) in enumerate(spans):
             opened = min(start + -self.rows[index].filled % self.chunk_size, stop)
-            self._take_span(out, z, x, index, (start, opened), stop, writer)
+            self._take_span(out, z, x, index, (start, opened), stop, layer)
             whole.append((opened, opened + max((stop - opened) // self.chunk_size - 1, 0) * self.chunk_size))
         if any(start < stop for start, stop in whole):
-            self._take_whole(out, z, x, whole, writer)
+            self._take_whole(out, z, x, whole, layer)
         for index, ((_, start), (_, stop)) in enumerate(zip(whole, spans, strict=True)):
-            self._take_span(out, z, x, index, (start, stop), stop, writer)
+            self._take_span(out, z, x, index, (start, stop), stop, layer)
         return out
 
     def _read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
@@ -133,25 +132,25 @@ class FastWeightStream:
             state = self._state.reader(out.dtype)
             out.baddbmm_(z.to(out.dtype), (state if row is None else state[row : row + 1]).mT, alpha=eta)
 
-    def _take_span(self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, writer: Writer) -> None:
+    def _take_span(self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer) -> None:
         """Read and take in a row's span, one chunk after the other; the row's tokens end at `last`."""
         start, stop = span
         while start < stop:
             end = min(start + self.chunk_size - self.rows[row].filled, stop)
-            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer.eta, row)
-            self._take(row, z[row, start:end], x[row, start:end], writer, undoable=last - end < self.chunk_size)
+            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], layer.eta, row)
+            self._take(row, z[row, start:end], x[row, start:end], layer, undoable=last - end < self.chunk_size)
             start = end
 
-    def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], writer: Writer) -> None:
+    def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer) -> None:
         """Read and take in spans of whole chunks, all rows at once; none can be taken back."""
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
-        read, state = writer.write(z, x, ChunkLayout(documents, z.shape[1], self.chunk_size), self.state, reads=True)
+        read, state = layer.write(z, x, ChunkLayout(documents, z.shape[1], self.chunk_size), self.state, reads=True)
         out += read.to(out.dtype)
         self._state = State(state, z.dtype)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             row.written += (stop - start) // self.chunk_size
 
-    def _take(self, index: int, z: Tensor, x: Tensor, writer: Writer, undoable: bool) -> None:
+    def _take(self, index: int, z: Tensor, x: Tensor, layer: StreamedLayer, undoable: bool) -> None:
         """Take tokens of one row into its open chunk, [n, h] and [n, d]; write the chunk if they complete it."""
         row = self.rows[index]
         if row.filled + len(z) < self.chunk_size:
@@ -161,7 +160,7 @@ class FastWeightStream:
         z, x = self._open.followed_by(index, row.filled, z, x)
         before = None if self._state is None else self._state.value[index]
         chunk = ChunkLayout.from_lengths([[self.chunk_size]], self.chunk_size)
-        after = writer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[1][0]
+        after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[1][0]
         if undoable:
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
         if self._state is None:
@@ -189,9 +188,9 @@ class FastWeightStream:
             )
         self._abandoned = True
 
-    def check_holds_memory(self) -> None:
+    def check_holds_state(self) -> None:
         if self._abandoned:
-            raise InPlaceTTTError("this cache was filled with gradients on, which keeps no memory; fill it under torch.no_grad().")
+            raise InPlaceTTTError("this cache was filled with gradients on, which keeps no state; fill it under torch.no_grad().")
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every row, as if they had never been read."""
@@ -253,7 +252,7 @@ class FastWeightStream:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that the stream holds, as tensors to save; `restore` is the inverse."""
-        self.check_holds_memory()
+        self.check_holds_state()
         held = {"counts": torch.tensor([self.filled, self.written, [row.unbroken for row in self.rows]])}
         if self.state is not None:
             held["state"] = self.state

@@ -1,4 +1,4 @@
-"""Error-correcting writes (extension): a chunk writes what the memory does not say yet.
+"""Error-correcting writes (extension): a chunk writes what the state does not say yet.
 
 Where the paper adds VᵀZ, this adds the Δ that minimises ‖V - Z(S + Δ)ᵀ‖² + λ‖Δ‖², that is Δ = (V - ZSᵀ)ᵀ(ZZᵀ + λI)⁻¹Z:
 the regularised affine projection of adaptive filtering, and the delta rule taken implicitly. Keys that collide, in the

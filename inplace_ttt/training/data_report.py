@@ -1,4 +1,4 @@
-"""What a run reads, in numbers; and the refusal of data that could not train the writer."""
+"""What a run reads, in numbers; and the refusal of data that could not train conv and P."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def walk(
     the order of the tokens, also `backward`.
     first, stop, chunk: the first token of the first chunk, the document's end, tokens a chunk; only the last chunk of a
     document may be cut short by its end. start [d, h]: S before the first step (`carry` to go on), None for zero.
-    base [d, h]: W0, or a float32 matrix. dither: round to 16 bits by chance, not to nearest. number: of the first chunk in
+    base [d, h]: W0, or a float32 matrix. dither: stochastic rounding to 16 bits. number: of the first chunk in
     its document; it indexes `factors` float32 (c_j), and tells the dither of one chunk from that of the next.
     """
     assert a.stride(1) == b.stride(1) == 1 and a.dtype == b.dtype

@@ -57,7 +57,7 @@ def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str,
     config = SHAPES[shape](tokens)
     base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
     model = convert(copy.deepcopy(base), InPlaceTTTConfig(layers="every:6", chunk_size=chunk_size, eta=1e-3))
-    for layer in fast_weights(model).values():  # as if trained: the writer writes
+    for layer in fast_weights(model).values():  # as if trained: conv and P write
         layer.ttt.conv.data.normal_(std=0.1)
         layer.ttt.proj.data.normal_(std=0.02)
     ids = torch.randint(3, VOCABULARY, (1, tokens), device=device)

@@ -1,4 +1,4 @@
-"""Why a writer's gradient was 50,000 times below W_down's: what a small start and clipping in training each take of it.
+"""Why the target generator's gradient was 50,000 times below W_down's: what a small start and clipping in training each take of it.
 
 python tools/experiments/gradient_table.py --model .cache/smollm2-135m --text FILE [--out FILE.json]
 
@@ -98,19 +98,19 @@ def measure(model: DiagnosedModel) -> dict[str, dict[str, float | None]]:
 
 
 def factors(cells: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
-    """By how much each cause, alone and with the other, lowers the writer's gradient over W_down's."""
+    """By how much each cause, alone and with the other, lowers the gradient of conv and P over W_down's."""
     small, after = "both N(0, 1e-4²)", "the paper's after one step"
 
-    def writer(cell: str) -> float:
+    def share(cell: str) -> float:
         return cells[cell]["writer_over_weight"] or 0.0
 
-    reference = writer(f"{after}, no clip")
+    reference = share(f"{after}, no clip")
     return {
-        "small start alone": reference / writer(f"{small}, no clip"),
-        "clip alone": reference / writer(f"{after}, clipped"),
-        "clip, given the small start": writer(f"{small}, no clip") / writer(f"{small}, clipped"),
-        "both": reference / writer(f"{small}, clipped"),
-        "W_down over the writer, both": 1 / writer(f"{small}, clipped"),
+        "small start alone": reference / share(f"{small}, no clip"),
+        "clip alone": reference / share(f"{after}, clipped"),
+        "clip, given the small start": share(f"{small}, no clip") / share(f"{small}, clipped"),
+        "both": reference / share(f"{small}, clipped"),
+        "W_down over the writer, both": 1 / share(f"{small}, clipped"),
     }
 
 

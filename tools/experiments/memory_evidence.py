@@ -4,7 +4,7 @@ python tools/experiments/memory_evidence.py [--rules stable paper official] [--s
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
-off, and with foreign memory, then with a passage that comes again. The first seed's models are read under full attention too,
+off, and with a cross-document state, then with a passage that comes again. The first seed's models are read under full attention too,
 on the same documents and, on fewer, beyond the training length. What is read without writes is the base's, and is read once
 for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped.
 OUT.json, OUT.png and the tables have what is there so far.
