@@ -16,7 +16,7 @@ from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
 from .families import locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
-from .layer.hooks import ModelHooks
+from .layer.hooks import ModelHooks, switching
 from .layer.overrides import overriding
 from .models import mark, unmark
 
@@ -92,8 +92,8 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 
 @contextmanager
 def ttt_disabled(model: nn.Module) -> Iterator[None]:
-    """Within it the model reads with W0 alone and writes nothing: the same weights, TTT off."""
-    with overriding(_hooks_of(model), enabled=False):
+    """Within it the model reads with W0 alone and writes nothing, in this thread: the same weights, TTT off."""
+    with switching(_hooks_of(model), enabled=False):
         yield
 
 

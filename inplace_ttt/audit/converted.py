@@ -19,6 +19,7 @@ from ..errors import InPlaceTTTError
 from ..families import Decoder, features, locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
+from ..layer.hooks import switching
 from ..layer.overrides import overriding, with_config
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
@@ -66,7 +67,8 @@ def _restored(layer: FastWeight) -> Iterator[None]:
     with (
         overriding(layer.modules(), training=False),
         overriding([layer.fast], observer=None, config=layer.fast.config),
-        overriding([layer.hooks.model], enabled=True, group=None),
+        overriding([layer.hooks.model], group=None),
+        switching([layer.hooks.model], enabled=True),
     ):
         try:
             yield

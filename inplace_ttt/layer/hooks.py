@@ -14,9 +14,11 @@ forward, however many forwards came in between. What is open and what is armed b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +46,17 @@ class LayerCall:
 
 _open: ContextVar[ForwardContext | None] = ContextVar("the forward of a converted model that is under way", default=None)
 _armed: ContextVar[LayerCall | None] = ContextVar("the TTT layer whose attention has run and whose down-projection has not", default=None)
+_switched: ContextVar[Mapping[ModelHooks, bool]] = ContextVar("models whose TTT is switched in this thread", default=MappingProxyType({}))
+
+
+@contextmanager
+def switching(models: Iterable[ModelHooks], enabled: bool) -> Iterator[None]:
+    """Within it TTT of these models is on or off, for the thread that says so."""
+    token = _switched.set({**_switched.get(), **dict.fromkeys(models, enabled)})
+    try:
+        yield
+    finally:
+        _switched.reset(token)
 
 
 class ModelHooks:
@@ -51,7 +64,6 @@ class ModelHooks:
 
     def __init__(self, base: nn.Module, layers: list[int]) -> None:
         self.layers = frozenset(layers)
-        self.enabled = True
         self.group: ProcessGroup | None = None
         self.handles: list[RemovableHandle] = []
         parameters = inspect.signature(type(base).forward).parameters
@@ -70,6 +82,11 @@ class ModelHooks:
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether TTT is on in this thread."""
+        return _switched.get().get(self, True)
 
     @property
     def current(self) -> ForwardContext | None:

@@ -1,0 +1,81 @@
+"""L11: many threads, each with sessions of its own on one model, compute what each alone would, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from models import CHUNK, converted, random_ids
+from torch import Tensor
+from transformers import DynamicCache
+
+from inplace_ttt import ttt_disabled
+
+THREADS, SESSIONS = 5, 3
+
+
+@pytest.fixture(autouse=True)
+def _switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def prefill(model: Any, seed: int) -> list[Tensor]:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        return [model(part, past_key_values=cache).logits for part in random_ids(2, 3 * CHUNK + 3, seed=seed).split(CHUNK + 3, dim=1)]
+
+
+def decode(model: Any, seed: int) -> list[Tensor]:
+    ids = random_ids(1, CHUNK + 1, seed=seed)
+    return [model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2 * CHUNK, do_sample=False, eos_token_id=-1)]
+
+
+def evaluate(model: Any, seed: int) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(random_ids(2, 4 * CHUNK + 1, seed=seed), use_cache=False).logits]
+
+
+def train(model: Any, seed: int) -> list[Tensor]:
+    ids, asked = random_ids(2, 3 * CHUNK + 2, seed=seed), [p for p in model.parameters() if p.requires_grad]
+    loss = model(ids, labels=ids, use_cache=False).loss
+    return [loss.detach(), *torch.autograd.grad(loss, asked)]
+
+
+def evaluate_off(model: Any, seed: int) -> list[Tensor]:
+    with ttt_disabled(model):
+        return evaluate(model, seed)
+
+
+WORK: dict[str, Callable[[Any, int], list[Tensor]]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "evaluate": evaluate,
+    "off": evaluate_off,
+    "train": train,
+}
+
+
+@pytest.mark.parametrize(("name", "target"), [("llama", "embeddings"), ("gpt2", "hidden_states"), ("gemma3", "embeddings")])
+@pytest.mark.parametrize("work", [*WORK, "all of them at once"])
+def test_threads_do_not_see_each_other(work: str, name: str, target: str) -> None:
+    model = converted(name, target=target)
+    of_thread = [WORK[work] if work in WORK else list(WORK.values())[thread % len(WORK)] for thread in range(THREADS)]
+    alone = [[of_thread[thread](model, 10 * thread + session) for session in range(SESSIONS)] for thread in range(THREADS)]
+    together = Barrier(THREADS)
+
+    def serve(thread: int) -> list[list[Tensor]]:
+        together.wait()
+        return [of_thread[thread](model, 10 * thread + session) for session in range(SESSIONS)]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        beside = list(pool.map(serve, range(THREADS)))
+    for expected, found in zip(alone, beside, strict=True):
+        assert all(torch.equal(a, b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
