@@ -14,9 +14,8 @@ from families import build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert, surgery
 from inplace_ttt.audit import Report, audit_model
-from inplace_ttt.config import InPlaceTTTConfig as Config
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.target import TargetGenerator
@@ -264,24 +263,22 @@ def one_seed_for_all_layers(patch: Patch) -> None:
 
 
 def conversion_rounds_w0(patch: Patch) -> None:
-    def install(parts: Any, slot: Any, **kwargs: Any) -> None:
-        real(parts, slot, **kwargs)
+    def install(parts: Any, *args: Any, **kwargs: Any) -> None:
+        real(parts, *args, **kwargs)
         parts.down_proj.weight.data = parts.down_proj.weight.data.half().to(torch.float8_e4m3fn).float()
-
-    from inplace_ttt import surgery
 
     real = surgery.install
     patch.setattr(surgery, "install", install)
 
 
 def layers_beyond_the_model_ignored(patch: Patch) -> None:
-    def resolve(self: Config, num_layers: int) -> Config:
+    def resolve(self: InPlaceTTTConfig, num_layers: int) -> InPlaceTTTConfig:
         if isinstance(self.layers, tuple):
             object.__setattr__(self, "layers", tuple(i for i in self.layers if i < num_layers))
         return real(self, num_layers)
 
-    real = Config.resolve
-    patch.setattr(Config, "resolve", resolve)
+    real = InPlaceTTTConfig.resolve
+    patch.setattr(InPlaceTTTConfig, "resolve", resolve)
 
 
 def weaker_later_layer(model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.target import TargetGenerator
+from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.surgery import fast_weights
 
 CHUNK, ROW = 7, 50
@@ -70,8 +71,9 @@ def half_state() -> Iterator[None]:
     """A stream whose state is in bfloat16, as in the public code."""
     real = FastWeight.write
 
-    def rounded(self: FastWeight, z: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
-        return real(self, z, x, None if state is None else state.float()).to(torch.bfloat16)
+    def rounded(self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> Any:
+        read, after = real(self, z, x, layout, None if state is None else state.float(), reads=reads)
+        return read, after.to(torch.bfloat16)
 
     with patch.object(FastWeight, "write", rounded):
         yield
