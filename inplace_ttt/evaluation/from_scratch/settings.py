@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...files.settings import require
+from ...files.settings import at_least, require
 from ...memories import MEMORIES
 
 NONE = "none"
@@ -22,7 +22,7 @@ class Recall:
     held_out: int = 64
 
     def __post_init__(self) -> None:
-        at_least_one(self, "pairs", "vocabulary", "held_out")
+        at_least(1, self, "pairs", "vocabulary", "held_out")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Text:
     bounds: list[float] = field(default_factory=lambda: [0.125, 0.5, 1.0])
 
     def __post_init__(self) -> None:
-        at_least_one(self, "rows")
+        at_least(1, self, "rows")
         ascending = all(low < high for low, high in zip([0.0, *self.bounds], self.bounds, strict=False))
         require(bool(self.bounds) and ascending and self.bounds[-1] == 1, "bounds", "must ascend from above 0 to 1")
 
@@ -59,7 +59,7 @@ class Model:
     taps: int = 1
 
     def __post_init__(self) -> None:
-        at_least_one(self, "dim", "blocks", "heads", "window", "width", "taps")
+        at_least(1, self, "dim", "blocks", "heads", "window", "width", "taps")
         require(self.dim % (2 * self.heads) == 0, "dim", f"must divide into {self.heads} heads of an even width")
 
 
@@ -78,7 +78,7 @@ class Training:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "batch_size", "warmup_steps")
+        at_least(1, self, "steps", "batch_size", "warmup_steps")
         require(self.length >= 2, "length", "must be at least 2")
 
 
@@ -117,8 +117,3 @@ def fits(value: Any, default: Any) -> bool:
     if default is None or default is inspect.Parameter.empty:
         return True
     return type(value) is type(default) or (type(default), type(value)) == (float, int)
-
-
-def at_least_one(settings: object, *names: str) -> None:
-    for name in names:
-        require(getattr(settings, name) >= 1, name, "must be at least 1")
