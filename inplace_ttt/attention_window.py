@@ -134,9 +134,10 @@ class _Window:
     def _is_packed(self, positions: Tensor) -> bool:
         """Whether rows hold several documents; the answer waits for the device, so a forward's layers share it."""
         version = -1 if positions.is_inference() else positions._version  # an inference tensor's is not kept, nor its answer
-        if self._asked is None or self._asked[0] is not positions or self._asked[1] != version or version < 0:
-            self._asked = positions, version, bool(document_starts(positions)[:, 1:].any())
-        return self._asked[2]
+        asked = self._asked  # read once: another thread may ask about its positions in between
+        if asked is None or asked[0] is not positions or asked[1] != version or version < 0:
+            asked = self._asked = positions, version, bool(document_starts(positions)[:, 1:].any())
+        return asked[2]
 
     def _sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether a token at index `query` sees one at index `key` of its document."""

@@ -16,7 +16,10 @@ Conv = Literal["lookahead", "causal"]
 ClipWhen = Literal["inference", "always"]
 
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "decode_updates"}
-_EVERY = re.compile(r"every:([1-9]\d*)")
+_EVERY = re.compile(r"every:([1-9]\d{0,8})")
+_LEAST, _LARGEST = 1e-30, 1e30
+"""Sizes of numbers that float32 holds with room for products."""
+_MOST_TOKENS, _MOST_TAPS = 2**31 - 1, 4095
 
 
 def _require(holds: bool, message: str) -> None:
@@ -26,6 +29,11 @@ def _require(holds: bool, message: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+
+
+def _require_size(name: str, *values: float | None) -> None:
+    for value in values:
+        _require(not value or _LEAST <= value <= _LARGEST, f"{name} must be from {_LEAST:g} to {_LARGEST:g}, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class DeltaClip:
         _require(
             _is_number(self.tau) and self.tau > 0, f"clip.tau must be a number above 0, got {self.tau!r}; leave clip out for no clipping."
         )
+        _require_size("clip.tau", self.tau)
         _require(isinstance(self.relative, bool), f"clip.relative must be true or false, got {self.relative!r}.")
         _require(
             self.when in get_args(ClipWhen), f"clip.when must be one of {get_args(ClipWhen)}, got {self.when!r}; leave clip out for never."
@@ -70,6 +79,7 @@ class KeyWhitening:
             f"whitening.rank must be an integer of at least 1, or left out for all directions, got {self.rank!r}.",
         )
         _require(_is_number(self.ridge) and self.ridge > 0, f"whitening.ridge must be a number above 0, got {self.ridge!r}.")
+        _require_size("whitening.ridge", self.ridge)
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,8 @@ class InPlaceTTTConfig:
             len(etas) > 0 and all(_is_number(e) and e >= 0 for e in etas),
             f"eta must be a number of at least 0 (or one a layer), got {self.eta!r}.",
         )
+        _require_size("eta", *etas)
+        _require(self.chunk_size <= _MOST_TOKENS, f"chunk_size must be at most {_MOST_TOKENS}, got {self.chunk_size!r}.")
         if isinstance(self.eta, tuple) and isinstance(self.layers, tuple):
             _require(
                 len(self.eta) == len(self.layers),
@@ -136,6 +148,7 @@ class InPlaceTTTConfig:
             type(self.kernel_size) is int and self.kernel_size >= 1,
             f"kernel_size must be an integer of at least 1, got {self.kernel_size!r}.",
         )
+        _require(self.kernel_size <= _MOST_TAPS, f"kernel_size must be at most {_MOST_TAPS}, got {self.kernel_size!r}.")
         _require(
             self.conv == "causal" or self.kernel_size % 2 == 1,
             f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'.",
@@ -149,6 +162,7 @@ class InPlaceTTTConfig:
             self.damping is None or (_is_number(self.damping) and self.damping > 0),
             f"damping must be a number above 0, or left out for the paper's writes, got {self.damping!r}.",
         )
+        _require_size("damping", self.damping)
         for name in ("detach_target", "decode_updates", "standardised", "calibrated_proj"):
             _require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
         _require(

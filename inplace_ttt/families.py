@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,13 +19,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Family:
-    """Module paths: `base` and `layers` from the causal LM, the rest from a decoder layer.
+    """Module paths: `layers` from the text decoder, the rest from one of its layers.
 
     mlp: the module whose first argument is the MLP's input. down_proj: the last linear map of the MLP.
     """
 
-    base: str = "model"
-    layers: str = "model.layers"
+    layers: str = "layers"
     attention: str = "self_attn"
     mlp: str = "mlp"
     down_proj: str = "mlp.down_proj"
@@ -50,8 +51,8 @@ FAMILIES: dict[str, Family] = {
         ),
         _GATED,
     ),
-    "gpt2": Family("transformer", "transformer.h", "attn", "mlp", "mlp.c_proj"),
-    "gpt_neox": Family("gpt_neox", "gpt_neox.layers", "attention", "mlp", "mlp.dense_4h_to_h"),
+    "gpt2": Family("h", "attn", "mlp", "mlp.c_proj"),
+    "gpt_neox": Family("layers", "attention", "mlp", "mlp.dense_4h_to_h"),
     "moshi": Family(down_proj="mlp.fc2"),
     "starcoder2": Family(down_proj="mlp.c_proj"),
 }
@@ -65,39 +66,72 @@ class DecoderLayer:
     attention: nn.Module
     mlp: nn.Module
     down_proj: nn.Module
-    down_proj_path: str  # from the causal LM
+    down_proj_path: str  # from the model
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal LM taken apart: its base model and the decoder layers."""
+    """The text decoder of a model, taken apart."""
 
-    base: nn.Module
+    base: PreTrainedModel
     layers: Sequence[DecoderLayer]
 
 
 def locate(model: PreTrainedModel) -> Decoder:
-    """Find base model, layers, attention, MLP and down-projections of a causal LM.
+    """Find the text decoder of a model, its layers, and in each the attention, the MLP and the down-projection.
 
-    Raises InPlaceTTTError when the family is neither in the table nor recognisable, or when its MLPs are experts.
+    Of a vision-language model it is the language model. Raises InPlaceTTTError when the family is neither in the table nor
+    recognisable, is no decoder, keeps its past in anything but a transformers cache, or when its MLPs are experts.
     """
-    model_type = model.config.model_type
-    family = FAMILIES.get(model_type)
-    if family is None:
-        family = _detect(model)
-        logger.warning("%s is not in the table of families; found by its structure: %s", model_type, family)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InPlaceTTTError(f"{name} reads with an encoder, whose tokens see later ones; In-Place TTT needs a decoder-only LM.")
+    base = _text_decoder(model)
+    _check_past(base)
+    family = FAMILIES.get(base.config.model_type) or _detect(base)
+    prefix = next(path for path, module in model.named_modules() if module is base)
+    path = f"{prefix}.{family.layers}".lstrip(".")
+    if not is_listed(base):
+        found = dataclasses.replace(family, layers=path)
+        logger.warning("%s is not in the table of families; found by its structure: %s", base.config.model_type, found)
     try:
-        base = model.get_submodule(family.base)
-        blocks = list(model.get_submodule(family.layers))
         layers = []
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(base.get_submodule(family.layers)):
+            where = f"{path}.{index}"
             attention, mlp = block.get_submodule(family.attention), block.get_submodule(family.mlp)
-            path = f"{family.layers}.{index}.{family.down_proj}"
-            _refuse_experts(mlp, f"{family.layers}.{index}.{family.mlp}")
-            layers.append(DecoderLayer(block, attention, mlp, block.get_submodule(family.down_proj), path))
-    except AttributeError as error:
-        raise InPlaceTTTError(f"{type(model).__name__} does not look like {family}: {error}; is it a dense causal LM?") from None
+            _refuse_experts(mlp, f"{where}.{family.mlp}")
+            layers.append(DecoderLayer(block, attention, mlp, block.get_submodule(family.down_proj), f"{where}.{family.down_proj}"))
+    except (AttributeError, TypeError) as error:
+        raise InPlaceTTTError(f"{name} does not look like {family}: {error}; is it a dense causal LM?") from None
     return Decoder(base, layers)
+
+
+def is_listed(base: PreTrainedModel) -> bool:
+    """Whether a text decoder's family is in the table, and so in the tests of every law."""
+    return base.config.model_type in FAMILIES
+
+
+def _text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The innermost model that holds the text decoder's layers."""
+    base = model
+    while isinstance(inner := base.get_decoder(), PreTrainedModel) and inner is not base and any(_layer_lists(inner)):
+        base = inner
+    inner = base.base_model
+    return inner if isinstance(inner, PreTrainedModel) and inner is not base and any(_layer_lists(inner)) else base
+
+
+def _layer_lists(base: PreTrainedModel) -> Iterator[tuple[str, nn.ModuleList]]:
+    count = base.config.get_text_config().num_hidden_layers
+    return ((path, m) for path, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+
+
+def _check_past(base: PreTrainedModel) -> None:
+    taken = inspect.signature(base.forward).parameters
+    if "use_cache" in taken and "past_key_values" not in taken:
+        raise InPlaceTTTError(
+            f"{type(base).__name__} keeps what it has read in a state of its own and not in past_key_values, where the fast weight "
+            "would go with it; In-Place TTT needs a transformer with a cache."
+        )
 
 
 def _refuse_experts(mlp: nn.Module, where: str) -> None:
@@ -107,29 +141,40 @@ def _refuse_experts(mlp: nn.Module, where: str) -> None:
         )
 
 
-def _detect(model: PreTrainedModel) -> Family:
+def _detect(base: PreTrainedModel) -> Family:
     """Recognise a dense decoder by its structure: a list of layers, each with an attention and a map back to hidden size."""
-    text = model.config.get_text_config()
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == text.num_hidden_layers]
-    if not lists:
-        raise InPlaceTTTError(f"{type(model).__name__} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?")
-    layers, blocks = lists[0]
+    name, text = type(base).__name__, base.config.get_text_config()
+    layers, blocks = next(_layer_lists(base), (None, None))
+    if layers is None or blocks is None:
+        raise InPlaceTTTError(f"{name} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?")
     block = blocks[0]
-    attention = next((n for n, _ in block.named_children() if ("attn" in n or "attention" in n) and "norm" not in n), None)
-    if attention is None:
-        raise InPlaceTTTError(f"{layers}.0 of {type(model).__name__} has no attention module; children: {_children(block)}.")
-    for name, child in block.named_children():
-        if name != attention:
-            _refuse_experts(child, f"{layers}.0.{name}")
-    linears = [(n, m) for n, m in block.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and not n.startswith(attention + ".")]
-    down = [n for n, m in linears if features(m)[1] == text.hidden_size and features(m)[0] != text.hidden_size]
+    children = [child for child, _ in block.named_children()]
+    attentions = [child for child in children if "att" in child and "norm" not in child]
+    if not attentions:
+        raise InPlaceTTTError(f"{layers}.0 of {name} has no attention module; children: {', '.join(children)}.")
+    rest = [child for child in children if child not in attentions]
+    for child in rest:
+        _refuse_experts(block.get_submodule(child), f"{layers}.0.{child}")
+    linears = {
+        f"{child}.{path}".rstrip("."): features(module)
+        for child in rest
+        for path, module in block.get_submodule(child).named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+    down = [path for path, (width, out) in linears.items() if out == text.hidden_size != width]
     if len(down) != 1:
-        found = ", ".join(n for n, _ in linears) or "none"
         raise InPlaceTTTError(
-            f"{layers}.0 of {type(model).__name__} has no single map to the hidden size outside attention; linear maps: {found}."
+            f"{layers}.0 of {name} has no single map to the hidden size outside attention; linear maps: {', '.join(linears) or 'none'}."
         )
-    mlp = down[0].rpartition(".")[0] or linears[0][0]
-    return Family(layers.rpartition(".")[0], layers, attention, mlp, down[0])
+    width = linears[down[0]][0]
+    up = [path for path, (entering, out) in linears.items() if entering == text.hidden_size and out in (width, 2 * width)]
+    if not up:
+        raise InPlaceTTTError(
+            f"{layers}.0 of {name} has no map from the hidden size to the {width} that {down[0]} takes; is its MLP dense?"
+        )
+    parent = down[0].rpartition(".")[0]
+    mlp = parent if parent and up[0].startswith(f"{parent}.") else up[0]
+    return Family(layers, attentions[0], mlp, down[0])
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -140,7 +185,3 @@ def features(module: nn.Module) -> tuple[int, int]:
         return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
     except AttributeError:
         raise InPlaceTTTError(f"{type(module).__name__} is not a linear map with in_features and out_features.") from None
-
-
-def _children(module: nn.Module) -> str:
-    return ", ".join(name for name, _ in module.named_children())

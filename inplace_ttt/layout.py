@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,19 @@ Span = tuple[int, int]
 def document_starts(position_ids: Tensor) -> Tensor:
     """Where documents start in packed rows [B, T], bool: wherever the position is not the previous one plus 1."""
     return torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of host memory that every stream may read; on a GPU the host waits for the copy alone, not for the queued work."""
+    if device.type != "cuda":
+        return host.to(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        copy = host.pin_memory().to(device, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+    done.synchronize()
+    copy.record_stream(torch.cuda.current_stream(device))
+    return copy
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,13 @@ class ChunkLayout:
         rows = [(row, start, stop) for row, spans in enumerate(self.documents) for start, stop in spans]
         object.__setattr__(self, "spans", torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3))
 
+    @classmethod
+    @functools.lru_cache(maxsize=16)
+    def shared(cls, documents: tuple[tuple[Span, ...], ...], length: int, chunk_size: int) -> ChunkLayout:
+        """The layout, one object for all who ask for these documents: its tensors reach a device once, not once a layer."""
+        with torch.inference_mode(False):
+            return cls(documents, length, chunk_size)
+
     @property
     def batch(self) -> int:
         return len(self.documents)
@@ -77,9 +98,10 @@ class ChunkLayout:
                 for start, stop in spans:
                     ids[row, start:stop] = count + torch.arange(stop - start, dtype=torch.int32) // self.chunk_size
                     count += -(-(stop - start) // self.chunk_size)
-            self._chunk_ids[device] = ids.to(device)
+            self._chunk_ids[device] = on_device(ids, device)
         return self._chunk_ids[device]
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (layouts are small, and few are held)
     def part(self, rank: int, ranks: int) -> ChunkLayout:
         """Rank `rank`'s slice of T / `ranks` tokens, whose first and last document may go on beyond it.
 

@@ -1,33 +1,47 @@
 """How a converted model looks to transformers: an own model_type on disk, the base's own type in memory.
 
-On disk a stock model_type would load silently as the base model, its TTT tensors dropped; so the folder says
-`model_type: inplace_ttt`, with a shim that names the package to install. In memory the config keeps the base's
-model_type, since Liger, PEFT and others look models up by it. Importing `inplace_ttt` registers one model_type; the
-classes for each base are made when a config asks for them. No existing model_type is touched.
+On disk a stock model_type would load silently as the base model, its TTT tensors dropped. So the folder says `model_type:
+inplace_ttt`, with a shim that names the package to install; `architectures` names our classes; and for a class of the base
+that is told to load the folder all the same, a setting that every transformers config checks holds a sentence instead of a
+value. In memory the config keeps the base's model_type, since Liger, PEFT and others look models up by it. Importing
+`inplace_ttt` registers one model_type; the classes for each base are made when a config asks for them. No existing
+model_type is touched.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError
 
 MODEL_TYPE = "inplace_ttt"
+_PREFIX = "InPlaceTTT"
 _SHIM_MODULE = "configuration_inplace_ttt"
+SHIM_FILE = f"{_SHIM_MODULE}.py"
 _SHIM = '''"""Loads this checkpoint's classes from the package `inplace-ttt` (pip install inplace-ttt)."""
 
 from inplace_ttt.models import InPlaceTTTModelConfig  # noqa: F401
 '''
+_GUARD = "layer_types"
+_NOT_THE_BASE = [
+    "this is an In-Place TTT checkpoint, which a class of its base would load without its fast weights: import inplace_ttt "
+    "(pip install inplace-ttt) and load it with inplace_ttt.load or an Auto class of transformers"
+]
+
+_loading: ContextVar[bool] = ContextVar("whether from_pretrained is making the model", default=False)
 
 
 class InPlaceTTTModelConfig(PreTrainedConfig):
@@ -57,8 +71,8 @@ class _CarriesTTT:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        values = {key: value for key, value in config_dict.items() if key != "auto_map"}
-        return super().from_dict({**values, "model_type": cls.base_class.model_type}, **kwargs)  # type: ignore[misc]
+        _publish(cls)
+        return super().from_dict(in_memory(config_dict, cls.base_class), **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         return on_disk(super().to_dict())  # type: ignore[misc]
@@ -73,7 +87,52 @@ class _CarriesTTT:
 
 def on_disk(values: dict[str, Any]) -> dict[str, Any]:
     """A converted model's config.json from its config's values."""
-    return {**values, "model_type": MODEL_TYPE, "auto_map": {"AutoConfig": f"{_SHIM_MODULE}.{InPlaceTTTModelConfig.__name__}"}}
+    known = {} if values.get(_GUARD) is None or _is_guarded(values) else {_GUARD: values[_GUARD]}
+    return {
+        **_with_our_names(values),
+        "model_type": MODEL_TYPE,
+        "auto_map": {"AutoConfig": f"{_SHIM_MODULE}.{InPlaceTTTModelConfig.__name__}"},
+        _GUARD: _NOT_THE_BASE,
+        MODEL_TYPE: {**values.get(MODEL_TYPE, {}), **known},
+    }
+
+
+def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The config's values from a converted model's config.json, the inverse of `on_disk`; those of a base stay as they are."""
+    if MODEL_TYPE not in values:
+        return dict(values)
+    section = dict(values[MODEL_TYPE])
+    kept = section.pop(_GUARD, None)
+    dropped = {"auto_map", _GUARD} if _is_guarded(values) else {"auto_map"}
+    return {
+        **{key: value for key, value in _with_our_names(values).items() if key not in dropped},
+        **({} if kept is None else {_GUARD: kept}),
+        "model_type": base.model_type,
+        MODEL_TYPE: section,
+    }
+
+
+def of_the_base(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The base's config.json from a converted model's; a base's own as it is."""
+    if MODEL_TYPE not in values:
+        return dict(values)
+    plain = in_memory(values, CONFIG_MAPPING[values[MODEL_TYPE]["base_model_type"]])
+    del plain[MODEL_TYPE]
+    return {**plain, "architectures": [name.removeprefix(_PREFIX) for name in plain.get("architectures") or ()]}
+
+
+def _is_guarded(values: Mapping[str, Any]) -> bool:
+    guard = values.get(_GUARD)
+    return isinstance(guard, list) and len(guard) == 1 and str(guard[0]).startswith(_NOT_THE_BASE[0][:33])
+
+
+def _with_our_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    names = values.get("architectures")
+    return {**values, "architectures": [_converted_name(name) for name in names]} if names else dict(values)
+
+
+def _converted_name(architecture: str) -> str:
+    return architecture if architecture.startswith(_PREFIX) else f"{_PREFIX}{architecture}"
 
 
 def section(base_model_type: str, config: InPlaceTTTConfig) -> dict[str, Any]:
@@ -82,43 +141,76 @@ def section(base_model_type: str, config: InPlaceTTTConfig) -> dict[str, Any]:
 
 
 def write_shim(folder: str | os.PathLike[str]) -> None:
-    (Path(folder) / f"{_SHIM_MODULE}.py").write_text(_SHIM, encoding="utf-8")
+    (Path(folder) / SHIM_FILE).write_text(_SHIM, encoding="utf-8")
 
 
 @functools.cache
 def carrying_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The config class of converted models over `base`, registered with its model class."""
-    name = f"InPlaceTTT{base.__name__}"
-    carrying = type(name, (_CarriesTTT, base), {"base_class": base, "__module__": __name__})
-    if base in MODEL_FOR_CAUSAL_LM_MAPPING:
-        AutoModelForCausalLM.register(carrying, _model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base], carrying))
+    """The config class of converted models over `base`, registered with its model classes under every Auto class that has one."""
+
+    def __init__(self: Any, **values: Any) -> None:
+        base.__init__(self, **(in_memory(values, base) if values.get("model_type") == MODEL_TYPE else values))
+
+    body = {"__init__": __init__, "base_class": base, "__module__": __name__}
+    carrying = type(f"{_PREFIX}{base.__name__}", (_CarriesTTT, base), body)
+    for auto in _auto_classes():
+        if base in auto._model_mapping and isinstance(auto._model_mapping[base], type):
+            auto.register(carrying, _converted_class(auto._model_mapping[base], carrying), exist_ok=True)
     return carrying
 
 
-def _model_class(base: type, config_class: type[PreTrainedConfig]) -> type:
+def _auto_classes() -> list[Any]:
+    named = [getattr(modeling_auto, name) for name in dir(modeling_auto) if name.startswith("AutoModel")]
+    return [auto for auto in named if getattr(auto, "_model_mapping", None) is not None]
+
+
+def _publish(carrying: Any) -> None:
+    """Let the model classes be found as `transformers.InPlaceTTT<name>`, for who looks an architecture up by its name.
+
+    transformers may be imported twice in a process; both modules show them.
+    """
+    for made in {auto._model_mapping[carrying] for auto in _auto_classes() if carrying in auto._model_mapping}:
+        for module in (transformers, sys.modules["transformers"]):
+            setattr(module, _converted_name(made.__name__), made)
+
+
+@functools.cache
+def _converted_class(base: Any, config_class: Any) -> type:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        from .surgery import convert  # surgery marks configs through this module
+        base.__init__(self, config, *args, **kwargs)
+        # A quantiser that is at work in from_pretrained replaces linear maps first, which must not be fast weights yet.
+        if not (_loading.get() and getattr(config, "quantization_config", None)):
+            _convert(self)
 
-        base.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
-        convert(self, InPlaceTTTConfig.from_dict(config.inplace_ttt["config"]))
-
-    def from_pretrained(cls: Any, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        model, info = base.from_pretrained.__func__(cls, path, *args, output_loading_info=True, **kwargs)  # type: ignore[attr-defined]
-        if missing := sorted(info["missing_keys"]):
+    def from_pretrained(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        token = _loading.set(True)
+        try:
+            model, info = base.from_pretrained.__func__(cls, *args, output_loading_info=True, **kwargs)
+        finally:
+            _loading.reset(token)
+        if missing := sorted(name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()):  # not a new head
             raise InPlaceTTTError(
-                f"{path} lacks {len(missing)} tensors ({missing[0]}, …): half a checkpoint; convert the base model again."
+                f"{model.name_or_path or 'the state dict'} lacks {len(missing)} tensors ({missing[0]}, …): half a checkpoint; "
+                "convert the base model again."
             )
+        _check_split(model)
         return (model, info) if output_loading_info else model
+
+    def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(model.config, "quantization_config", None):
+            _convert(model)
+        return base._load_pretrained_model(model, *args, **kwargs)
 
     body = {
         "__init__": __init__,
         "__module__": __name__,
         "config_class": config_class,
         "from_pretrained": classmethod(from_pretrained),
+        "_load_pretrained_model": staticmethod(_load_pretrained_model),
         # The base's code on the base's weights: transformers must rename old checkpoints' tensors as it does for the base.
         "is_custom_code": classmethod(lambda cls: False),
     }
-    return type(base.__name__, (base,), body)  # the base's name, which config.json keeps under "architectures"
+    return type(base.__name__, (base,), body)  # the base's name, by which transformers chooses losses and label shifts
 
 
 def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:
@@ -135,12 +227,31 @@ def unmark(config: PreTrainedConfig) -> None:
         config.__class__ = config.base_class
 
 
-def __getattr__(name: str) -> type[PreTrainedConfig]:
-    """The carrying class of a base's config by name, so that a pickled config of a converted model can be read."""
-    base = getattr(transformers, name.removeprefix("InPlaceTTT"), None) if name.startswith("InPlaceTTT") else None
-    if not isinstance(base, type) or not issubclass(base, PreTrainedConfig):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return carrying_class(base)
+def _convert(model: Any) -> None:
+    from .surgery import convert, is_converted  # surgery marks configs through this module
+
+    if not is_converted(model):  # else the model inside it has done so
+        convert(model, InPlaceTTTConfig.from_dict(model.config.inplace_ttt["config"]))
+
+
+def _check_split(model: Any) -> None:
+    from .surgery import fast_weights
+
+    for layer in fast_weights(model).values():
+        if any(isinstance(p, DTensor) for p in layer.parameters()):
+            layer.check_split()
+
+
+def __getattr__(name: str) -> type:
+    """The classes made for a base by name, so that a pickled config or model can be read: InPlaceTTT<config>, <model>."""
+    base: Any = getattr(transformers, name.removeprefix(_PREFIX), None) if not name.startswith("_") else None
+    kinds = base.__mro__ if isinstance(base, type) else ()
+    if PreTrainedConfig in kinds and name.startswith(_PREFIX):
+        return carrying_class(base)
+    if PreTrainedModel in kinds and base.config_class is not None:
+        carrying: Any = carrying_class(base.config_class)
+        return _converted_class(base, carrying)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 AutoConfig.register(MODEL_TYPE, InPlaceTTTModelConfig)

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from . import session_file
 from .checkpoint.fingerprint import fingerprint_of
-from .errors import InPlaceTTTError
+from .errors import InPlaceTTTError, shown
 from .layer.cache import CarriesFastWeight, attach, plain_class, streams
 from .layer.forward_context import reading_text
 from .layer.stream import FastWeightStream
+from .session_check import check_session
 from .surgery import config_of, fast_weights
 
 _READ_AT_ONCE = 1024
-_FORMAT = "inplace-ttt-state/1"
+_GOES_ON_AS_ONE = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "use_cache": True,
+    "cache_implementation": None,
+}
+"""Settings of `model.generate` under which a session is one cache and one sequence of tokens a row."""
 
 
 class FastWeightState:
@@ -76,8 +80,13 @@ class FastWeightState:
 
         In a batch, a row that ends before the others is padded by `model.generate`, and what it pads is read as text.
         """
-        if kwargs.get("num_beams", 1) > 1 or kwargs.get("num_return_sequences", 1) > 1 or kwargs.get("return_dict_in_generate"):
-            raise InPlaceTTTError("a session goes on as one sequence of tokens a row; for beams or several answers, use model.generate.")
+        settings = kwargs.get("generation_config") or self.model.generation_config
+        for name, wanted in _GOES_ON_AS_ONE.items():
+            if (asked := kwargs.get(name, getattr(settings, name, None))) not in (None, wanted):
+                raise InPlaceTTTError(
+                    f"a session goes on as one sequence of tokens a row, in its own cache; leave {name}={shown(asked)} out of the "
+                    "arguments and of generation_config.json, or use model.generate."
+                )
         self.read(ids, up_to_last=True, progress=progress)
         assert self.tokens is not None
         known = self.tokens.shape[1]
@@ -102,7 +111,7 @@ class FastWeightState:
         return fresh
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the session to one safetensors file, with the model's fingerprint; replaces the file in one step."""
+        """Write the session to one safetensors file, with the model's fingerprint and a checksum; replaces the file in one step."""
         tensors: dict[str, Tensor] = {}
         attention: dict[int, dict[str, int | None]] = {}
         for index, layer in enumerate(self.cache.layers):
@@ -119,59 +128,39 @@ class FastWeightState:
                 attention[index] = {"length": layer.get_seq_length(), "window": window}
         if self.tokens is not None:
             tensors["tokens"] = self.tokens.contiguous()
-        header = {
-            "format": _FORMAT,
-            "config": config_of(self.model).to_dict(),
-            "fingerprint": fingerprint_of(self.model),
-            "attention": attention,
-        }
-        metadata = {"session": json.dumps(header)}  # one entry: safetensors writes several in any order
-        target = Path(path)
-        try:
-            handle, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
-            os.close(handle)
-            try:
-                save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, temporary, metadata)
-                os.replace(temporary, target)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-        except (OSError, SafetensorError) as error:
-            raise InPlaceTTTError(f"cannot write the state to {target}: {error}.") from None
+        session_file.write(
+            path,
+            tensors,
+            config=config_of(self.model).to_dict(),
+            fingerprint=fingerprint_of(self.model),
+            attention={str(index): kept for index, kept in attention.items()},
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> FastWeightState:
-        """Read a session saved by `save`; refuses the state of another model or of another TTT config."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                header = json.loads(metadata.get("session", "{}"))
-                if header.get("format") != _FORMAT:
-                    raise InPlaceTTTError(
-                        f"{path} is not a session state of this version (wanted {_FORMAT}); write it with FastWeightState.save."
-                    )
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
-        except (OSError, SafetensorError) as error:
-            raise InPlaceTTTError(f"cannot read a session state from {path}: {error}.") from None
+        """Read a session saved by `save`; refuses what is damaged, and the session of another model or of another TTT config."""
+        header, tensors = session_file.read(path)
         config = config_of(model)
-        if header["config"] != config.to_dict():
+        if header.config != config.to_dict():
             raise InPlaceTTTError(f"{path} was written under another TTT config than this model's; load it into the model that wrote it.")
-        if header["fingerprint"] != fingerprint_of(model):
+        if header.fingerprint != fingerprint_of(model):
             raise InPlaceTTTError(
-                f"{path} belongs to a model with other weights (fingerprint {header['fingerprint'][:12]}…); load it into that model."
+                f"{path} belongs to a model with other weights (fingerprint {header.fingerprint[:12]}…); load it into that model."
             )
+        check_session(path, header, tensors, model)
         state = cls(model)
         state.tokens = tensors.pop("tokens", None)
         if state.tokens is not None:
             state.tokens = state.tokens.to(model.device)
-        for index, saved in header["attention"].items():
-            layer = DynamicLayer() if saved["window"] is None else DynamicSlidingWindowLayer(saved["window"])
-            state.cache.layers[int(index)] = layer
+        for name, saved in header.attention.items():
+            index = int(name)
+            layer = DynamicLayer() if saved.window is None else DynamicSlidingWindowLayer(saved.window)
+            state.cache.layers[index] = layer
             keys, values = (tensors[f"{index}.{name}"].to(model.device, model.dtype) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
-            if saved["window"] is not None:
-                layer.cumulative_length = saved["length"]
+            if saved.window is not None:
+                layer.cumulative_length = saved.length
         for index in fast_weights(model):
             prefix = f"{index}.fast."
             held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}

@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from .config import InPlaceTTTConfig
-from .errors import InPlaceTTTError
-from .families import locate
+from .errors import InPlaceTTTError, one_line
+from .families import is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
 from .layer.hooks import ModelHooks, switching
 from .layer.overrides import overriding
+from .layer.zero3 import is_partitioned
 from .models import mark, unmark
 
 logger = logging.getLogger(__name__)
@@ -31,12 +33,18 @@ SEED = 0
 def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel:
     """Give a loaded causal LM fast weights, in place; the model computes what it did before (paper appendix C.3).
 
-    config: an `InPlaceTTTConfig`; the `paper` preset without one. The model may be wrapped by PEFT or quantised.
-    Returns the model. Raises InPlaceTTTError for layers that do not exist, experts, and models converted already.
+    config: an `InPlaceTTTConfig`; the `paper` preset without one. The model may be quantised.
+    Returns the model. Raises InPlaceTTTError for layers that do not exist, experts, what is no causal LM, and models that
+    are converted already or wrapped by PEFT; a model that it refuses is as it was.
     """
     lm = causal_lm(model)
     if is_converted(lm):
         raise InPlaceTTTError(f"this {type(lm).__name__} is converted already; revert(model) first.")
+    if getattr(model, "peft_config", None):
+        raise InPlaceTTTError(
+            "PEFT would save this model's adapter without the new parameters; convert the base first, then wrap it, with "
+            'modules_to_save=["ttt"] in its config.'
+        )
     decoder = locate(lm)
     config = (config or InPlaceTTTConfig()).resolve(len(decoder.layers))
     indices = config.layers
@@ -51,7 +59,42 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         install(decoder.layers[index], settings, hooks, dtype=lm.dtype, std=std, seed=SEED + index)
     hooks.attach(decoder.base, decoder.layers[0].block, [parts.attention for i, parts in enumerate(decoder.layers) if i not in indices])
     mark(lm.config, config)
+    if not is_listed(decoder.base) and not any(p.is_meta or is_partitioned(p) for p in lm.parameters()):
+        try:
+            check_behaviour(model)
+        except InPlaceTTTError:
+            revert(model)
+            raise
     return model
+
+
+@torch.no_grad()
+def check_behaviour(model: nn.Module) -> None:
+    """Refuse a converted model that two short rows show to be no causal LM, or no one whose layers the fast weight can follow.
+
+    Raises InPlaceTTTError when a later token or another row changes a logit by more than 1e-3 of the largest.
+    """
+    lm = causal_lm(model)
+    training = {module: module.training for module in lm.modules()}
+    ids = torch.arange(4, 20, device=lm.device).view(2, 8) % lm.config.get_text_config().vocab_size
+    later, beside = ids.clone(), ids.clone()
+    later[:, -1], beside[1] = ids[:, 0], ids[1].flip(0)
+    try:
+        expected, with_later, with_beside = (lm.eval()(input_ids=rows, use_cache=False).logits.float() for rows in (ids, later, beside))
+    except InPlaceTTTError:
+        raise
+    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, IndexError, KeyError) as error:
+        raise InPlaceTTTError(f"{type(lm).__name__} does not read a batch of token ids alone ({one_line(error)}).") from None
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    bound = 1e-3 * expected.abs().max()
+    if (expected - with_later)[:, :-1].abs().max() > bound:
+        raise InPlaceTTTError(
+            f"in {type(lm).__name__} tokens see later ones, which would write what is to be predicted; it is no causal LM."
+        )
+    if (expected - with_beside)[0].abs().max() > bound:
+        raise InPlaceTTTError(f"in {type(lm).__name__} a row's logits depend on the other rows, so that memories would mix.")
 
 
 def initial_std(config: PreTrainedConfig) -> float:

@@ -85,6 +85,12 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("clip has no setting 'taus'; known settings: tau, relative, when", [{"clip": {"taus": 1}}]),
     ("clip is incomplete", [{"clip": {}}]),
     ("detach_target must be true or false", [{"detach_target": x} for x in (1, None, "true")]),
+    ("eta must be from 1e-30 to 1e+30", [{"eta": x} for x in (1e308, 1e-320, (1.0, 1e31))]),
+    ("clip.tau must be from 1e-30", [{"clip": {"tau": x}} for x in (1e-320, 1e300)]),
+    ("damping must be from 1e-30", [{"damping": x} for x in (1e-320, 1e300)]),
+    ("chunk_size must be at most", [{"chunk_size": 10**20}]),
+    ("kernel_size must be at most", [{"kernel_size": 10**9 + 1}]),
+    ("layers must be 'every:N'", [{"layers": "every:" + "9" * 5000}]),
     ("decode_updates must be true or false", [{"decode_updates": x} for x in (0, None)]),
 ]  # fmt: skip
 

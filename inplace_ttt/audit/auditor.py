@@ -115,7 +115,7 @@ class _Auditor:
             raise InPlaceTTTError(f"{self.name} refuses while the audit measures {item.id!r}: {error}") from error
         except Exception as error:
             raise InPlaceTTTError(
-                f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: {one_line(error)}; "
+                f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: {one_line(error, kind=False)}; "
                 "see to it that it runs on short random sequences."
             ) from error
         if self.profile == "official" and item.absent:
@@ -145,7 +145,8 @@ def _bench(module: AuditedModule, seed: int) -> Bench:
         raise
     except Exception as error:
         raise InPlaceTTTError(
-            f"{module.name} raises {type(error).__name__} on {len(x)} random tokens: {one_line(error)}; the audit needs it to run."
+            f"{module.name} raises {type(error).__name__} on {len(x)} random tokens: {one_line(error, kind=False)}; "
+            "the audit needs it to run."
         ) from error
     if tuple(out.shape) != (1, len(x), module.d) or not bool(out.isfinite().all()):
         raise InPlaceTTTError(

@@ -39,7 +39,8 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
 
     def noting(index: int, source: list[Tensor], stream: list[Tensor]) -> Any:
         def note(down: nn.Module, args: tuple[Tensor]) -> None:
-            found[index] = Seen(args[0].detach(), source[0].detach(), stream[0].detach())
+            rows = stream[0].shape[:2]
+            found[index] = Seen(args[0].detach().view(*rows, -1), source[0].detach().view(*rows, -1), stream[0].detach())
 
         return note
 

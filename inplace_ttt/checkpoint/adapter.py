@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +15,33 @@ from transformers import PreTrainedModel
 
 from .. import models
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError
-from ..files.folders import new_folder, save_tensors
+from ..errors import InPlaceTTTError, reported, shown
+from ..files.folders import save_tensors
 from ..files.json_files import read_json, write_json
+from ..files.schema import from_values
 from ..surgery import config_of, fast_weights
 from .fingerprint import fingerprint
-from .reading import TTT_SHARD, LayerTensors, tensor_names
-
-ADAPTER_CONFIG = "inplace_ttt.json"
+from .overwriting import new_checkpoint_folder
+from .reading import ADAPTER_CONFIG, TTT_SHARD, BaseModel, LayerTensors, check_tensors, tensor_names, ttt_config_in
 
 _ADAPTER_FORMAT = 1
+_NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z.]+)")
+
+
+@dataclass(frozen=True)
+class _AdapterBase(BaseModel):
+    """An adapter is of no use without its base's fingerprint."""
+
+    fingerprint: str = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """The adapter's file; `config` is the TTT config's to check."""
+
+    format: int
+    config: dict[str, Any]
+    base: _AdapterBase
 
 
 def write_adapter(folder: Path, config: InPlaceTTTConfig, tensors: LayerTensors, base: Mapping[str, Any]) -> None:
@@ -49,23 +69,31 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
     if known.get("fingerprint") not in (None, found):
         raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
     tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
-    with new_folder(path, overwrite=overwrite) as folder:
+    with new_checkpoint_folder(path, overwrite=overwrite) as folder:
         write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
-    return (Path(path) / ADAPTER_CONFIG).exists()
+    return os.path.lexists(Path(path) / ADAPTER_CONFIG)
 
 
 def read_adapter(path: str | os.PathLike[str]) -> tuple[InPlaceTTTConfig, dict[str, Any], LayerTensors]:
     """Config, base description and tensors of an adapter folder."""
-    values = read_json(Path(path) / ADAPTER_CONFIG, f"{path} is not an adapter folder")
+    file = Path(path) / ADAPTER_CONFIG
+    values = read_json(file, f"{path} is not an adapter folder")
     if values.get("format") != _ADAPTER_FORMAT:
-        raise InPlaceTTTError(f"{path} has adapter format {values.get('format')!r}, not {_ADAPTER_FORMAT}; upgrade inplace-ttt.")
-    shard = Path(path) / TTT_SHARD
+        raise InPlaceTTTError(f"{path} has adapter format {shown(values.get('format'))}, not {_ADAPTER_FORMAT}; upgrade inplace-ttt.")
+    described = from_values(_Adapter, values, str(file))
+    config, tensors = ttt_config_in(described.config, file), _read_tensors(Path(path) / TTT_SHARD)
+    check_tensors(tensors, config, str(path))
+    return config, dataclasses.asdict(described.base), tensors
+
+
+def _read_tensors(shard: Path) -> LayerTensors:
     tensors: LayerTensors = {}
     for name in tensor_names(shard):
-        layer, _, kind = name.partition(".")
-        with safe_open(shard, framework="pt") as file:
-            tensors.setdefault(int(layer), {})[kind] = file.get_tensor(name)
-    return InPlaceTTTConfig.from_dict(values["config"]), values["base"], tensors
+        if (match := _NAME.fullmatch(name)) is None:
+            raise InPlaceTTTError(f"{shard} has a tensor {shown(name)}, which no adapter has; write the adapter again.")
+        with reported(f"cannot read {name} in {shard}"), safe_open(shard, framework="pt") as held:
+            tensors.setdefault(int(match["layer"]), {})[match["kind"]] = held.get_tensor(name)
+    return tensors

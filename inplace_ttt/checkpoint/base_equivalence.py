@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..surgery import check_behaviour
 from .loading import load, load_base
 
 TOKENS = 256
@@ -18,7 +19,9 @@ def max_logit_difference(base: str | os.PathLike[str], converted: str | os.PathL
     """Largest |logit difference| between two checkpoints over `TOKENS` seeded random tokens, one model in memory at a time."""
     expected = _logits(load_base(base))
     gc.collect()
-    found = _logits(load(converted))
+    model = load(converted)
+    check_behaviour(model)
+    found = _logits(model)
     return float((found - expected).abs().max())
 
 

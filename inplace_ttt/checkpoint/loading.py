@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..errors import InPlaceTTTError, one_line
+from ..errors import InPlaceTTTError, reported
 from ..layer.zero3 import whole
 from ..surgery import convert, fast_weights
 from .adapter import is_adapter, read_adapter
 from .fingerprint import fingerprint
-from .reading import Checkpoint
+from .reading import Checkpoint, read_config
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -50,9 +50,7 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
 
 def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     """A causal LM in eval mode; whatever transformers has against it becomes one sentence."""
-    try:
+    if os.path.isdir(path):
+        read_config(Path(path))
+    with reported(f"cannot load {path}"):
         return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval()
-    except InPlaceTTTError:
-        raise
-    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InPlaceTTTError(f"cannot load {path}: {one_line(error)}") from None

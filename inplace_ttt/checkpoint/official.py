@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, shown
 from ..files.json_files import write_json
-from ..models import MODEL_TYPE
-from .reading import Checkpoint, LayerTensors
+from ..models import of_the_base
+from .reading import CONFIG, Checkpoint, LayerTensors, check_tensors, ttt_config_in
 from .writing import ConversionPlan, carry_over, plan_conversion
 
 _MODEL_TYPES = ("llama", "qwen3")
@@ -51,29 +51,37 @@ def read_official(checkpoint: Checkpoint) -> Imported:
         raise InPlaceTTTError(
             f"{checkpoint.name} has TTT tensors, but its config.json no ttt_layers; take config.json from the training run."
         )
+    for name in ("ttt_mode", "ttt_proj"):
+        if not isinstance(values.get(name, True), bool):
+            raise InPlaceTTTError(f"{checkpoint.name} has {name} {shown(values[name])}; it must be true or false.")
     if values.get("ttt_mode") is False:
         raise InPlaceTTTError(
             f"{checkpoint.name} has ttt_mode false: its code runs it as the plain model; set it to true to mean otherwise."
         )
-    named = values["ttt_layers"]
+    named, count = values["ttt_layers"], values.get("num_hidden_layers")
     if not isinstance(named, list) or not named or not all(type(i) is int and i >= 0 for i in named):
-        raise InPlaceTTTError(f"{checkpoint.name} has ttt_layers {named!r}; it must be a non-empty list of layer indices.")
-    count = values.get("num_hidden_layers", 0)
+        raise InPlaceTTTError(f"{checkpoint.name} has ttt_layers {shown(named)}; it must be a non-empty list of layer indices.")
+    if type(count) is not int:
+        raise InPlaceTTTError(f"{checkpoint.name} has num_hidden_layers {shown(count)}; it must be the number of the model's layers.")
     layers = [i for i in named if i < count]
     ignored = [i for i in named if i >= count]
     if not layers:
         raise InPlaceTTTError(f"{checkpoint.name} names only layers {ignored}, the model has {count}: its code runs it as the plain model.")
     target = values.get("ttt_target", "hidden_states")
-    if target not in _TARGETS:
-        raise InPlaceTTTError(f"{checkpoint.name} has ttt_target {target!r}; known are {', '.join(_TARGETS)}.")
+    if not isinstance(target, str) or target not in _TARGETS:
+        raise InPlaceTTTError(f"{checkpoint.name} has ttt_target {shown(target)}; known are {', '.join(_TARGETS)}.")
     found = {i: _tensors_of(checkpoint, i, bool(values.get("ttt_proj", True))) for i in layers}
-    config = InPlaceTTTConfig(
-        layers=tuple(sorted(layers)),
-        chunk_size=values.get("ttt_chunk", 8192),
-        eta=values.get("ttt_lr", 0.3),
-        target=_TARGETS[target],  # type: ignore[arg-type]
-        kernel_size=next(iter(found.values()))["conv"].shape[-1],
+    config = ttt_config_in(
+        {
+            "layers": sorted(layers),
+            "chunk_size": values.get("ttt_chunk", 8192),
+            "eta": values.get("ttt_lr", 0.3),
+            "target": _TARGETS[target],
+            "kernel_size": next(iter(found.values()))["conv"].shape[-1],
+        },
+        checkpoint.folder / CONFIG,
     )
+    check_tensors(found, config, checkpoint.name)
     base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if key not in _KEYS})
     plan = plan_conversion(base, config)
     return Imported(base, plan, found, ignored)
@@ -84,6 +92,8 @@ def _tensors_of(checkpoint: Checkpoint, layer: int, has_proj: bool) -> dict[str,
     if missing := [name for name in wanted if name not in checkpoint.weight_map]:
         raise InPlaceTTTError(f"{checkpoint.name} lists TTT layer {layer} but has no {missing[0]}: half a checkpoint.")
     conv = checkpoint.tensor(wanted[0])
+    if conv.ndim != 3:
+        raise InPlaceTTTError(f"{checkpoint.name}: {wanted[0]} is {list(conv.shape)}, a convolution is [d, 1, taps].")
     proj = checkpoint.tensor(wanted[1]) if has_proj else torch.eye(conv.shape[0], dtype=conv.dtype)
     return {"conv": conv, "proj": proj}
 
@@ -102,8 +112,7 @@ def write_official(folder: Path, checkpoint: Checkpoint) -> None:
         f"{_prefix(layer)}{kind}.weight": tensor for layer, pair in checkpoint.ttt_tensors().items() for kind, tensor in pair.items()
     }
     carry_over(checkpoint, folder, keep=lambda name: ".ttt." not in name, extra=tensors)
-    raw = {key: value for key, value in checkpoint.config.items() if key not in ("auto_map", MODEL_TYPE)}
-    write_json(folder / "config.json", {**raw, "model_type": base_type, **official_keys(config)})
+    write_json(folder / "config.json", {**of_the_base(checkpoint.config), **official_keys(config)})
 
 
 def official_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:

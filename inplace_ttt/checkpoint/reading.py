@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from .. import models
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError, one_line
+from ..errors import InPlaceTTTError, reported, shown
+from ..files.folders import refuse_changed_link
 from ..files.json_files import read_json
+from ..files.paths import name_problem, refuse_pipes_in, require_regular
+from ..files.schema import Open, from_values
 from .fingerprint import fingerprint
 
 TTT_SHARD = "inplace_ttt.safetensors"
+ADAPTER_CONFIG = "inplace_ttt.json"
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 1 << 24
@@ -29,6 +34,37 @@ _TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.\D*\.(?P<ttt>ttt\.(?P<kind>[\w.]+))$"
 
 LayerTensors = dict[int, dict[str, Tensor]]
 """TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions (`TargetGenerator`)."""
+
+
+@dataclass(frozen=True)
+class BaseModel(Open):
+    """Which base a conversion stands on. fingerprint: of its W0, as `fingerprint` gives it; None where nothing is known of it."""
+
+    name_or_path: str
+    revision: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class _Section(Open):
+    """The `inplace_ttt` section of config.json; `config` is the TTT config's to check."""
+
+    base_model_type: str
+    config: dict[str, Any]
+    base: BaseModel | None = None
+
+
+@dataclass(frozen=True)
+class _Metadata(Open):
+    """files: those that this package wrote beside the index, the config and the shim; of hard links as `stamp` gives them."""
+
+    files: dict[str, list[int] | None] | None = None
+
+
+@dataclass(frozen=True)
+class _Index(Open):
+    weight_map: dict[str, str]
+    metadata: _Metadata = field(default_factory=_Metadata)
 
 
 @dataclass(frozen=True)
@@ -45,26 +81,30 @@ class Checkpoint:
     def open(cls, source: str | os.PathLike[str]) -> Checkpoint:
         """A folder or a hub id. Raises InPlaceTTTError when it is no safetensors checkpoint, or a corrupt one."""
         folder, revision = _resolve(source)
-        config = read_json(folder / "config.json", f"{source} is not a model folder")
+        config = read_config(folder)
         if (folder / _SINGLE).exists():
             weight_map = dict.fromkeys(tensor_names(folder / _SINGLE), _SINGLE)
         elif (folder / INDEX).exists():
-            weight_map = read_json(folder / INDEX, f"{source} has a broken index")["weight_map"]
-            for shard in sorted(set(weight_map.values())):
-                present = set(tensor_names(folder / shard))
-                if lost := sorted(key for key, file in weight_map.items() if file == shard and key not in present):
-                    raise InPlaceTTTError(f"{folder / shard} lacks {lost[0]}, which the index names; download the checkpoint again.")
+            weight_map = _proved_index(folder)
         else:
             raise InPlaceTTTError(f"{source} has no {_SINGLE} and no {INDEX}; save the model with save_pretrained() first.")
+        _refuse_more_layers_than_tensors(folder, config, len(weight_map))
         return cls(folder, str(source), revision, config, weight_map)
 
+    @contextmanager
+    def _file_of(self, name: str) -> Iterator[Any]:
+        """The safetensors file that holds a tensor; what the library or torch has against it becomes one sentence."""
+        shard = self.folder / self.weight_map[name]
+        with reported(f"cannot read {name} in {shard}"), safe_open(shard, framework="pt") as file:
+            yield file
+
     def tensor(self, name: str) -> Tensor:
-        with safe_open(self.folder / self.weight_map[name], framework="pt") as file:
+        with self._file_of(name) as file:
             return file.get_tensor(name)
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The rows of a matrix, some MiB at a time."""
-        with safe_open(self.folder / self.weight_map[name], framework="pt") as file:
+        with self._file_of(name) as file:
             rows = file.get_slice(name)
             count, width = rows.get_shape()
             step = max(1, _BLOCK_BYTES // (4 * width))
@@ -72,7 +112,7 @@ class Checkpoint:
                 yield rows[first : first + step]
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], torch.dtype]:
-        with safe_open(self.folder / self.weight_map[name], framework="pt") as file:
+        with self._file_of(name) as file:
             rows = file.get_slice(name)
             return rows.get_shape(), rows[:0].dtype
 
@@ -86,13 +126,17 @@ class Checkpoint:
     @property
     def section(self) -> Mapping[str, Any] | None:
         """The `inplace_ttt` section of config.json, or None for a base model."""
-        return self.config.get(models.MODEL_TYPE) if self.config.get("model_type") == models.MODEL_TYPE else None
+        if self.config.get("model_type") != models.MODEL_TYPE:
+            return None
+        section = self.config.get(models.MODEL_TYPE)
+        from_values(_Section, section, f"{self.folder / CONFIG}, {models.MODEL_TYPE}")
+        return section
 
     @property
     def ttt_config(self) -> InPlaceTTTConfig:
         if self.section is None:
             raise InPlaceTTTError(f"{self.name} is not a converted checkpoint; run `inplace-ttt convert` on it first.")
-        return InPlaceTTTConfig.from_dict(self.section["config"])
+        return ttt_config_in(self.section["config"], self.folder / CONFIG)
 
     def ttt_tensors(self) -> LayerTensors:
         """The TTT tensors of a converted checkpoint, layer by layer."""
@@ -100,10 +144,7 @@ class Checkpoint:
         for name in sorted(self.weight_map):
             if (match := _TTT_NAME.search(name)) is not None:
                 found.setdefault(int(match["layer"]), {})[match["kind"]] = self.tensor(name)
-        if sorted(found) != list(self.ttt_config.layers) or any(set(pair) != kinds(self.ttt_config) for pair in found.values()):
-            raise InPlaceTTTError(
-                f"{self.name} has TTT tensors for layers {sorted(found)}, its config names {list(self.ttt_config.layers)}."
-            )
+        check_tensors(found, self.ttt_config, self.name)
         return dict(sorted(found.items()))
 
     def down_projections(self) -> dict[int, str]:
@@ -114,6 +155,70 @@ class Checkpoint:
     def fingerprint(self, matrices: Iterable[str]) -> str:
         """fingerprint over matrices of the checkpoint, a few MiB in memory at a time."""
         return fingerprint(block for name in matrices for block in self.blocks(name))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json, and nothing in the folder that a reader would wait for."""
+    if not os.path.isdir(folder):
+        raise InPlaceTTTError(f"{folder} is not a model folder.")
+    refuse_pipes_in(folder)
+    return read_json(folder / CONFIG, f"{folder} is not a model folder")
+
+
+def ttt_config_in(values: Any, file: Path) -> InPlaceTTTConfig:
+    """The TTT config that a file holds, layers written out."""
+    try:
+        config = InPlaceTTTConfig.from_dict(values)
+    except InPlaceTTTError as error:
+        raise InPlaceTTTError(f"{file}: {error}") from None
+    if not isinstance(config.layers, tuple):
+        raise InPlaceTTTError(f"{file}: layers must be written out here, got {config.layers!r}.")
+    return config
+
+
+def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) -> None:
+    """Refuse TTT tensors that are not those of the config: other layers, other kinds, shapes that do not belong together."""
+    assert isinstance(config.layers, tuple)
+    if sorted(tensors) != list(config.layers) or any(set(held) != kinds(config) for held in tensors.values()):
+        raise InPlaceTTTError(f"{name} has TTT tensors for layers {sorted(tensors)}, its config names {list(config.layers)}.")
+    for layer, held in tensors.items():
+        width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
+        wanted = {"conv": [width, 1, taps], "proj": [width, width]}
+        for kind, shape in wanted.items():
+            if list(held[kind].shape) != shape:
+                raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")
+        if wrong := [kind for kind, tensor in held.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]:
+            raise InPlaceTTTError(f"{name}: {wrong[0]} of layer {layer} holds what is no finite number; the file is damaged.")
+
+
+def read_index(folder: Path) -> _Index:
+    """The index of a folder's shards, and what its writer noted in it."""
+    index = from_values(_Index, read_json(folder / INDEX, f"{folder} has a broken index"), str(folder / INDEX))
+    for name in {*index.weight_map.values(), *(index.metadata.files or ())}:
+        if Path(name).name != name:
+            raise InPlaceTTTError(f"{folder / INDEX}: {shown(name)} is no name of a file in the folder.")
+    return index
+
+
+def _proved_index(folder: Path) -> dict[str, str]:
+    """Tensor -> shard, as the index says, for shards that hold what it says and are as they were linked."""
+    index = read_index(folder)
+    for shard in sorted(set(index.weight_map.values())):
+        present = set(tensor_names(folder / shard))
+        if lost := sorted(key for key, file in index.weight_map.items() if file == shard and key not in present):
+            raise InPlaceTTTError(f"{folder / shard} lacks {shown(lost[0])}, which the index names; download the checkpoint again.")
+        if known := (index.metadata.files or {}).get(shard):
+            refuse_changed_link(folder / shard, known)
+    return index.weight_map
+
+
+def _refuse_more_layers_than_tensors(folder: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """A model of so many layers would take for ever to build, and cannot be the one of these weights."""
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, dict) else {}):
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            if isinstance(values.get(name), (int, float)) and values[name] > tensors:
+                raise InPlaceTTTError(f"{folder / CONFIG} says {name} {shown(values[name])}, its weights are {tensors} tensors.")
 
 
 def kinds(config: InPlaceTTTConfig) -> set[str]:
@@ -132,24 +237,27 @@ def parameters_of(tensors: LayerTensors) -> int:
 
 def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:
     folder = Path(source)
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder, None
-    if folder.exists():
+    if (problem := name_problem(str(source))) is not None:
+        raise InPlaceTTTError(f"{shown(str(source))} {problem}; give a model folder or a hub id.")
+    if os.path.lexists(folder):
         raise InPlaceTTTError(f"{source} is a file; give the model's folder or a hub id.")
     if len(folder.parts) > 2 or str(source).startswith((".", "/", "~")):
         raise InPlaceTTTError(f"{source} does not exist; give a model folder or a hub id.")
-    try:
+    with reported(f"{source} is neither a folder nor a model that can be downloaded"):
         patterns = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
         snapshot = Path(snapshot_download(str(source), allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise InPlaceTTTError(f"{source} is neither a folder nor a model that can be downloaded: {one_line(error)}") from None
     return snapshot, snapshot.name
 
 
 def tensor_names(shard: Path) -> list[str]:
     """Names of the tensors in a safetensors file."""
-    try:
-        with safe_open(shard, framework="pt") as file:
-            return list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise InPlaceTTTError(f"{shard} is missing or not a safetensors file ({one_line(error)}); download or save it again.") from None
+    require_regular(shard, "it is no safetensors file")
+    problem = f"{shard} is missing or not a safetensors file"
+    with reported(problem, "download or save it again"), safe_open(shard, framework="pt") as file:
+        names = list(file.keys())
+    for name in names:
+        if len(name) > 1000:
+            raise InPlaceTTTError(f"{shard} is not a safetensors file of a model: it has a tensor named {shown(name)}.")
+    return names

@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .. import models
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError, one_line
+from ..errors import InPlaceTTTError, reported
 from ..families import locate
-from ..files.folders import link_or_copy, save_tensors
+from ..files.folders import link_or_copy, save_tensors, stamp
 from ..files.json_files import write_json
 from ..surgery import SEED, config_of, convert, fast_weights, initial_std
 from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors
@@ -42,12 +42,10 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
     """Convert the checkpoint's architecture on the meta device: every refusal comes before anything is written."""
     if checkpoint.section is not None:
         raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
-    try:
+    with reported(f"{checkpoint.name} is not a causal LM that transformers can build"):
         base = AutoConfig.from_pretrained(checkpoint.folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(base)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise InPlaceTTTError(f"{checkpoint.name} is not a causal LM that transformers can build: {one_line(error)}") from None
     base_type = base.model_type
     paths = [layer.down_proj_path for layer in locate(model).layers]
     convert(model, config)
@@ -95,6 +93,7 @@ def write_full(
 def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool], extra: Mapping[str, Tensor]) -> None:
     """Bring a checkpoint's files into `folder`: shards linked, those with tensors to drop rewritten, `extra` as a shard."""
     weight_map: dict[str, str] = {}
+    files: dict[str, list[int] | None] = {}
     size = 0
     for shard in tqdm(sorted(set(checkpoint.weight_map.values())), desc="shards", file=sys.stderr, disable=None):
         names = [name for name, file in checkpoint.weight_map.items() if file == shard]
@@ -102,8 +101,10 @@ def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool]
         target = folder / (shard if shard.startswith("base-") else f"base-{shard}")
         if len(kept) == len(names):
             link_or_copy(checkpoint.folder / shard, target)
+            files[target.name] = stamp(target)
         elif kept:
             save_tensors({name: checkpoint.tensor(name) for name in kept}, target)
+            files[target.name] = None
         if kept:
             size += target.stat().st_size
             weight_map |= dict.fromkeys(kept, target.name)
@@ -111,10 +112,12 @@ def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool]
         save_tensors(extra, folder / TTT_SHARD)
         size += (folder / TTT_SHARD).stat().st_size
         weight_map |= dict.fromkeys(extra, TTT_SHARD)
-    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+        files[TTT_SHARD] = None
     for file in checkpoint.folder.iterdir():
         if file.is_file() and file.name not in ("config.json", INDEX) and _is_companion(file.name):
             shutil.copyfile(file, folder / file.name)
+            files[file.name] = None
+    write_json(folder / INDEX, {"metadata": {"total_size": size, "files": files}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _is_companion(name: str) -> bool:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
+
 from .. import __version__
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, one_line
+from ..files.json_files import json_text
+from . import messages
 
 VERBS = {
     "convert": "give a checkpoint fast weights",
@@ -29,28 +36,66 @@ VERBS = {
 }
 
 
+TRACEBACK = "INPLACE_TTT_TRACEBACK"
+"""Environment variable: where it is set, an error's traceback is printed above its line."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InPlaceTTTError(f"{message} (see {self.prog} --help).")
+        raise InPlaceTTTError(f"{message.removeprefix('argument ').replace(': must be', ' must be', 1)} (see {self.prog} --help).")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit code 0: done; 1: the thing it checks is not so; 2: bad input, one line on stderr."""
+    """Run one verb. Exit code 0: done; 1: the thing it checks is not so; 2: bad input, one line on stderr.
+
+    With --json stdout holds one JSON object in every case, an error's as {"error", "exit_code"}.
+    """
     if arguments is None:
         arguments = sys.argv[1:]
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind, so that no half folder is left
+        _open_missing_streams()
+    refuse = partial(messages.refuse, arguments, next((a for a in arguments if a in VERBS), None))
     try:
-        return _run(arguments)
+        with messages.waiting():
+            text, code = _run(arguments)
+        _print(text)
+        return code
     except InPlaceTTTError as error:
-        verb = next((a for a in arguments if a in VERBS), None)
-        print(f"inplace-ttt{f' {verb}' if verb else ''}: {error}", file=sys.stderr)
-        return error.exit_code
+        _trace()
+        return refuse(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("inplace-ttt: interrupted", file=sys.stderr)
-        return 130
+        return refuse("interrupted", 130)
+    except BrokenPipeError:  # the reader, such as `head`, has what it wanted
+        _stop_writing()
+        return 141
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        _trace()
+        return refuse(f"this machine has not enough memory for it ({one_line(error)}); take a smaller model, text or batch.", 2)
+    except Exception as error:  # the last net: what gets here should have been refused where it was read
+        _trace()
+        return refuse(f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please report it.", 2)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _trace() -> None:
+    if os.environ.get(TRACEBACK):
+        traceback.print_exc()
+
+
+def _open_missing_streams() -> None:
+    """Where the caller has closed a standard stream, nothing else may take its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the rest of the process
+
+
+def _stop_writing() -> None:
+    """Nobody reads stdout: what Python flushes at its end goes nowhere."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str]) -> tuple[str, int]:
+    """What the verb prints, and its exit code."""
     top = _Parser(prog="inplace-ttt", description="In-Place Test-Time Training for Hugging Face language models.")
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
@@ -66,8 +111,16 @@ def _run(arguments: Sequence[str]) -> int:
             parser.set_defaults(module=module)
     args = top.parse_args(arguments)
     result, code = args.module.run(args)
-    print(json.dumps(result) if args.json else args.module.render(result))
-    return code
+    return json_text(result) if args.json else args.module.render(result), code
+
+
+def _print(text: str) -> None:
+    try:
+        messages.say(text, sys.stdout)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InPlaceTTTError(f"cannot write the result to standard output: {error.strerror}.") from None
 
 
 Result = tuple[dict[str, Any], int]

@@ -18,10 +18,12 @@ from ..audit.report import Report
 from ..checkpoint.adapter import is_adapter
 from ..checkpoint.loading import load
 from ..checkpoint.reading import Checkpoint
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, reported
+from ..files.folders import new_file
 from ..training.audit import audit_recipe
 from ..training.audit.catalogue import RECIPE
 from . import Result
+from .arguments import path, seed
 
 EXAMPLES = """examples:
   inplace-ttt audit ./smollm2-ttt
@@ -36,16 +38,18 @@ _FORMATS = ("md", "html", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH_OR_RECIPE", help="converted checkpoint, adapter folder, or a training recipe (YAML)")
+    parser.add_argument(
+        "path", type=path, metavar="PATH_OR_RECIPE", help="converted checkpoint, adapter folder, or a training recipe (YAML)"
+    )
     parser.add_argument(
         "--profile", metavar="P", help=f"what it is held against: {' or '.join(PROFILES)} (default: paper, or the recipe's)"
     )
     parser.add_argument("--format", default="md", metavar="F", help=f"of the report: {', '.join(_FORMATS)} (default: md)")
-    parser.add_argument("--out", metavar="F", help="file to write the report to, instead of printing it")
+    parser.add_argument("--out", type=path, metavar="F", help="file to write the report to, instead of printing it")
     parser.add_argument(
-        "--compare", metavar="B", help="another checkpoint or recipe; say where the two differ (the exit code is the first's)"
+        "--compare", type=path, metavar="B", help="another checkpoint or recipe; say where the two differ (the exit code is the first's)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
+    parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the random inputs (default: 0)")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -63,10 +67,8 @@ def run(args: argparse.Namespace) -> Result:
     write = {"md": report.to_markdown, "html": report.to_html, "json": lambda other: json.dumps(result, indent=1) + "\n"}[args.format]
     text = write(other)
     if args.out is not None:
-        try:
-            Path(args.out).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InPlaceTTTError(f"cannot write {args.out}: {error.strerror}.") from None
+        with new_file(args.out) as file:
+            file.write_text(text, encoding="utf-8")
         result["output"] = args.out
     if not args.json:  # only for `render`: the JSON object is data alone
         result["_text"] = text
@@ -130,6 +132,7 @@ def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Rep
 def _tokenizer(path: str) -> Any:
     """The checkpoint's tokenizer, or None: random ids do without."""
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError):
+        with reported("no tokenizer"):
+            return AutoTokenizer.from_pretrained(path)
+    except InPlaceTTTError:
         return None

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..files.memory import require_memory
 from ..ops.benchmark import LIMIT, Shape, measure
 from . import Result
+from .arguments import MOST_TOKENS, device, whole
 
 EXAMPLES = """examples:
   inplace-ttt bench
@@ -16,20 +18,21 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, default, meaning in (
-        ("--d", 1024, "hidden size"),
-        ("--h", 3072, "MLP size"),
-        ("--tokens", 8192, "tokens of the sequence"),
-        ("--chunk-size", 256, "tokens a chunk"),
-        ("--repeats", 5, "paired runs"),
+    for name, default, most, meaning in (
+        ("--d", 1024, 2**20, "hidden size"),
+        ("--h", 3072, 2**20, "MLP size"),
+        ("--tokens", 8192, MOST_TOKENS, "tokens of the sequence"),
+        ("--chunk-size", 256, MOST_TOKENS, "tokens a chunk"),
+        ("--repeats", 5, 10_000, "paired runs"),
     ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+        parser.add_argument(name, type=whole(1, most), default=default, metavar="N", help=f"{meaning} (default: {default})")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
 
 
 def run(args: argparse.Namespace) -> Result:
     shape = Shape(args.d, args.h, args.tokens, args.chunk_size)
+    _refuse_beyond_memory(shape, args.device, getattr(torch, args.dtype))
     rows = measure(shape, args.repeats, args.device, getattr(torch, args.dtype))
     ours, public = (next(row for row in rows if row["name"] == name) for name in ("fast_weight", "materialising"))
     fits = "out_of_memory" not in public
@@ -44,6 +47,15 @@ def run(args: argparse.Namespace) -> Result:
         "memory_share_of_materialising": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1) if fits else None,
         "rows": rows,
     }, 0
+
+
+def _refuse_beyond_memory(shape: Shape, device: str, dtype: torch.dtype) -> None:
+    """Inputs with their gradients; on the CPU, which has no error for it, what the materialising formulation takes too."""
+    numbers = 2 * (shape.tokens * (shape.h + 2 * shape.d) + shape.d * shape.h)
+    on_gpu = device.startswith("cuda")
+    if not on_gpu:
+        numbers += 3 * (shape.tokens // shape.chunk_size) * shape.d * shape.h
+    require_memory(numbers * dtype.itemsize, "this shape", torch.cuda.mem_get_info(device)[0] if on_gpu else None)
 
 
 def render(result: dict[str, Any]) -> str:

@@ -11,14 +11,15 @@ from torch import Tensor
 from ..calibration.calibrate import CALIBRATION_TOKENS, measured_tensors
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
+from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, parameters_of
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
 from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
-from ..files.folders import new_folder
 from ..files.settings import override
 from ..files.text import files_in, tokens_of
 from . import Result
+from .arguments import MOST_TOKENS, path, whole
 from .loading import tokenizer_of
 
 ROW = 2048
@@ -32,22 +33,22 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("src", metavar="SRC", help="model folder or hub id")
-    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("src", type=path, metavar="SRC", help="model folder or hub id")
+    parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--preset", default="paper", metavar="P", help=f"starting point: {', '.join(PRESETS)} (default: paper)")
     parser.add_argument("--layers", metavar="L", help="every:N, or indices like 0,6,12")
-    parser.add_argument("--chunk-size", type=int, metavar="C", help="tokens a chunk")
+    parser.add_argument("--chunk-size", type=whole(), metavar="C", help="tokens a chunk")
     parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
     parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as kernel_size=3 or whitening.rank=256"
     )
     parser.add_argument(
-        "--calibrate", nargs="+", metavar="F", help="texts to measure on what the preset's extensions need (see --preset stable)"
+        "--calibrate", nargs="+", type=path, metavar="F", help="texts to measure on what the preset's extensions need (see --preset stable)"
     )
     parser.add_argument(
         "--calibrate-tokens",
-        type=int,
+        type=whole(1, MOST_TOKENS),
         default=CALIBRATION_TOKENS,
         metavar="N",
         help=f"how much of them to read (default: {CALIBRATION_TOKENS})",
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> Result:
     plan = plan_conversion(checkpoint, _config(args))
     rows = _rows_to_calibrate_on(args, plan)
     tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, rows)
-    with new_folder(args.out, overwrite=args.overwrite) as folder:
+    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         base = describe_base(checkpoint, plan)
         if args.adapter_only:
             write_adapter(folder, plan.config, tensors, base)
@@ -97,8 +98,6 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
         return None
     if not args.calibrate:
         raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
-    if args.calibrate_tokens < 1:
-        raise InPlaceTTTError(f"--calibrate-tokens must be at least 1, got {args.calibrate_tokens}.")
     files = files_in(args.calibrate)
     files = files[:: max(1, len(files) // max(1, args.calibrate_tokens // ROW))]
     tokenizer = tokenizer_of(args.src)

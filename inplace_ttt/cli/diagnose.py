@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,15 @@ from typing import Any
 from tqdm import tqdm
 
 from ..diagnostics.diagnosis import diagnose
-from ..diagnostics.report import PAGE, summary, write_into
+from ..diagnostics.report import DIAGNOSES, PAGE, summary, write_into
 from ..errors import InPlaceTTTError
-from ..files.folders import new_folder
+from ..files.folders import new_folder, refuse_to_replace
 from ..files.text import tokens_of
 from ..surgery import config_of, fast_weights
 from . import Result
+from .arguments import MOST_TOKENS, dtype, number, path, whole
 from .loading import load_with_tokenizer
+from .messages import say_now
 
 EXAMPLES = """examples:
   inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis
@@ -29,24 +30,27 @@ _TOKENS = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--text", required=True, metavar="F", help="UTF-8 text, read as one document from its start")
-    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for report.html, diagnose.json and the plots")
-    parser.add_argument("--tokens", type=int, metavar="N", help=f"tokens of the text to read (default: {_TOKENS}, at least two chunks)")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--text", type=path, required=True, metavar="F", help="UTF-8 text, read as one document from its start")
+    parser.add_argument("--out", type=path, required=True, metavar="DIR", help="new folder for report.html, diagnose.json and the plots")
+    parser.add_argument(
+        "--tokens", type=whole(1, MOST_TOKENS), metavar="N", help=f"tokens of the text to read (default: {_TOKENS}, at least two chunks)"
+    )
     parser.add_argument("--train", choices=("all", "ttt"), default="all", help="what counts as trained (default: all)")
-    parser.add_argument("--learning-rate", type=float, default=5e-6, metavar="R", help="for Adam's first step (default: 5e-6, the paper's)")
-    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
-    parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument(
+        "--learning-rate",
+        type=number(most=1e3, above=0),
+        default=5e-6,
+        metavar="R",
+        help="for Adam's first step (default: 5e-6, the paper's)",
+    )
+    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
 
 
 def run(args: argparse.Namespace) -> Result:
-    if args.tokens is not None and args.tokens < 1:
-        raise InPlaceTTTError(f"--tokens must be at least 1, got {args.tokens}.")
-    if not 0 < args.learning_rate < math.inf:
-        raise InPlaceTTTError(f"--learning-rate must be above 0, got {args.learning_rate:g}.")
-    if Path(args.out).exists() and not args.overwrite:
-        raise InPlaceTTTError(f"--out {args.out} exists already; choose another name, or pass --overwrite to replace it.")
+    refuse_to_replace(args.out, args.overwrite, DIAGNOSES)
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     chunk = config_of(model).chunk_size
     ids = tokens_of(args.text, tokenizer, args.tokens or max(_TOKENS, 2 * chunk))
@@ -57,8 +61,9 @@ def run(args: argparse.Namespace) -> Result:
             f"later token reads; give a text of more than {chunk} tokens, better several chunks."
         )
     _choose_trained(model, args.train)
+    say_now()
     with (
-        new_folder(args.out, overwrite=args.overwrite) as folder,
+        new_folder(args.out, overwrite=args.overwrite, ours=DIAGNOSES) as folder,
         tqdm(total=1, desc="diagnose", unit="pass", file=sys.stderr, disable=None) as bar,
     ):
 

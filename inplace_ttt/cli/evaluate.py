@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,12 +17,15 @@ from ..evaluation.growing_context import growing_context
 from ..evaluation.plots import write_plots
 from ..evaluation.protocol import Protocol
 from ..evaluation.second_copy import second_copy
-from ..files.folders import new_folder
+from ..files.folders import marked, new_folder, refuse_to_replace
+from ..files.json_files import json_text
 from ..files.text import files_in, tokens_of
 from ..surgery import config_of
 from ..tasks.passages import Passage
 from . import Result
-from .loading import load_plain, load_with_tokenizer
+from .arguments import MOST_TOKENS, dtype, numbers, path, seed, whole
+from .loading import load_plain, load_with_tokenizer, refuse_not_finite
+from .messages import say_now
 
 EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
@@ -37,41 +38,49 @@ memory = on - foreign is what a document's own text did; what remains of the gai
 exit code: 0 done, whatever the numbers say; 2 bad input"""
 
 
+NUMBERS = "evaluation.json"
+EVALUATIONS = marked(NUMBERS, "*.png")
+"""What --out gets, as `new_folder` asks for it."""
 BLOCK = 512
 """Tokens of the last block that growing contexts are read before."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
     parser.add_argument(
-        "--text", required=True, nargs="+", metavar="F", help="UTF-8 text files, or folders of .txt; one file is one document"
+        "--text", type=path, required=True, nargs="+", metavar="F", help="UTF-8 text files, or folders of .txt; one file is one document"
     )
-    parser.add_argument("--base", metavar="B", help="model to compare with: the untouched base, or one trained as long without TTT")
-    parser.add_argument("--documents", type=int, metavar="N", help="read the first N that are long enough (default: all, which must be)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to read of each (default: the model's context)")
     parser.add_argument(
-        "--window", type=int, metavar="W", help="attend to the last W tokens and the sinks only (default: as the model does)"
+        "--base", type=path, metavar="B", help="model to compare with: the untouched base, or one trained as long without TTT"
     )
-    parser.add_argument("--sinks", type=int, metavar="S", help=f"first tokens that stay visible (default: {SINKS})")
-    parser.add_argument("--skip", type=int, metavar="N", help="first tokens that do not count (default: a chunk, or the window if longer)")
+    parser.add_argument(
+        "--documents", type=whole(1), metavar="N", help="read the first N that are long enough (default: all, which must be)"
+    )
+    parser.add_argument("--tokens", type=whole(1, MOST_TOKENS), metavar="N", help="tokens to read of each (default: the model's context)")
+    parser.add_argument(
+        "--window", type=whole(1), metavar="W", help="attend to the last W tokens and the sinks only (default: as the model does)"
+    )
+    parser.add_argument("--sinks", type=whole(0), metavar="S", help=f"first tokens that stay visible (default: {SINKS})")
+    parser.add_argument(
+        "--skip", type=whole(0), metavar="N", help="first tokens that do not count (default: a chunk, or the window if longer)"
+    )
     parser.add_argument("--second-copy", action="store_true", help="also the probe: a passage repeated beyond the window")
-    parser.add_argument("--passage", metavar="L,G", help="its length and the gap between the copies (default: 512,1024)")
-    parser.add_argument("--contexts", metavar="N,…", help="also the loss on a fixed last block after so many tokens of context")
-    parser.add_argument("--block", type=int, metavar="N", help="tokens of that block (default: 512)")
-    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="documents at once; foreign needs two (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the passages' places (default: 0)")
+    parser.add_argument("--passage", type=numbers, metavar="L,G", help="its length and the gap between the copies (default: 512,1024)")
     parser.add_argument(
-        "--cache", metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
+        "--contexts", type=numbers, metavar="N,…", help="also the loss on a fixed last block after so many tokens of context"
     )
-    parser.add_argument("--out", metavar="DIR", help="new folder for evaluation.json and the plots")
+    parser.add_argument("--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)")
+    parser.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="documents at once; foreign needs two (default: 4)")
+    parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the passages' places (default: 0)")
+    parser.add_argument(
+        "--cache", type=path, metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
+    )
+    parser.add_argument("--out", type=path, metavar="DIR", help="new folder for evaluation.json and the plots")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
-    parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
 
 
 def run(args: argparse.Namespace) -> Result:
-    for name in ("documents", "tokens", "batch_size", "block"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InPlaceTTTError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
     for option, given, needed in (
         ("--sinks", args.sinks, "--window"),
         ("--passage", args.passage, "--second-copy"),
@@ -79,17 +88,18 @@ def run(args: argparse.Namespace) -> Result:
     ):
         if given is not None and not getattr(args, needed[2:].replace("-", "_")):
             raise InPlaceTTTError(f"{option} has no effect without {needed}; give both or neither.")
-    if args.out and Path(args.out).exists() and not args.overwrite:
-        raise InPlaceTTTError(f"--out {args.out} exists already; choose another name, or pass --overwrite to replace it.")
-    contexts = _numbers(args.contexts, "--contexts") if args.contexts else []
-    passage = _numbers(args.passage or "512,1024", "--passage")
-    if len(passage) != 2 or min(passage) < 1:
+    if args.out:
+        refuse_to_replace(args.out, args.overwrite, EVALUATIONS)
+    contexts, passage = args.contexts or [], args.passage or [512, 1024]
+    if len(passage) != 2:
         raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
+    refuse_not_finite(model, args.path)
     base = None if args.base is None else load_plain(args.base, model.dtype)
     protocol = Protocol(args.window, SINKS if args.sinks is None else args.sinks, _skip(args, model), args.batch_size)
     names, documents = _documents(args, model, tokenizer, protocol)
     baseline = BaselineLosses(args.cache)
+    say_now()
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.second_copy:
         probe = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, baseline=baseline, progress=True)
@@ -100,8 +110,8 @@ def run(args: argparse.Namespace) -> Result:
         )
     values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
     if args.out:
-        with new_folder(args.out, overwrite=args.overwrite) as folder:
-            (folder / "evaluation.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        with new_folder(args.out, overwrite=args.overwrite, ours=EVALUATIONS) as folder:
+            (folder / NUMBERS).write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
             write_plots(folder, values)
         values["output"] = args.out
     return values, 0
@@ -132,17 +142,8 @@ def _with_error(paired: dict[str, Any]) -> str:
     return f"{paired['mean']:+.4f} ± {paired['stderr']:.4f} (n {paired['n']})"
 
 
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InPlaceTTTError(f"{option} takes numbers like 512,1024, got {text!r}.") from None
-
-
 def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
     if args.skip is not None:
-        if args.skip < 0:
-            raise InPlaceTTTError(f"--skip must be 0 or more, got {args.skip}.")
         return args.skip
     return max(config_of(model).chunk_size, args.window or 0)
 
@@ -153,11 +154,11 @@ def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any,
     least = max(config_of(model).chunk_size, protocol.skip) + 2
     names: list[str] = []
     documents: list[Tensor] = []
-    for path in files_in(args.text):
-        ids = tokens_of(path, tokenizer, args.tokens or context)[0]
+    for file in files_in(args.text):
+        ids = tokens_of(file, tokenizer, args.tokens or context)[0]
         if args.documents is not None and len(ids) < (args.tokens or least):
             continue
-        names, documents = [*names, str(path)], [*documents, ids.to(model.device)]
+        names, documents = [*names, str(file)], [*documents, ids.to(model.device)]
         if len(documents) == args.documents:
             break
     if args.documents is not None and len(documents) < args.documents:

@@ -7,11 +7,12 @@ from typing import Any
 
 from ..checkpoint.adapter import is_adapter, read_adapter, write_adapter
 from ..checkpoint.official import write_official
+from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
 from ..checkpoint.writing import base_of, plan_conversion, write_full
 from ..errors import InPlaceTTTError
-from ..files.folders import new_folder
 from . import Result
+from .arguments import path
 
 EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
@@ -20,10 +21,10 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--format", required=True, choices=("official", "adapter", "full"), help="form to write")
-    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
@@ -40,7 +41,7 @@ def _official(args: argparse.Namespace) -> None:
     if is_adapter(args.path):
         raise InPlaceTTTError(f"{args.path} is an adapter, the official format holds all weights; export it as full first.")
     checkpoint = Checkpoint.open(args.path)
-    with new_folder(args.out, overwrite=args.overwrite) as folder:
+    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_official(folder, checkpoint)
 
 
@@ -50,7 +51,7 @@ def _adapter(args: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(args.path)
     base = base_of(checkpoint)
     tensors = checkpoint.ttt_tensors()
-    with new_folder(args.out, overwrite=args.overwrite) as folder:
+    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_adapter(folder, checkpoint.ttt_config, tensors, base)
 
 
@@ -62,5 +63,5 @@ def _full(args: argparse.Namespace) -> None:
     plan = plan_conversion(checkpoint, config)
     if checkpoint.fingerprint(plan.down_proj.values()) != base["fingerprint"]:
         raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")
-    with new_folder(args.out, overwrite=args.overwrite) as folder:
+    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_full(folder, checkpoint, plan, tensors, base)

@@ -10,11 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedModel, set_seed
 
-from ..errors import InPlaceTTTError, one_line
+from ..errors import InPlaceTTTError, reported
+from ..files.text import read_text
 from ..state import FastWeightState
 from ..surgery import ttt_disabled
 from . import Result
-from .loading import load_with_tokenizer
+from .arguments import MOST_TOKENS, dtype, number, path, seed, whole
+from .loading import load_with_tokenizer, refuse_not_finite
+from .messages import warn
 
 EXAMPLES = """examples:
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
@@ -23,23 +26,28 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--prompt-file", required=True, metavar="F", help="UTF-8 text to read; - is standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens to write (default: 64; 0 only reads)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed for a temperature above 0 (default: 0)")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--prompt-file", type=path, required=True, metavar="F", help="UTF-8 text to read; - is standard input")
+    parser.add_argument(
+        "--max-new-tokens", type=whole(0, MOST_TOKENS), default=64, metavar="N", help="tokens to write (default: 64; 0 only reads)"
+    )
+    parser.add_argument(
+        "--temperature", type=number(1e-4, 1e4, or_zero=True), default=0.0, metavar="T", help="0, the default, takes the likeliest token"
+    )
+    parser.add_argument("--seed", type=seed(), default=0, metavar="S", help="seed for a temperature above 0 (default: 0)")
     parser.add_argument("--ttt", choices=("on", "off"), default="on", help="off: the same weights, nothing written (default: on)")
-    parser.add_argument("--load-state", metavar="F", help="go on from a saved session")
-    parser.add_argument("--save-state", metavar="F", help="save the session at the end")
+    parser.add_argument("--load-state", type=path, metavar="F", help="go on from a saved session")
+    parser.add_argument("--save-state", type=path, metavar="F", help="save the session at the end")
     parser.add_argument("--fast-weights-only", action="store_true", help="save no KV cache: keep only what was written")
-    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
-    parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
 
 
 def run(args: argparse.Namespace) -> Result:
     _refuse_contradictions(args)
-    prompt = _read(args.prompt_file)
+    prompt = read_text(args.prompt_file, "the prompt ")
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
+    refuse_not_finite(model, args.path)
     state = FastWeightState.load(args.load_state, model) if args.load_state else FastWeightState(model)
     before, written_before = (0 if state.tokens is None else state.tokens.shape[1]), state.chunks_written
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not before).input_ids.to(model.device)
@@ -52,7 +60,8 @@ def run(args: argparse.Namespace) -> Result:
         if args.max_new_tokens:
             set_seed(args.seed)
             sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-            new = state.generate(ids, progress=True, max_new_tokens=args.max_new_tokens, **sampling)
+            with reported(f"cannot generate as {args.path}/generation_config.json asks", "mend it or delete it"):
+                new = state.generate(ids, progress=True, max_new_tokens=args.max_new_tokens, **sampling)
         else:
             state.read(ids, progress=True)
     result = {
@@ -79,10 +88,6 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
-    if args.max_new_tokens < 0:
-        raise InPlaceTTTError(f"--max-new-tokens must be 0 or more, got {args.max_new_tokens}.")
-    if args.temperature < 0:
-        raise InPlaceTTTError(f"--temperature must be 0 or more, got {args.temperature}.")
     if args.max_new_tokens == 0 and not args.save_state:
         raise InPlaceTTTError("--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state F.")
     if args.ttt == "off" and (args.save_state or args.load_state):
@@ -91,14 +96,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise InPlaceTTTError("--fast-weights-only says what --save-state saves; add --save-state F.")
 
 
-def _read(prompt_file: str) -> str:
-    try:
-        return sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InPlaceTTTError(f"cannot read the prompt {prompt_file}: {one_line(error)}; give a UTF-8 text file.") from None
-
-
 def _warn_beyond_context(model: PreTrainedModel, tokens: int) -> None:
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and tokens > context:
-        print(f"warning: {tokens} tokens exceed the {context} positions the model was trained on.", file=sys.stderr)
+        warn(f"{tokens} tokens exceed the {context} positions the model was trained on.")

@@ -6,25 +6,26 @@ import argparse
 from typing import Any
 
 from ..checkpoint.official import is_official_tensor, read_official
+from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
 from ..checkpoint.writing import write_full
-from ..files.folders import new_folder
 from . import Result
+from .arguments import path
 
 EXAMPLES = """example:
   inplace-ttt import-official ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="checkpoint of the public reference code")
-    parser.add_argument("out", metavar="OUT", help="folder to write")
+    parser.add_argument("path", type=path, metavar="PATH", help="checkpoint of the public reference code")
+    parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def run(args: argparse.Namespace) -> Result:
     imported = read_official(Checkpoint.open(args.path))
     origin = {"name_or_path": str(args.path), "revision": imported.checkpoint.revision, "fingerprint": None}
-    with new_folder(args.out, overwrite=args.overwrite) as folder:
+    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         keep = lambda name: not is_official_tensor(name)  # noqa: E731
         write_full(folder, imported.checkpoint, imported.plan, imported.tensors, origin, keep)
     return {

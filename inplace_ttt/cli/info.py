@@ -10,6 +10,7 @@ from ..checkpoint.reading import Checkpoint, parameters_of
 from ..checkpoint.writing import plan_conversion
 from ..config import InPlaceTTTConfig
 from . import Result
+from .arguments import path
 
 EXAMPLES = """examples:
   inplace-ttt info ./smollm2-ttt
@@ -17,8 +18,8 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--base", metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
 
 
 def run(args: argparse.Namespace) -> Result:

@@ -9,7 +9,16 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.adapter import is_adapter, read_adapter
 from ..checkpoint.loading import load, load_base
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, reported
+
+
+def refuse_not_finite(model: PreTrainedModel, path: str) -> None:
+    """Refuse weights that hold NaN or infinity: whatever such a model says is no answer."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not torch.stack(parameter.detach().aminmax()).isfinite().all():
+            raise InPlaceTTTError(
+                f"{path}: {name} holds numbers that are not finite; the run that wrote it diverged, or the file is damaged."
+            )
 
 
 def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:
@@ -25,12 +34,12 @@ def load_plain(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
 def tokenizer_of(path: str, base: str | None = None, model: PreTrainedModel | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint, or beside an adapter's base; of no other model than `model`."""
     source = (base or read_adapter(path)[1]["name_or_path"]) if is_adapter(path) else path
-    try:
+    with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError):
-        raise InPlaceTTTError(f"{source} has no usable tokenizer; save the base's tokenizer into it.") from None
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])  # its settings are looked at when it is used
     rows = None if model is None else model.get_input_embeddings().num_embeddings
-    if rows is not None and (largest := max(tokenizer.get_vocab().values(), default=0)) >= rows:
+    if rows is not None and largest >= rows:
         raise InPlaceTTTError(f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model knows {rows}.")
     return tokenizer
 
@@ -42,8 +51,6 @@ def load_with_tokenizer(path: str, base: str | None, dtype: str) -> tuple[PreTra
 
 
 def _dtype(name: str) -> Any:
-    if name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
-        raise InPlaceTTTError(f"--dtype {name} is not a torch dtype; try float32 or bfloat16.")
     return name if name == "auto" else getattr(torch, name)
 
 

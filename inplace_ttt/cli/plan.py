@@ -6,10 +6,11 @@ import argparse
 import re
 from typing import Any
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, shown
 from ..training.plan import make_plan
 from ..training.recipe import load_recipe
 from . import Result
+from .arguments import path
 
 EXAMPLES = """examples:
   inplace-ttt plan recipes/smollm2-demo-cpu.yaml
@@ -19,7 +20,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, see recipes/README.md")
+    parser.add_argument("recipe", type=path, metavar="RECIPE", help="YAML file, see recipes/README.md")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
     parser.add_argument("--device-memory", metavar="SIZE", help="device memory, such as 80GB; says whether the run fits")
 
@@ -48,6 +49,14 @@ def render(result: dict[str, Any]) -> str:
         *(f"  {name:18}{_size(value):>10}" for name, value in memory.items() if value),
         f"  of the activations, {_size(result['logits_bytes'])} are logits",
         *([f"  on the host       {_size(result['host_bytes']):>10}"] if result["host_bytes"] else []),
+        *([f"  in evaluation     {_size(result['evaluation_bytes']):>10} in all"] if result["evaluation_bytes"] else []),
+        "",
+        f"on disk    {_size(result['checkpoint_bytes'])} a checkpoint, {_size(result['disk_bytes'])} at the run's peak",
+        *(
+            [f"           saving takes {_size(result['saving_host_bytes'])} of the first node's memory"]
+            if result["saving_host_bytes"]
+            else []
+        ),
         "",
         "sent by a device in a step",
         *(f"  {name.replace('_', ' '):18}{_size(value):>10}" for name, value in sent.items() if value or name == "total"),
@@ -56,9 +65,9 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise InPlaceTTTError(f"--device-memory must be a size such as 80GB or 24GiB, got {text!r}.")
+        raise InPlaceTTTError(f"--device-memory must be a size such as 80GB or 24GiB, got {shown(text)}.")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

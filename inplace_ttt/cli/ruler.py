@@ -26,7 +26,9 @@ from ..files.folders import new_folder
 from ..files.results import Results
 from ..surgery import config_of, ttt_disabled
 from . import Result
-from .loading import load_converted, load_plain, tokenizer_of
+from .arguments import dtype, numbers, path, seed, whole
+from .loading import load_converted, load_plain, refuse_not_finite, tokenizer_of
+from .messages import say_now, warn
 
 EXAMPLES = """examples:
   inplace-ttt ruler ./smollm2-ttt --lengths 4096,8192 --haystack book.txt --samples 50 --batch-size 4 --out ruler
@@ -35,19 +37,25 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--lengths", required=True, metavar="L,…", help="tokens of prompt and answer, such as 4096,8192")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--lengths", type=numbers, required=True, metavar="L,…", help="tokens of prompt and answer, such as 4096,8192")
     parser.add_argument("--tasks", metavar="T,…", help="RULER's names (default: all, qa_1 and qa_2 where --qa gives their files)")
-    parser.add_argument("--samples", type=int, default=100, metavar="N", help="a task and length (default: 100; the benchmark's own: 500)")
-    parser.add_argument("--haystack", metavar="F", help="UTF-8 text to hide needles in; RULER has Paul Graham's essays")
-    parser.add_argument("--qa", nargs="+", default=[], metavar="F", help="questions of qa_1, then of qa_2 (see docs/evaluate.md)")
-    parser.add_argument("--base", metavar="B", help="unconverted checkpoint to compare with; of an adapter, where its base is")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the samples (default: 0)")
+    parser.add_argument(
+        "--samples", type=whole(1, 10**6), default=100, metavar="N", help="a task and length (default: 100; the benchmark's own: 500)"
+    )
+    parser.add_argument("--haystack", type=path, metavar="F", help="UTF-8 text to hide needles in; RULER has Paul Graham's essays")
+    parser.add_argument(
+        "--qa", nargs="+", type=path, default=[], metavar="F", help="questions of qa_1, then of qa_2 (see docs/evaluate.md)"
+    )
+    parser.add_argument("--base", type=path, metavar="B", help="unconverted checkpoint to compare with; of an adapter, where its base is")
+    parser.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="prompts at once (default: 1)")
+    parser.add_argument("--seed", type=seed(), default=0, metavar="S", help="of the samples (default: 0)")
     parser.add_argument("--chat", action="store_true", help="ask in the tokenizer's chat template")
-    parser.add_argument("--dtype", default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
-    parser.add_argument("--out", metavar="DIR", help="keep each result as it comes; the same command goes on where it stopped")
-    parser.add_argument("--write-samples", metavar="DIR", help="write the samples as JSON lines instead; needs PATH's tokenizer alone")
+    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument("--out", type=path, metavar="DIR", help="keep each result as it comes; the same command goes on where it stopped")
+    parser.add_argument(
+        "--write-samples", type=path, metavar="DIR", help="write the samples as JSON lines instead; needs PATH's tokenizer alone"
+    )
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -56,15 +64,17 @@ def run(args: argparse.Namespace) -> Result:
     if args.write_samples:
         return _write_samples(args, settings, material)
     model = load_converted(args.path, args.base if is_adapter(args.path) else None, args.dtype)
+    refuse_not_finite(model, args.path)
     prompter = Prompter(tokenizer_of(args.path, args.base, model), args.chat)
     notes = _notes(model, settings)
     for note in notes:
-        print(f"warning: {note}", file=sys.stderr)
+        warn(note)
     base = None if is_adapter(args.path) else args.base
     if base is not None:
         if Checkpoint.open(base).section is not None:
             raise InPlaceTTTError(f"{base} is a converted checkpoint; --base takes what it was converted from.")
         _refuse_other_tokenizer(tokenizer_of(base), prompter, base)
+    say_now()
     results, names = Results(args.out), ["on", "off"] if base is None else ["on", "off", "base"]
     total = len(list(settings.cells())) * settings.count * len(names)
     with tqdm(total=total, unit="sample", desc="ruler", file=sys.stderr, disable=None) as bar:
@@ -102,15 +112,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    for name, least in (("samples", 1), ("batch_size", 1)):
-        if getattr(args, name) < least:
-            raise InPlaceTTTError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}.")
-    try:
-        lengths = tuple(dict.fromkeys(int(part) for part in args.lengths.split(",")))
-    except ValueError:
-        raise InPlaceTTTError(f"--lengths must be whole numbers with commas between, such as 4096,8192, got {args.lengths!r}.") from None
-    if min(lengths) < 1:
-        raise InPlaceTTTError(f"--lengths must be above 0, got {args.lengths!r}.")
+    lengths = tuple(dict.fromkeys(args.lengths))
     possible = tuple(name for name, task in TASKS.items() if task.questions is None or task.questions < len(args.qa))
     tasks = possible if args.tasks is None else tuple(dict.fromkeys(args.tasks.split(",")))
     if unknown := [name for name in tasks if name not in TASKS]:

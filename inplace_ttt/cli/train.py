@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from ..files.folders import disk_errors
+from ..files.json_files import read_json
 from ..training.launch import launch
+from ..training.model import meta_model
 from ..training.recipe import load_recipe
 from . import Result
+from .arguments import path, whole
+from .messages import say_now
 
 EXAMPLES = """examples:
   inplace-ttt train recipes/smollm2-demo-cpu.yaml
@@ -20,9 +24,9 @@ a run whose output has a complete checkpoint goes on from it. The same without t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="YAML file, see recipes/README.md")
+    parser.add_argument("recipe", type=path, help="YAML file, see recipes/README.md")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
-    parser.add_argument("--num-processes", type=int, metavar="N", help="processes on each node (default: parallel.processes)")
+    parser.add_argument("--num-processes", type=whole(1, 65536), metavar="N", help="processes on each node (default: parallel.processes)")
     parser.add_argument("--from-scratch", action="store_true", help="start anew although the output has checkpoints")
     parser.add_argument("--no-audit", action="store_true", help="start although the run deviates from the paper undeclared")
 
@@ -34,12 +38,15 @@ def run(args: argparse.Namespace) -> Result:
     recipe = load_recipe(args.recipe, settings)
     arguments = [args.recipe, *(part for setting in settings for part in ("--set", setting))]
     arguments += [flag for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit)) if given]
+    meta_model(recipe)  # refuses here, once, what every process would
     report = Path(recipe.output) / "train_report.json"
-    report.unlink(missing_ok=True)
+    with disk_errors(recipe.output):
+        report.unlink(missing_ok=True)
+    say_now()
     code = launch(recipe, arguments)
     if code or not report.exists():
         return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or 1
-    return json.loads(report.read_text()), 0
+    return read_json(report, "the run's report"), 0
 
 
 def render(result: dict[str, Any]) -> str:

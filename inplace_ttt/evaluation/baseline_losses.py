@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from ..files.folders import save_tensors
-from ..models import MODEL_TYPE
+from ..models import of_the_base
 from ..surgery import fast_weights, ttt_disabled
 from .token_losses import Progress, token_losses
 
-_SAYS_NOTHING = {MODEL_TYPE, "model_type", "auto_map", "architectures", "transformers_version", "_name_or_path"}
+_SAYS_NOTHING = {"architectures", "transformers_version", "_name_or_path"}
 """Keys of a config in which a base and its conversion may differ."""
 
 
@@ -68,7 +68,7 @@ def _of_model(model: PreTrainedModel) -> str:
     """sha256 of all that the model computes with when it does not write, to the bit."""
     generators = [layer.ttt for layer in fast_weights(model).values()]
     ttt = {id(tensor) for generator in generators for tensor in chain(generator.parameters(), generator.buffers())}
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _SAYS_NOTHING}
+    config = {key: value for key, value in of_the_base(model.config.to_dict()).items() if key not in _SAYS_NOTHING}
     digest = hashlib.sha256(json.dumps([config, str(model.device.type)], sort_keys=True, default=str).encode())
     for tensor in chain(model.parameters(), model.buffers()):
         if id(tensor) not in ttt:

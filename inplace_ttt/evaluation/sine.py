@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import InPlaceTTTError
-from ..files.settings import require
+from ..files.schema import require
 from ..memories.mac import MACModel, encoder
 from ..reports.statistics import Mean
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InPlaceTTTError
+from .folders import new_file
+from .json_files import read_json
 
 
 class Results:
@@ -29,9 +31,9 @@ class Results:
         """The result if there is one. Raises InPlaceTTTError where a value of `same`, or of a table in it, is another there."""
         if name not in self.known and self.folder is not None and (file := self.folder / f"{name}.json").exists():
             try:
-                result = json.loads(file.read_text(encoding="utf-8"))
+                result = read_json(file, "it holds no result")
                 known = {key: result[key] for key in same}
-            except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
+            except (InPlaceTTTError, KeyError):
                 raise InPlaceTTTError(f"{file} is not a result of this command; delete it or {self.remedy}.") from None
             for key, wanted in json.loads(json.dumps(same)).items():
                 for difference in _differing("" if isinstance(wanted, dict) else key, known[key], wanted):
@@ -42,12 +44,9 @@ class Results:
     def put(self, name: str, result: dict[str, Any]) -> None:
         self.known[name] = result
         if self.folder is not None:
-            partial = self.folder / f".{name}.partial"
-            try:
-                partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-                partial.replace(self.folder / f"{name}.json")
-            except OSError as error:
-                raise InPlaceTTTError(f"cannot write to {self.folder}: {error.strerror}; what is done is kept, run again.") from None
+            text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+            with new_file(self.folder / f"{name}.json", wait=True) as file:
+                file.write_text(text, encoding="utf-8")
 
 
 def _differing(key: str, known: Any, wanted: Any) -> Iterator[str]:

@@ -1,19 +1,24 @@
-"""Text files as rows of tokens: as much of each as is needed, and no more."""
+"""Text files, whole or as rows of tokens: as much of each as is needed, and no more."""
 
 from __future__ import annotations
 
 import codecs
 import os
+import stat
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from ..errors import InPlaceTTTError, one_line
+from ..errors import InPlaceTTTError, one_line, reported
+from .paths import kind_of
 
 _BYTES_A_TOKEN = 8
+_PIECE = 1 << 20
+_MOST_ENTRIES = 200_000
 _TAIL = 16
 """Tokens at the end of a cut text that may be others in the whole one."""
 
@@ -23,7 +28,8 @@ def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tens
     size = _BYTES_A_TOKEN * (tokens + _TAIL)
     while True:
         text, whole = _start_of(path, size)
-        ids = tokenizer(text, truncation=False, verbose=False).input_ids
+        with reported(f"the tokenizer cannot read {path}"):
+            ids = tokenizer(text, truncation=False, verbose=False).input_ids
         if whole or len(ids) >= tokens + _TAIL:
             break
         size *= 2
@@ -36,19 +42,54 @@ def files_in(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The files named, and for a folder the .txt files in it and below, sorted."""
     found: list[Path] = []
     for path in map(Path, paths):
-        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        files = _texts_in(path) if os.path.isdir(path) else [path]
         if not files:
             raise InPlaceTTTError(f"{path} has no .txt files; name the texts themselves.")
         found += files
     return found
 
 
+def _texts_in(folder: Path) -> list[Path]:
+    """The .txt files in a folder and below, sorted; not those of a whole disk."""
+    found: list[Path] = []
+    entries = 0
+    for here, folders, names in os.walk(folder):
+        found += [Path(here, name) for name in names if name.endswith(".txt")]
+        entries += len(folders) + len(names)
+        if entries > _MOST_ENTRIES:
+            raise InPlaceTTTError(f"{folder} holds more than {_MOST_ENTRIES:,} files; name the texts themselves, or a folder of them.")
+    return sorted(found)
+
+
+def read_text(path: str | os.PathLike[str], what: str = "") -> str:
+    """A whole UTF-8 text file, or with `-` what comes from standard input. what: names it in an error, with a space behind."""
+    try:
+        if str(path) == "-":
+            return sys.stdin.buffer.read().decode("utf-8") if hasattr(sys.stdin, "buffer") else sys.stdin.read()
+        with _opened(path, pipe=True) as file:
+            return file.read().decode("utf-8")
+    except (OSError, ValueError, AttributeError) as error:  # standard input may be closed, or none
+        raise InPlaceTTTError(f"cannot read {what}{path}: {one_line(error)}; give a UTF-8 text file.") from None
+
+
 def _start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
     """The text of a file's first bytes, and whether that is all of it."""
     try:
-        with open(path, "rb") as file:
-            start = file.read(size)
+        with _opened(path) as file:
+            pieces = []
+            while size > 0 and (piece := file.read(min(size, _PIECE))):
+                pieces.append(piece)
+                size -= len(piece)
             whole = not file.read(1)
-        return codecs.getincrementaldecoder("utf-8")().decode(start, final=whole), whole
-    except (OSError, UnicodeDecodeError) as error:
+        return codecs.getincrementaldecoder("utf-8")().decode(b"".join(pieces), final=whole), whole
+    except (OSError, ValueError) as error:
         raise InPlaceTTTError(f"cannot read the text {path}: {one_line(error)}; give a UTF-8 text file.") from None
+
+
+def _opened(path: str | os.PathLike[str], *, pipe: bool = False) -> BinaryIO:
+    """A file to read. A device may never end and a named pipe never begin; `pipe`: one from a process that runs, as bash's <(…)."""
+    mode = os.stat(path).st_mode
+    from_process = pipe and stat.S_ISFIFO(mode) and os.path.realpath(path).startswith("/proc/")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or from_process):
+        raise ValueError(f"it is {kind_of(mode)}")
+    return open(path, "rb")

@@ -5,23 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.precision import in_range
+
 
 class State:
     """S of every row [B, d, h], and its copy in the dtype that reads want; one tensor where that is S's own dtype."""
 
     def __init__(self, value: Tensor, dtype: torch.dtype) -> None:
         self.value = value
-        self._copy = value.to(dtype)
+        self._copy, self._factor = in_range(value, dtype)
 
-    def reader(self, dtype: torch.dtype) -> Tensor:
-        if self._copy.dtype != dtype:  # autocast came or went
-            self._copy = self.value.to(dtype)
-        return self._copy
+    def add_read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
+        """out [B, T, d] += η z Sᵀ, z [B, T, h]; of one row, [1, T, d] and [1, T, h]."""
+        if self._copy.dtype != out.dtype:  # autocast came or went
+            self._copy, self._factor = in_range(self.value, out.dtype)
+        rows = slice(None) if row is None else slice(row, row + 1)
+        if self._factor is None:
+            out.baddbmm_(z.to(out.dtype), self._copy[rows].mT, alpha=eta)
+        else:
+            out += ((z.to(out.dtype) @ self._copy[rows].mT) * (eta * self._factor[rows])).to(out.dtype)
 
     def put(self, row: int, state: Tensor | None) -> None:
         """Set a row's S [d, h]; None is zero."""
-        for held in {id(t): t for t in (self.value, self._copy)}.values():
-            held[row] = 0 if state is None else state
+        self.value[row] = 0 if state is None else state
+        if self._copy is not self.value:
+            narrow, factor = in_range(self.value[row], self._copy.dtype)
+            self._copy[row] = narrow
+            if self._factor is not None and factor is not None:
+                self._factor[row] = factor
 
     def select(self, rows: list[int]) -> State:
         return State(self.value[rows], self._copy.dtype)

@@ -23,6 +23,9 @@ class CarriesFastWeight:
 
     fast_weight: FastWeightStream
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty_carrier, (plain_class(self),), self.__dict__  # pickle would look the class up by its name
+
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         self.fast_weight.reset()
@@ -49,9 +52,13 @@ def _carrier(plain: type) -> type:
     return type(f"FastWeight{plain.__name__}", (CarriesFastWeight, plain), {})
 
 
+def _empty_carrier(plain: type) -> Any:
+    return object.__new__(_carrier(plain))
+
+
 def attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
     plain = cache.layers[layer]
-    carrier: Any = object.__new__(_carrier(type(plain)))  # type: ignore[arg-type]
+    carrier = _empty_carrier(type(plain))
     carrier.__dict__ = plain.__dict__
     carrier.fast_weight = stream
     cache.layers[layer] = carrier

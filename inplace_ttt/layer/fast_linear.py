@@ -6,6 +6,7 @@ linear), whose weight stays W0 under its own name. All it adds is the submodule 
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,12 +47,21 @@ class FastWeight(nn.Module):
     fast: LayerSettings
     hooks: LayerHooks
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (plain_class(self),), self.__dict__  # pickle would look the class up by its name
+
     def forward(self, z: Tensor) -> Tensor:
-        """[B, T, h] -> [B, T, d]."""
+        """[B, T, h] -> [B, T, d]; of families whose MLPs take all rows as one, [B T, h] -> [B T, d]."""
         call = self.hooks.claim(z)
         if call is None:
             return super().forward(z)
-        x, context = self._source(call), call.context
+        out = self._read(z.reshape(*call.context.shape, -1), self._source(call), call)
+        return out.reshape(*z.shape[:-1], -1)
+
+    def _read(self, z: Tensor, x: Tensor, call: LayerCall) -> Tensor:
+        context = call.context
+        if z.shape[-1] != features(self)[0]:
+            self.check_split()
         if call.cache is None:
             return self._read_whole(z, x, context)
         if context.group is not None:
@@ -63,6 +73,16 @@ class FastWeight(nn.Module):
         stream.abandon()
         return self._read_whole(z, x, context)
 
+    def check_split(self) -> None:
+        """Refuse what is no sum over h, where tensor parallelism gives each rank a part of the down-projection's input."""
+        config = self.fast.config
+        needing = {"clip": config.clip, "damping": config.damping, "whitening": config.whitening}
+        if held := [name for name, value in needing.items() if value is not None]:
+            raise InPlaceTTTError(
+                f"tensor parallelism splits the down-projection's input, of which {' and '.join(held)} would need the whole; "
+                "leave it out of the config, or split the model in another way."
+            )
+
     def _source(self, call: LayerCall) -> Tensor:
         """X of the target [B, T, d]."""
         if self.training and call.context.with_gradient and not torch.is_grad_enabled():
@@ -72,6 +92,7 @@ class FastWeight(nn.Module):
             )
         x = call.context.embeddings if self.fast.config.target == "embeddings" else call.mlp_input
         assert x is not None
+        x = x.reshape(*call.context.shape, -1)
         return x.detach() if self.fast.config.detach_target else x
 
     def _read_whole(self, z: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
@@ -156,7 +177,22 @@ class FastWeightConv1D(FastWeight, Conv1D):
         return self.weight.T
 
 
-_PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: FastWeightConv1D}
+_OF_PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: FastWeightConv1D}
+
+
+@functools.cache
+def _fast_class(plain: type) -> type[FastWeight]:
+    return _OF_PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {})
+
+
+def _empty(plain: type) -> Any:
+    made = _fast_class(plain)
+    return made.__new__(made)
+
+
+def plain_class(down: FastWeight) -> type:
+    """The layer's own class, without the fast weight."""
+    return type(down).__mro__[2]
 
 
 def check(parts: DecoderLayer) -> None:
@@ -181,8 +217,8 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     if weight.device.type != "meta":
         with gathered(target.parameters()):
             target.reset_parameters(std, seed)
-    plain = type(down)
-    _become(down, _PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {}))
+    plain: type = type(down)
+    _become(down, _fast_class(plain))
     hooks = LayerHooks(settings.layer, model)
     down.ttt, down.fast, down.hooks = target, settings, hooks  # type: ignore[assignment]
     hooks.attach(parts.attention, parts.mlp if config.target == "hidden_states" else None)
@@ -192,7 +228,7 @@ def remove(down: FastWeight) -> None:
     """Undo `install`: the plain module again, its weight untouched."""
     down.hooks.detach()
     del down.ttt, down.fast, down.hooks
-    _become(down, type(down).__mro__[2])
+    _become(down, plain_class(down))
 
 
 def _become(module: nn.Module, new: type[nn.Module]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span, document_starts
+from .attention_masks import documents_seen, seen_tokens
 from .sequence_parallel import gather_rows
 
 _reads_text: ContextVar[bool] = ContextVar("whether forwards read text, even one token at a time", default=False)
@@ -41,6 +42,8 @@ class ForwardContext:
     ) -> None:
         self.attention_mask: Any = given.get("attention_mask")
         self.position_ids: Tensor | None = given.get("position_ids")
+        ids, embedded = given.get("input_ids"), given.get("inputs_embeds")
+        self._rows = embedded.shape[:2] if embedded is not None else None if ids is None else ids.shape[:2]
         self.cu_seqlens: Tensor | None = given.get("cu_seq_lens_q")
         cache = given.get("past_key_values")
         self.past = 0 if cache is None else int(cache.get_seq_length())  # tokens in the cache before this forward
@@ -52,6 +55,15 @@ class ForwardContext:
         self._layouts: dict[int, ChunkLayout] = {}
         self._parts: dict[int, ChunkLayout] = {}
         self._spans: list[Span] | None = None
+
+    def take_embeddings(self, embeddings: Tensor) -> None:
+        """What enters the first layer [B, T, d]. Raises InPlaceTTTError where these are not the forward's rows and tokens."""
+        if self._rows is not None and embeddings.shape[:2] != self._rows:
+            raise InPlaceTTTError(
+                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}: this family is not [rows, tokens, width] "
+                "inside, which the fast weight needs."
+            )
+        self.embeddings = embeddings
 
     @property
     def generated(self) -> bool:
@@ -66,10 +78,9 @@ class ForwardContext:
 
     def _mask(self) -> Tensor | None:
         """The part of a 2-D mask that covers this forward's tokens, or None when it hides none of them."""
-        mask = self.attention_mask
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
+        if not self._has_2d_mask():
             return None
-        mask = mask[:, self.past : self.past + self.shape[1]]  # as attention takes it, which allows a mask that goes on
+        mask = self.attention_mask[:, self.past : self.past + self.shape[1]]  # as attention takes it, which allows a mask that goes on
         if mask.shape[1] < self.shape[1]:
             raise InPlaceTTTError(
                 f"attention_mask has {self.attention_mask.shape[1]} columns for {self.past} tokens in the cache and "
@@ -77,17 +88,31 @@ class ForwardContext:
             )
         return None if bool(mask.all()) else mask
 
-    def _attends(self) -> list[bool] | None:
-        """For a 4-D mask: whether each row's last token attends to anything; padding at the left does not."""
-        masks = self.attention_mask.values() if isinstance(self.attention_mask, dict) else [self.attention_mask]
-        for mask in masks:
-            if isinstance(mask, Tensor) and mask.dim() == 4:
-                seen = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
-                return seen.any(-1).expand(self.shape[0]).tolist()
-        return None
+    def _seen(self) -> Tensor | None:
+        """By a mask of who sees whom, made beforehand: whether each token of this forward sees each other, bool [b, T, T]."""
+        mask = self.attention_mask
+        if isinstance(mask, Mapping):  # one for each kind of layer
+            mask = mask.get("full_attention", next(iter(mask.values()), None))
+        if mask is None or self._has_2d_mask() or getattr(mask, "is_meta", False):  # `plan` counts a forward that has no values
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < self.shape[1]:
+            what = f"is {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+            raise InPlaceTTTError(f"attention_mask {what}, which does not show TTT what is padding; pass a 2-D mask [B, T], or none.")
+        return seen_tokens(mask, self.past, self.shape[1])
+
+    def _documents_seen(self) -> list[list[Span]] | None:
+        sees = self._seen()
+        if sees is None:
+            return None
+        documents = documents_seen(sees)
+        return documents * self.shape[0] if len(documents) == 1 else documents
 
     def _positions(self) -> Tensor | None:
-        return None if self.position_ids is None else self.position_ids.expand(self.shape[0], -1)
+        """Positions in the text [B, T]; of several kinds of them (images), the first of four are these, and three have none."""
+        positions = self.position_ids
+        if positions is not None and positions.dim() == 3:
+            positions = positions[0] if len(positions) == 4 else None
+        return None if positions is None else positions.expand(self.shape[0], -1)
 
     def layout(self, chunk_size: int) -> ChunkLayout:
         """Documents of a forward without a cache: cu_seq_lens, else the padding mask, else position_ids, else whole rows.
@@ -110,25 +135,27 @@ class ForwardContext:
 
     def _layout(self, chunk_size: int) -> ChunkLayout:
         batch, length = self.shape
-        mask, positions = self._mask(), self._positions()
+        mask, seen, positions = self._mask(), self._documents_seen(), self._positions()
         if self.cu_seqlens is not None:
-            layout = self._packed_by_cu_seqlens(self.cu_seqlens, positions, chunk_size)
-        elif mask is not None:
+            return self._packed_by_cu_seqlens(self.cu_seqlens, positions, chunk_size)
+        if mask is not None:
             layout = ChunkLayout.from_attention_mask(mask, chunk_size)
+        elif seen is not None:
+            layout = ChunkLayout(tuple(tuple(row) for row in seen), length, chunk_size)
         elif positions is not None and not self._has_2d_mask():
-            layout = ChunkLayout.from_position_ids(positions, chunk_size)
+            return ChunkLayout.from_position_ids(positions, chunk_size)
         else:
             layout = ChunkLayout.from_lengths([[length]] * batch, chunk_size)
-        if self._has_2d_mask() and self._restarts_inside([row[0] if row else (0, 0) for row in layout.documents]):
+        if self._restarts_inside(layout.documents):
             raise InPlaceTTTError(
-                "position_ids restart within a row while attention_mask is given, so attention sees one document and "
-                "TTT several; drop attention_mask for packed rows."
+                "position_ids restart within what attention_mask shows as one document, so attention sees one and TTT several; "
+                "drop attention_mask for packed rows."
             )
         return layout
 
     def _layout_across(self, group: ProcessGroup, chunk_size: int) -> ChunkLayout:
         positions = self._positions()
-        if positions is None or self.cu_seqlens is not None or self._mask() is not None:
+        if positions is None or self.cu_seqlens is not None or self._mask() is not None or self._seen() is not None:
             raise InPlaceTTTError(
                 "rows that ranks share show their documents by position_ids alone; pass these, without cu_seq_lens and padding masks."
             )
@@ -138,25 +165,24 @@ class ForwardContext:
         """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""
         if self._spans is None:
             batch, length = self.shape
-            mask, attends = self._mask(), self._attends()
+            mask, seen = self._mask(), self._documents_seen()
             if mask is not None:
-                rows = ChunkLayout.from_attention_mask(mask, chunk_size=1).documents
-                spans = [row[0] if row else (0, 0) for row in rows]
-            elif attends is not None:
-                # A compiled cache makes the mask 4-D; what is padding then shows in the positions that generation gives it.
-                spans = [(self._first_real(row), length) if real else (0, 0) for row, real in enumerate(attends)]
+                documents: Sequence[Sequence[Span]] = ChunkLayout.from_attention_mask(mask, chunk_size=1).documents
+            elif seen is not None:
+                # a padding token that a mask lets see itself looks like a document of one token
+                documents = [[span for span in row if span[1] - span[0] > 1] or row[-1:] for row in seen]
             else:
-                spans = [(0, length)] * batch
-            if self.cu_seqlens is not None or self._restarts_inside(spans):
+                documents = [[(0, length)]] * batch
+            if self.cu_seqlens is not None or any(len(row) > 1 for row in documents) or self._restarts_inside(documents):
                 raise InPlaceTTTError("several documents are packed in a row with a cache; pass use_cache=False for packed rows.")
-            self._spans = spans
+            self._spans = [row[0] if row else (0, 0) for row in documents]
         return self._spans
 
     def _packed_by_cu_seqlens(self, cu_seqlens: Tensor, positions: Tensor | None, chunk_size: int) -> ChunkLayout:
         batch, length = self.shape
         if batch != 1:
             raise InPlaceTTTError(f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row.")
-        if self._has_2d_mask():
+        if self._has_2d_mask() or self._seen() is not None:
             raise InPlaceTTTError(
                 "cu_seq_lens are given with attention_mask, under which attention sees one document; drop attention_mask."
             )
@@ -170,17 +196,10 @@ class ForwardContext:
     def _has_2d_mask(self) -> bool:
         return isinstance(self.attention_mask, Tensor) and self.attention_mask.dim() == 2
 
-    def _restarts_inside(self, spans: list[Span]) -> bool:
-        """Whether positions break off within a row's span, as they do where packed documents meet."""
+    def _restarts_inside(self, documents: Sequence[Sequence[Span]]) -> bool:
+        """Whether positions break off within a document, as they do where packed documents meet."""
         positions = self._positions()
         if positions is None or self.shape[1] == 1:
             return False
         starts = document_starts(positions)
-        return any(bool(starts[row, start + 1 : stop].any()) for row, (start, stop) in enumerate(spans))
-
-    def _first_real(self, row: int) -> int:
-        """The first token of a left-padded row, whose padding stands at one position."""
-        positions = self._positions()
-        if positions is None or self.shape[1] == 1:
-            return 0
-        return int(document_starts(positions)[row].nonzero()[-1])
+        return any(bool(starts[row, start + 1 : stop].any()) for row, spans in enumerate(documents) for start, stop in spans)

@@ -14,6 +14,7 @@ forward, however many forwards came in between. What is open and what is armed b
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from .cache import skip
@@ -110,7 +112,7 @@ class ModelHooks:
     def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """First decoder layer, before its forward (a recomputation finds the embeddings there already)."""
         if self.current is not None:
-            self.current.embeddings = args[0] if args else kwargs["hidden_states"]
+            self.current.take_embeddings(args[0] if args else kwargs["hidden_states"])
 
     def context_for(self, attention: nn.Module, kwargs: dict[str, Any]) -> ForwardContext | None:
         """The context that travelled to this attention, removed from its arguments; else the open one."""
@@ -127,8 +129,11 @@ class ModelHooks:
         kwargs.pop(_KEY, None)
         return args, kwargs
 
-    def close(self, base: nn.Module, args: Any, output: Any) -> None:
-        """Base model, after its forward: every TTT layer must have run. After one that broke off, nothing is left armed."""
+    def close(self, base: PreTrainedModel, args: Any, output: Any) -> None:
+        """Base model, after its forward: every TTT layer must have run, up to the last that it was to run (it may exit early).
+
+        After a forward that broke off, nothing is left armed.
+        """
         context = self.current
         if context is None:
             return
@@ -136,7 +141,7 @@ class ModelHooks:
         _armed.set(None)
         if output is None:
             context.embeddings = None
-        elif context.enabled and (missed := sorted(self.layers - context.called)):
+        elif context.enabled and (missed := sorted(i for i in self.layers - context.called if i < base.config.num_hidden_layers)):
             raise InPlaceTTTError(
                 f"the TTT down-projections of layers {missed} did not run in this forward: something replaced their MLP's "
                 "forward; undo that, or exclude these layers."
@@ -176,7 +181,10 @@ class LayerHooks:
             call.mlp_input = args[0] if args else kwargs["hidden_states"]
 
     def claim(self, z: Tensor) -> LayerCall | None:
-        """The armed call, once, or None when TTT is off; raises when this is not the one call of a forward over all its rows."""
+        """The armed call for z [B, T, h] or [B T, h], once, or None when TTT is off.
+
+        Raises InPlaceTTTError when this is not the one call of a forward over all its rows.
+        """
         call = _armed.get()
         if call is not None and call.layer is not self:
             call = None
@@ -189,7 +197,7 @@ class LayerHooks:
                 f"layer {self.index}'s down-projection was called outside a forward of the model, or twice in one (a tiled or "
                 "replaced MLP?); undo that, or call it under ttt_disabled(model)."
             )
-        if tuple(z.shape[:-1]) != call.context.shape:
+        if tuple(z.shape[:-1]) not in (call.context.shape, (math.prod(call.context.shape),)):
             raise InPlaceTTTError(
                 f"layer {self.index}'s down-projection got rows {list(z.shape[:-1])} of a sequence of {list(call.context.shape)}: "
                 "the MLP is tiled or flattened, or the sequence is split across devices; TTT needs whole sequences."

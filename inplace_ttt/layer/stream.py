@@ -129,8 +129,7 @@ class FastWeightStream:
 
     def _read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
         if self._state is not None:
-            state = self._state.reader(out.dtype)
-            out.baddbmm_(z.to(out.dtype), (state if row is None else state[row : row + 1]).mT, alpha=eta)
+            self._state.add_read(out, z, eta, row)
 
     def _take_span(self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer) -> None:
         """Read and take in a row's span, one chunk after the other; the row's tokens end at `last`."""
@@ -144,7 +143,7 @@ class FastWeightStream:
     def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer) -> None:
         """Read and take in spans of whole chunks, all rows at once; none can be taken back."""
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
-        read, state = layer.write(z, x, ChunkLayout(documents, z.shape[1], self.chunk_size), self.state, reads=True)
+        read, state = layer.write(z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True)
         out += read.to(out.dtype)
         self._state = State(state, z.dtype)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
@@ -159,7 +158,7 @@ class FastWeightStream:
             return
         z, x = self._open.followed_by(index, row.filled, z, x)
         before = None if self._state is None else self._state.value[index]
-        chunk = ChunkLayout.from_lengths([[self.chunk_size]], self.chunk_size)
+        chunk = ChunkLayout.shared((((0, self.chunk_size),),), self.chunk_size, self.chunk_size)
         after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[1][0]
         if undoable:
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())

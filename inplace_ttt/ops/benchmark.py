@@ -29,9 +29,11 @@ WIDTHS = {
 }
 """d and h of real down-projections."""
 TOKENS = (8192, 32768, 131072)
-CHUNK_SIZES = (256, 512, 1024, 4096)
+CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 
 _ETA = 0.1
+_WARM_UP_SECONDS = 0.1
+"""What a GPU at rest takes to reach its clock."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ def measure(
             z.grad = v.grad = weight.grad = None
             gc.collect()
             torch.cuda.empty_cache()
+    end = time.monotonic() + (_WARM_UP_SECONDS if device.startswith("cuda") else 0)
+    while time.monotonic() < end:
+        run(forms["linear"])
     seconds: dict[str, list[float]] = {name: [] for name in peaks}
     for _ in range(repeats):
         for name in peaks:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..layout import ChunkLayout, Span
-from .precision import state_dtype, without_autocast
+from .precision import add_product_, state_dtype, without_autocast
 from .reference import clip_factor
 
 
@@ -188,7 +188,7 @@ class _Walk:
                 for chunk in self.layout.chunks((start, stop)):
                     here = slice(*chunk)
                     if carry is not None:
-                        out[row, here].addmm_(z[row, here], carry.T.to(z.dtype), beta=0, alpha=self.read)
+                        add_product_(out[row, here], z[row, here], carry.T, beta=0, alpha=self.read)
                     if self.is_written(chunk, row, number):
                         carry = self.add_delta(carry, row, chunk)
                 if state is not None and number == len(self.layout.documents[row]) - 1:
@@ -229,7 +229,7 @@ class _Walk:
         for chunk in chunks:
             here = slice(*chunk)
             if carry is not None:
-                dz[row, here].addmm_(d_out[row, here], carry.to(dz.dtype), beta=0, alpha=self.read)
+                add_product_(dz[row, here], d_out[row, here], carry, beta=0, alpha=self.read)
             if self.is_written(chunk, row, number) and chunk is not chunks[-1]:
                 carry = self.add_delta(carry, row, chunk)
 
@@ -245,9 +245,9 @@ class _Walk:
         """Add to dZ, and set dV, of a chunk that was written into a carry with gradient `d_carry` [d, h]."""
         here = slice(*chunk)
         keys, values = self.z[row, here], self.v[row, here]
-        d_delta = self._through_clip(d_carry, keys, values).to(keys.dtype)
-        dv[row, here].addmm_(keys, d_delta.T, beta=0, alpha=self.write)
-        dz[row, here].addmm_(values, d_delta, alpha=self.write)
+        d_delta = self._through_clip(d_carry, keys, values)
+        add_product_(dv[row, here], keys, d_delta.T, beta=0, alpha=self.write)
+        add_product_(dz[row, here], values, d_delta, alpha=self.write)
 
     def _through_clip(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The gradient of a delta D from that of cD, c = min(1, τ/‖D‖): c (G - [c<1] D ⟨D, G⟩ / ‖D‖²)."""

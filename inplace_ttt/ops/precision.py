@@ -1,9 +1,10 @@
-"""The precision of the fast-weight state."""
+"""The precision of the fast-weight state, and how it meets tensors of less."""
 
 import contextlib
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -14,3 +15,24 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast would take the state to half precision; there is none on the meta device, where `plan` runs the op."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def in_range(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A matrix [..., d, h] of the state in `dtype`, and the factor [..., 1, 1] that its products are to be multiplied by.
+
+    Only float16 needs one, a power of two: what is read is ηS, and S itself may leave 6e-8 to 65,504.
+    """
+    if dtype != torch.float16:
+        return matrix.to(dtype), None
+    largest = matrix.abs().amax(dim=(-2, -1), keepdim=True)
+    factor = torch.exp2(torch.where(largest > 0, largest, 1.0).log2().ceil())
+    return (matrix / factor).to(dtype), factor
+
+
+def add_product_(out: Tensor, a: Tensor, matrix: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """out = beta · out + alpha · a @ matrix, in place, where `matrix` is in the state's dtype and the others in another."""
+    narrow, factor = in_range(matrix, a.dtype)
+    if factor is None:
+        return out.addmm_(a, narrow, beta=beta, alpha=alpha)
+    product = (a @ narrow).to(factor.dtype) * (alpha * factor)
+    return out.copy_(product if beta == 0 else product + beta * out)

@@ -15,6 +15,7 @@ over three ranks, with a, b, c for the three slices of d:
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, overload
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ..layout import ChunkLayout
+from ..layout import ChunkLayout, on_device
 from . import fast_weight
 from .chunked import sum_of_writes
 from .precision import state_dtype
@@ -59,20 +60,28 @@ def fast_weight_across_ranks(
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = layout.part(rank, ranks)
-    links = layout.links(ranks)
-    if initial_state is None:
-        links[:, :, 0] = 0
-    if not return_state:
-        links[:, -1] = 0
+    links, links_here = _links(layout, ranks, initial_state is not None, return_state, z.device, state_dtype(z.dtype))
     if not links.any():  # no document crosses a border
         return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip)
     wanted = links[:, :, rank + 1].any(dim=1).tolist()
     spans = [spans[-1] if spans and wanted[row] else None for row, spans in enumerate(part.documents)]
     sums = sum_of_writes(z, v, spans, layout=part, clip=clip)
-    links = links.to(z.device, state_dtype(z.dtype))
-    start, final = _Scan.apply(sums, initial_state, links, group, return_state)
+    start, final = _Scan.apply(sums, initial_state, links_here, group, return_state)
     out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, clip=clip)
     return (out, final) if return_state else out
+
+
+@functools.lru_cache(maxsize=16)
+def _links(
+    layout: ChunkLayout, ranks: int, starts: bool, hands_on: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The links that this call has, on the host and on the device: copied once for all layers."""
+    links = layout.links(ranks)
+    if not starts:
+        links[:, :, 0] = 0
+    if not hands_on:
+        links[:, -1] = 0
+    return links, on_device(links.to(dtype), device)
 
 
 class _Scan(torch.autograd.Function):

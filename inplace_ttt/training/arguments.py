@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from .meeting import Meeting
 from .recipe import Recipe
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
-    """The Trainer's arguments; made before the model, so that ZeRO-3 partitions it while it loads."""
-    import deepspeed
+    """The Trainer's arguments, once the process group is open; made before the model, so that ZeRO-3 partitions it while it loads."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
     o, m, shared = recipe.optimisation, recipe.monitor, recipe.parallel.sequence_parallel
     on_gpu = torch.cuda.is_available()
     parallelism = None
-    deepspeed.init_distributed("nccl" if on_gpu else "gloo", auto_mpi_discovery=False)
     if shared > 1:
         handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=recipe.model.attention, sp_seq_length_is_variable=True)
         parallelism = ParallelismConfig(
@@ -56,6 +55,15 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         seed=o.seed,
         disable_tqdm=False,
     )
+
+
+def open_group(meeting: Meeting) -> None:
+    """The run's process group, made known to DeepSpeed."""
+    import deepspeed
+    from deepspeed.constants import default_pg_timeout
+
+    meeting.open_group("nccl" if torch.cuda.is_available() else "gloo", default_pg_timeout)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
 
 
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class TrainingData:
 def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
     """The rows of a run. `tokenizer` is unused with `data.recall`. Raises InPlaceTTTError for data that cannot train.
 
-    Every process of a run may call it: one tokenises and packs, the others wait and read the cache.
+    Every process of a run calls it: of those that see one cache, one tokenises and packs while the others wait at its lock,
+    however long it takes, and then read the cache.
     """
     data = recipe.data
     check_sharing(recipe, chunk_size)

@@ -39,7 +39,10 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes a device holds at the peak of a step. host: what is offloaded to the machine's own memory instead."""
+    """Bytes a device holds at the peak of a step. host: what is offloaded to the machine's own memory instead.
+
+    evaluation: bytes in all at the peak of reading held-out rows, between two steps.
+    """
 
     parameters: int
     gradients: int
@@ -47,14 +50,23 @@ class DeviceMemory:
     activations: int
     buckets: int
     host: int = 0
+    evaluation: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Of the device's bytes at the peak of a step."""
+        return {name: getattr(self, name) for name in ("parameters", "gradients", "optimiser", "activations", "buckets")}
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimiser + self.activations + self.buckets
+        return sum(self.parts.values())
 
 
-def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost) -> DeviceMemory:
-    """Under DeepSpeed: the weights' dtype for weights and gradients, float32 masters and two float32 moments."""
+def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluation: int = 0) -> DeviceMemory:
+    """Under DeepSpeed: the weights' dtype for weights and gradients, float32 masters and two float32 moments.
+
+    evaluation: bytes of one batch of held-out rows beside the weights; 0 where nothing is held out.
+    """
     settings: Mapping[str, Any] = recipe.deepspeed_settings().get("zero_optimization", {})
     stage, ranks = recipe.zero_stage, recipe.parallel.world
     size = 4 if recipe.model.dtype == "float32" else 2
@@ -77,23 +89,42 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost) -> Device
     update = 0 if offloads else 8 * model.trained // ranks if stage else 8 * model.largest
     accumulates = stage >= 2 or recipe.optimisation.accumulation > 1
     beside = step.activations if accumulates else step.step - own_gradients
-    activations = max(beside + _shared_rows(recipe, model), update)
-    return DeviceMemory(parameters, own_gradients, 0 if offloads else optimiser, activations, buckets, host)
+    kept = recipe.optimisation.gradient_checkpointing
+    activations = max(beside + _shared_rows(recipe, model, one_layer=kept), update)
+    held = 0 if offloads else optimiser
+    if evaluation:
+        # Between steps ZeRO-3 keeps its buffers for gradients and buckets; the other stages free theirs.
+        evaluation += parameters + held + _shared_rows(recipe, model, one_layer=True) + (own_gradients + buckets if stage == 3 else 0)
+    return DeviceMemory(parameters, own_gradients, held, activations, buckets, host, evaluation)
 
 
-def single_process_memory(model: ModelSize, step: StepCost, size: int) -> DeviceMemory:
+def single_process_memory(model: ModelSize, step: StepCost, size: int, evaluation: int = 0) -> DeviceMemory:
     """One process with torch's AdamW and no DeepSpeed: everything in the weights' dtype of `size` bytes."""
-    gradients = size * model.trained
+    parameters, gradients = size * model.parameters + model.buffers, size * model.trained
     activations = max(step.step - gradients, 2 * size * model.largest)
-    return DeviceMemory(size * model.parameters + model.buffers, gradients, 2 * gradients, activations, 0)
+    return DeviceMemory(parameters, gradients, 2 * gradients, activations, 0, evaluation=parameters + 2 * gradients + evaluation)
 
 
-def _shared_rows(recipe: Recipe, model: ModelSize) -> int:
-    """Ranks that share rows: the state each TTT layer starts from is kept for the backward, and three more in the exchange."""
+def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
+    """On disk: one checkpoint to go on from, and the trained model that a run leaves.
+
+    A checkpoint has the model as transformers saves it, DeepSpeed's float32 masters and moments, and DeepSpeed's own copy of the
+    weights: without frozen ones for LoRA, and under ZeRO-3, where masters are all there is of trained weights, of frozen ones alone.
+    """
+    size = 4 if recipe.model.dtype == "float32" else 2
+    adapter, stage = recipe.optimisation.train == "lora", recipe.zero_stage
+    final = size * (model.trained if adapter else model.parameters)
+    masters = 12 if stage or size == 2 else 8
+    copied = (model.trained if adapter else model.parameters) - (model.trained if stage == 3 else 0)
+    return final + masters * model.trained + size * copied, final
+
+
+def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
+    """Ranks that share rows: the state a TTT layer starts from, of one layer or of all for the backward, and three in the exchange."""
     if recipe.parallel.sequence_parallel == 1 or not model.fast_weights:
         return 0
     states = [4 * recipe.optimisation.batch_size * d * h for d, h in model.fast_weights]
-    return (max(states) if recipe.optimisation.gradient_checkpointing else sum(states)) + 3 * max(states)
+    return (max(states) if one_layer else sum(states)) + 3 * max(states)
 
 
 def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from ..surgery import fast_weights
 logger = logging.getLogger(__name__)
 
 _WRITE_RATIO, _GRAD_NORM = 1.0, 100.0
+MOST_SKIPPED = 3
+"""Steps in a row that DeepSpeed may skip before the run stops."""
 
 
 class GradientTap:
@@ -110,6 +112,38 @@ def check_gradient(norm: float, warnings: list[str]) -> None:
     if norm > _GRAD_NORM:
         note(
             warnings, f"the gradient's norm went above {_GRAD_NORM:g} before clipping; a lower learning rate or a longer warm-up may help."
+        )
+
+
+class SkippedSteps:
+    """Steps that DeepSpeed left out, which it does without a word where the gradient is not finite."""
+
+    def __init__(self) -> None:
+        self.count = self.in_a_row = 0
+
+    def record(self, step: int, skipped: bool) -> None:
+        """After each optimiser step; raises NotSoError after `MOST_SKIPPED` in a row that were none."""
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        self.count += 1
+        logger.warning("step %d was skipped, since its gradient is not finite: no weight was changed", step)
+        if self.in_a_row == MOST_SKIPPED:
+            raise NotSoError(
+                f"the gradient was not finite in {MOST_SKIPPED} steps in a row, the last of them step {step}, and DeepSpeed skipped them: "
+                "the weights are as before; lower the learning rates or eta, or look for bad rows in the data."
+            )
+
+    def warnings(self) -> list[str]:
+        """A sentence for the report."""
+        return [f"{self.count} steps were skipped, since their gradient was not finite"] if self.count else []
+
+
+def clip_finite(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Clip gradients by their norm; where that is not finite, clipping would make all of them zero, or no numbers."""
+    if not bool(torch.nn.utils.clip_grad_norm_(parameters, limit).isfinite()):
+        raise NotSoError(
+            "the gradient is not finite, and the weights are as before; lower the learning rates or eta, or look for bad rows in the data."
         )
 
 

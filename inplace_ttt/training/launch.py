@@ -9,23 +9,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from ..errors import InPlaceTTTError
+from .packages import check_packages
 from .recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-_NEEDED = ("accelerate", "datasets", "deepspeed", "peft", "yaml")
-
 
 def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
     """Run `deepspeed --module inplace_ttt.training RECIPE …` to its end; gives its exit code. The children log to stderr."""
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise InPlaceTTTError(f"training needs {', '.join(missing)}; pip install 'inplace-ttt[train]'.")
+    check_packages(recipe)
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")

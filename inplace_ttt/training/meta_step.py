@@ -1,4 +1,4 @@
-"""What one micro-step holds and computes, found by running it on the meta device."""
+"""What one micro-step and one batch of evaluation hold and compute, found by running them on the meta device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
 
 from ..surgery import causal_lm
+from .held_out import held_out_sums
 from .model import meta_model
 from .recipe import Recipe
 
@@ -38,23 +39,47 @@ class StepCost:
 
 def step_cost(recipe: Recipe) -> StepCost:
     """Forward and backward of one micro-step on the meta device."""
-    rows, length = recipe.optimisation.batch_size, recipe.data.sequence_length // recipe.parallel.sequence_parallel
-    model = meta_model(recipe).train()
+    model = _on_meta(recipe).train()
     lm = causal_lm(model)
     if recipe.optimisation.gradient_checkpointing:
         # The second is its name in older transformers.
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    if recipe.model.attention != "eager":
-        lm.config._attn_implementation = _NAMES[recipe.model.attention]
-    meter = _Meter(model, lm.config.get_text_config().vocab_size, rows * length)
+    meter = _Meter(model, lm.config.get_text_config().vocab_size, _tokens(recipe))
     with torch.device("meta"), meter:
-        ids = torch.zeros(rows, length, dtype=torch.long)
-        # Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash attention takes none.
-        seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
-        mask = torch.zeros(rows, 1, seen, seen, dtype=torch.bool)
+        ids, mask = _inputs(recipe)
         _loss(lm, ids, mask, recipe.optimisation.liger).backward()
     return StepCost(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
+
+
+def evaluation_cost(recipe: Recipe) -> int:
+    """Bytes beside the weights at the peak of reading one batch of held-out rows, on the meta device."""
+    model = _on_meta(recipe).eval()
+    meter = _Meter(model, model.config.get_text_config().vocab_size, _tokens(recipe))
+    with torch.device("meta"), meter:
+        ids, mask = _inputs(recipe)
+        held_out_sums(model, {"input_ids": ids, "attention_mask": mask}, torch.zeros_like(ids))
+    return meter.peak
+
+
+def _on_meta(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's model on the meta device, with an attention that holds there what its own holds on a device."""
+    model = meta_model(recipe)
+    if recipe.model.attention != "eager":
+        causal_lm(model).config._attn_implementation = _NAMES[recipe.model.attention]
+    return model
+
+
+def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """A device's micro-batch [B, T]. Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash takes none."""
+    length = recipe.data.sequence_length // recipe.parallel.sequence_parallel
+    ids = torch.zeros(recipe.optimisation.batch_size, length, dtype=torch.long)
+    seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
+    return ids, torch.zeros(len(ids), 1, seen, seen, dtype=torch.bool)
+
+
+def _tokens(recipe: Recipe) -> int:
+    return recipe.optimisation.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..attention_window import set_attention_window
@@ -18,6 +18,7 @@ from ..checkpoint.loading import load, load_base
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, one_line
 from ..files.json_files import read_json
+from ..files.memory import require_memory
 from ..models import MODEL_TYPE
 from ..surgery import convert, fast_weights
 from .recipe import Lora, Recipe
@@ -38,6 +39,10 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     settings: dict[str, Any] = {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
     try:
         if path is None:
+            if not is_deepspeed_zero3_enabled():  # there each rank holds a part, from the first tensor on
+                with torch.device("meta"):
+                    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+                require_memory(parameters * settings["dtype"].itemsize, "a model of this config")
             built = AutoModelForCausalLM.from_config(config, **settings)
         elif is_adapter(path) or ttt is None:
             built = load(path, config=config, **settings)
@@ -45,7 +50,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
             built = load_base(path, config=config, **settings)
     except InPlaceTTTError:
         raise
-    except (ValueError, ImportError) as error:
+    except Exception as error:
         _refuse(recipe, "model", one_line(error).rstrip("."))
     if not fast_weights(built):
         convert(built, ttt)
@@ -55,23 +60,29 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:
-    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config, no weights.
-
-    The config of a hub model is looked for beside the recipe first, as configs/OWNER--NAME.json, so that no network is needed.
-    """
-    config, ttt = _architecture(recipe, configs=recipe.path.parent / "configs" if recipe.path else None)
+    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config as `planned_architecture` does, no weights."""
+    config, ttt = planned_architecture(recipe)
     try:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
-    except ValueError as error:
+    except InPlaceTTTError:
+        raise
+    except Exception as error:
         _refuse(recipe, "model", one_line(error).rstrip("."))
     if not fast_weights(built):
         convert(built, ttt)
     return _choose_trained(built, recipe)
 
 
+def planned_architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
+    """The model's config with the recipe's overrides, and the surgery still to make (None for a full converted checkpoint).
+
+    The config of a hub model is looked for beside the recipe first, as configs/OWNER--NAME.json, so that no network is needed.
+    """
+    return _architecture(recipe, configs=recipe.path.parent / "configs" if recipe.path else None)
+
+
 def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
-    """The model's config with the recipe's overrides, and the surgery still to make (None for a full converted checkpoint)."""
     model, path, surgery = recipe.model, recipe.model.path, recipe.surgery
     adapter = None
     if path is None:
@@ -107,7 +118,7 @@ def _read_config(recipe: Recipe, source: str, configs: Path | None) -> dict[str,
         _refuse(recipe, "model.path", f"{source} does not exist; give a model folder or a hub id")
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         _refuse(recipe, "model.path", f"cannot read the config of {source} ({one_line(error).rstrip('.')}); give a local model folder")
     if not values:
         _refuse(recipe, "model.path", f"{source} has no config.json; give a model folder or a hub id")
@@ -116,14 +127,14 @@ def _read_config(recipe: Recipe, source: str, configs: Path | None) -> dict[str,
 
 def _build_config(recipe: Recipe, values: Mapping[str, Any], key: str) -> PreTrainedConfig:
     name = values.get("model_type")
-    if name not in CONFIG_MAPPING:
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
         _refuse(recipe, f"model.{key}", f"model_type {name!r} is not one that transformers knows")
     try:
         return CONFIG_MAPPING[name].from_dict(copy.deepcopy(dict(values)))
     except InPlaceTTTError:
         raise
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        _refuse(recipe, f"model.{key}", " ".join(str(error).split()).rstrip("."))
+    except Exception as error:
+        _refuse(recipe, f"model.{key}", one_line(error).rstrip("."))
 
 
 def _override(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -174,8 +185,11 @@ def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
 
 def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     """LoRA on the frozen model, with the TTT parameters trained and saved beside it."""
-    from peft import LoraConfig, get_peft_model
-    from peft.tuners.tuners_utils import check_target_module_exists
+    try:
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import check_target_module_exists
+    except ImportError:
+        _refuse(recipe, "optimisation.train", "lora needs peft; pip install 'inplace-ttt[train]'")
 
     lora = recipe.optimisation.lora or Lora()
     config = LoraConfig(

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from ..config import InPlaceTTTConfig
 from ..families import features
 from ..surgery import config_of, fast_weights
-from .device_memory import DeviceMemory, ModelSize, communication, deepspeed_memory
-from .meta_step import StepCost, step_cost
+from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory
+from .meta_step import StepCost, evaluation_cost, step_cost
 from .model import meta_model
 from .recipe import Recipe
 from .ulysses import attention_heads, sharing_problems
@@ -25,6 +25,8 @@ class TrainingPlan:
     """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser step unless named otherwise.
 
     tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last are read.
+    evaluation_bytes: of a device at the peak of reading held-out rows; 0 where nothing is held out. checkpoint_bytes: of one on disk.
+    disk_bytes: of all that the run has on disk at its peak. saving_host_bytes: of memory on the first node while ZeRO-3 saves.
     flops_per_step: over all devices, recomputation included. fast_weight_flops: the share of it that TTT adds.
     """
 
@@ -38,7 +40,11 @@ class TrainingPlan:
     zero_stage: int
     sequence_parallel: int
     per_device_bytes: dict[str, int]
+    evaluation_bytes: int
     host_bytes: int
+    checkpoint_bytes: int
+    disk_bytes: int
+    saving_host_bytes: int
     logits_bytes: int
     state_bytes_per_sequence: int
     communication_bytes: dict[str, int]
@@ -77,7 +83,10 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         fast_weights=tuple(features(layer)[::-1] for layer in layers.values()),
     )
     step = step_cost(recipe)
-    memory = deepspeed_memory(recipe, size, step)
+    holds_out = bool(recipe.data.validation or recipe.data.validation_documents)
+    memory = deepspeed_memory(recipe, size, step, evaluation_cost(recipe) if holds_out else 0)
+    checkpoint, final = checkpoint_bytes(recipe, size)
+    checkpoints = min(recipe.monitor.keep + 1, recipe.steps // recipe.monitor.save_every)  # a new one stands before an old one goes
     flops = step.product_flops + _attention_flops(recipe, text, size)
     micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
     tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
@@ -91,8 +100,12 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         devices=recipe.parallel.world,
         zero_stage=recipe.zero_stage,
         sequence_parallel=recipe.parallel.sequence_parallel,
-        per_device_bytes={**{k: v for k, v in dataclasses.asdict(memory).items() if k != "host"}, "total": memory.total},
+        per_device_bytes={**memory.parts, "total": memory.total},
+        evaluation_bytes=memory.evaluation,
         host_bytes=memory.host,
+        checkpoint_bytes=checkpoint,
+        disk_bytes=checkpoints * checkpoint + final,
+        saving_host_bytes=final if recipe.zero_stage == 3 else 0,
         logits_bytes=step.logits,
         state_bytes_per_sequence=size.state_bytes,
         communication_bytes=communication(recipe, size),
@@ -168,14 +181,21 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
 
 
 def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, available: int | None) -> list[str]:
-    if available is None or memory.total <= available:
+    if available is None:
         return []
-    parts = {name: value for name, value in dataclasses.asdict(memory).items() if name != "host"}
-    largest = max(parts, key=lambda name: parts[name])
-    return [
-        f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part are the {largest} with "
-        f"{parts[largest] / _GB:.1f} GB: {_remedy(recipe, largest, step)}."
-    ]
+    found = []
+    if memory.total > available:
+        largest = max(memory.parts, key=lambda name: memory.parts[name])
+        found.append(
+            f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part are the {largest} with "
+            f"{memory.parts[largest] / _GB:.1f} GB: {_remedy(recipe, largest, step)}."
+        )
+    if memory.evaluation > available:
+        found.append(
+            f"A device needs {memory.evaluation / _GB:.1f} GB to read held-out rows and has {available / _GB:.1f}; lower "
+            "optimisation.batch_size, or raise parallel.sequence_parallel."
+        )
+    return found
 
 
 def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:

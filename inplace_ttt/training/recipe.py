@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config import InPlaceTTTConfig
-from ..files.settings import WrongSetting, at_least, read_settings, require
+from ..errors import shown
+from ..files.json_files import parse_json
+from ..files.paths import name_problem, require_regular
+from ..files.schema import WrongSetting, at_least, at_most, require
+from ..files.settings import read_settings
+
+_MOST, _MOST_LAYERS = 2**31 - 1, 4096
+_LAYERS = re.compile(r"(^|_)layers?$")
+"""Values of a model's config that count its layers: each takes time to build, even without weights."""
+_MOST_TOKENS = 2**24
+"""Of a row."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,10 @@ class Model:
     def __post_init__(self) -> None:
         require((self.path is None) != (self.config is None), "path", "give either path or config (a model from scratch)")
         require(self.config is None or "model_type" in self.config, "config", "config needs model_type")
+        for table in (self.config or {}, self.overrides):
+            for name, value in table.items():
+                least = _MOST_LAYERS if _LAYERS.search(name) else _MOST
+                require(not isinstance(value, (int, float)) or abs(value) <= least, "config", f"{name} must be at most {least:,}")
         require(self.window is None or self.attention == "sdpa", "window", f"has no effect with {self.attention} attention")
 
     @property
@@ -63,6 +77,7 @@ class Recall:
 
     def __post_init__(self) -> None:
         at_least(1, self, "pairs", "vocabulary", "rows")
+        at_most(_MOST, self, "pairs", "vocabulary", "rows")
 
 
 @dataclass(frozen=True)
@@ -112,7 +127,9 @@ class Data:
         require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
         require(not (self.train and self.recall), "recall", "has no effect beside train")
         at_least(2, self, "sequence_length")
+        at_most(_MOST_TOKENS, self, "sequence_length")
         at_least(0, self, "validation_documents", "seed")
+        at_most(2**32 - 1, self, "seed")
         require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")
 
 
@@ -169,6 +186,9 @@ class Optimisation:
         for name in ("learning_rate", "conv_learning_rate", "proj_learning_rate", "epsilon", "max_grad_norm"):
             value = getattr(self, name)
             require(value is None or value > 0, name, "must be above 0")
+        at_least(0, self, "seed")
+        at_most(2**32 - 1, self, "seed")
+        at_most(2**20, self, "batch_size", "accumulation")
         at_least(0, self, "weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "eta_warmup_steps")
         require(0 <= self.final_ratio <= 1, "final_ratio", "must be from 0 to 1")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", "must be two numbers from 0 up to 1")
@@ -186,6 +206,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         at_least(1, self, "processes", "sequence_parallel", "nodes")
+        at_most(65536, self, "processes", "sequence_parallel", "nodes")
         world = self.processes * self.nodes
         require(world % self.sequence_parallel == 0, "sequence_parallel", f"{self.sequence_parallel} does not divide {world} processes")
         require(self.nodes == 1 or self.hostfile is not None, "hostfile", f"{self.nodes} nodes need a hostfile")
@@ -249,6 +270,7 @@ class Recipe:
     path: Path | None = field(default=None, metadata={"internal": True})
 
     def __post_init__(self) -> None:
+        require((problem := name_problem(self.output)) is None, "output", f"{shown(self.output)} {problem}")
         if isinstance(self.deepspeed, int):
             require(0 <= self.deepspeed <= 3, "deepspeed", f"there is no ZeRO stage {self.deepspeed}; use 0 to 3, a file, or settings")
         require(
@@ -284,16 +306,24 @@ class Recipe:
             return dict(self.deepspeed)
         if isinstance(self.deepspeed, int):
             return {"zero_optimization": {"stage": self.deepspeed}}
+        file = self.beside(self.deepspeed)
+        require_regular(file, "the DeepSpeed settings cannot be read")
         try:
-            return json.loads(self.beside(self.deepspeed).read_text())
+            values = parse_json(file.read_bytes())
         except OSError as error:
-            raise WrongSetting("deepspeed", f"cannot read {self.beside(self.deepspeed)}: {error.strerror}") from None
-        except json.JSONDecodeError as error:
-            raise WrongSetting("deepspeed", f"{self.beside(self.deepspeed)} is no JSON: {error}") from None
+            raise WrongSetting("deepspeed", f"cannot read {file}: {error.strerror}") from None
+        except ValueError as error:
+            raise WrongSetting("deepspeed", f"{file} is no JSON: {error}") from None
+        require(isinstance(values, dict), "deepspeed", f"{file} is not a JSON object")
+        return values
 
     @property
     def zero_stage(self) -> int:
-        return int(self.deepspeed_settings().get("zero_optimization", {}).get("stage", 0))
+        zero = self.deepspeed_settings().get("zero_optimization", {})
+        stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+        if type(stage) is not int or not 0 <= stage <= 3:
+            raise WrongSetting("deepspeed", f"zero_optimization must be a table with a stage from 0 to 3, got {shown(zero)}")
+        return stage
 
     @property
     def rows_per_step(self) -> int:

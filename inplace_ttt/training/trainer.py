@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..checkpoint.saved_tensors import verify_saved
 from ..errors import InPlaceTTTError, NotSoError
-from ..surgery import ttt_disabled
+from ..layer.sequence_parallel import ulysses_group
+from ..surgery import share_sequence, ttt_disabled
+from .batches import held_out_batches, needs_document_lengths, with_document_lengths
+from .guards import SkippedSteps, clip_finite
+from .held_out import held_out_sums
 from .parameters import parameter_groups, schedule
 from .recipe import Recipe
 
@@ -28,7 +35,7 @@ class FastWeightTrainer(Trainer):
     """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
 
     def __init__(self, recipe: Recipe, resumes_from: Path | None = None, **kwargs: Any) -> None:
-        self.recipe, self.resumes_from = recipe, resumes_from
+        self.recipe, self.resumes_from, self.skipped = recipe, resumes_from, SkippedSteps()
         super().__init__(**kwargs)
         self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
 
@@ -42,12 +49,14 @@ class FastWeightTrainer(Trainer):
             groups = parameter_groups(model or self.model, settings)
             options: dict[str, Any] = {"betas": tuple(settings.betas), "eps": settings.epsilon}
             offload = self.recipe.deepspeed_settings().get("zero_optimization", {}).get("offload_optimizer")
+            optimizer: torch.optim.Optimizer
             if offload and offload.get("device") == "cpu" and torch.cuda.is_available():
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-                self.optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+                optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
             else:
-                self.optimizer = torch.optim.AdamW(groups, **options)
+                optimizer = torch.optim.AdamW(groups, **options)
+            self.optimizer = optimizer
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -77,6 +86,17 @@ class FastWeightTrainer(Trainer):
         )
         return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the Trainer does, which steps within the backward; steps that DeepSpeed skips are counted."""
+        engine = self.model_wrapped
+        # Called under stage 0 in float32 alone, the one case in which DeepSpeed lets a gradient pass that is not finite.
+        engine.clip_fp32_gradients = functools.partial(clip_finite, self.model.parameters(), self.args.max_grad_norm)
+        steps, skipped = engine.global_steps, engine.skipped_steps
+        loss = super().training_step(*args, **kwargs)
+        if engine.global_steps > steps:
+            self.skipped.record(self.state.global_step + 1, engine.skipped_steps > skipped)
+        return loss
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Any:
@@ -86,10 +106,10 @@ class FastWeightTrainer(Trainer):
         (Gathering the losses through autograd, as the Trainer does by itself for ranks that share rows, hands every rank
         its gradient once for each of them: a norm `sequence_parallel` times too large wherever DeepSpeed divides by less.)
         """
-        if num_items_in_batch is None or not self.model.training:
-            return super().compute_loss(model, inputs, return_outputs)
         if self.shares_rows:
             inputs = {**inputs, "labels": inputs["shift_labels"]}
+        if needs_document_lengths(self.recipe):
+            inputs = with_document_lengths(inputs)
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss * self._divided_by
         reported = outputs.loss.detach() * self.accelerator.num_processes  # whose mean over the ranks is the loss
@@ -114,14 +134,31 @@ class FastWeightTrainer(Trainer):
             )
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss with writes (`eval_loss`), without (`eval_off_loss`), and on minus off (`eval_difference`)."""
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        """Held-out loss, a mean over tokens, and accuracy with writes (`eval_loss`), without (`eval_off_loss`), and on minus off."""
+        rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
+        metrics = self._held_out(rows, name)
         with ttt_disabled(self.model):
-            metrics |= super().evaluate(eval_dataset, ignore_keys, f"{metric_key_prefix}_off")
-        difference = metrics[f"{metric_key_prefix}_loss"] - metrics[f"{metric_key_prefix}_off_loss"]
-        metrics[f"{metric_key_prefix}_difference"] = difference
-        self.log({f"{metric_key_prefix}_difference": difference})
+            metrics |= self._held_out(rows, f"{name}_off")
+        metrics[f"{name}_difference"] = metrics[f"{name}_loss"] - metrics[f"{name}_off_loss"]
+        metrics[f"{name}_seconds"] = round(time.perf_counter() - began, 1)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
         return metrics
+
+    def _held_out(self, rows: Any, name: str) -> dict[str, float]:
+        """Over all ranks, each with rows of its own or, where ranks share rows, its part of them."""
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64)
+        group = ulysses_group()
+        with self.compute_loss_context_manager(), nullcontext() if group is None else share_sequence(self.model, group):
+            for batch in held_out_batches(rows, self.recipe, self.args.process_index):
+                batch = self._prepare_inputs(batch)
+                if needs_document_lengths(self.recipe):
+                    batch = with_document_lengths(batch)
+                targets = batch.pop("shift_labels")
+                sums += held_out_sums(self.model, batch, targets).cpu()
+        loss, hits, count = _summed(sums, self.args.device).tolist()
+        return {f"{name}_loss": loss / count, f"{name}_accuracy": hits / count} if count else {f"{name}_loss": float("nan")}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer does, then checked and marked as complete; only then older ones go."""
@@ -157,21 +194,6 @@ class FastWeightTrainer(Trainer):
                 shutil.rmtree(final)
             staging.rename(final)
         return final
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Rows to a batch [B, T]; no attention mask, since position_ids show the documents."""
-    return {
-        name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows])
-        for name in ("input_ids", "position_ids", "labels")
-    }
-
-
-def accuracy(prediction: Any) -> dict[str, float]:
-    """Share of the targets that the most likely token hits."""
-    guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
-    scored = labels != -100
-    return {"accuracy": float((guesses == labels)[scored].mean()) if scored.any() else float("nan")}
 
 
 def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:

@@ -6,6 +6,7 @@ and forgets sliding windows. Flash attention reads both from its arguments; `sdp
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig |
         )
     if recipe.model.attention == "eager":
         found.append("Ranks cannot share rows under eager attention; set model.attention to sdpa or flash_attention_2.")
+    if recipe.model.attention == "flash_attention_2" and recipe.optimisation.batch_size > 1:
+        found.append(
+            f"Of {recipe.optimisation.batch_size} rows at a time that ranks share, flash attention would not see the documents; set "
+            "optimisation.batch_size to 1 and raise accumulation."
+        )
     return found
 
 
@@ -64,6 +70,19 @@ def sdpa_sees_documents() -> None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
     AttentionInterface.register("sdpa", forward)
+
+
+def ulysses_in_evaluation() -> None:
+    """Let ranks share rows in evaluation as in training; accelerate turns that off, for loaders that give each rank rows of its own."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    init = UlyssesSPAttentionHF.__init__
+
+    @functools.wraps(init)
+    def always(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{name: value for name, value in kwargs.items() if name != "disable_in_eval"})
+
+    UlyssesSPAttentionHF.__init__ = always
 
 
 def document_mask(positions: Tensor, window: int | None) -> Tensor | None:

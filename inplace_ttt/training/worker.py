@@ -14,17 +14,21 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..surgery import config_of
-from .arguments import training_arguments
+from .arguments import open_group, training_arguments
 from .audit import audit_recipe, write_report
+from .batches import collate
 from .data import TrainingData, build_data
+from .data_report import DataReport
 from .guards import FirstStep, GradientTap
-from .model import build_model
+from .meeting import Meeting
+from .model import build_model, meta_model
 from .monitor import DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose
+from .packages import check_packages
 from .recipe import Recipe
 from .repeated_passages import with_repeated_passages
 from .row_order import rows_to_come
-from .trainer import FastWeightTrainer, accuracy, collate, last_checkpoint, remove_incomplete
-from .ulysses import check_sharing, sdpa_sees_documents
+from .trainer import FastWeightTrainer, last_checkpoint, remove_incomplete
+from .ulysses import check_sharing, sdpa_sees_documents, ulysses_in_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,8 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
         "seconds": round(time.perf_counter() - began, 1),
         "resumed_from": str(ready.checkpoint) if ready.checkpoint else None,
         "data": ready.data.report.to_dict(),
-        "warnings": ready.warnings,
+        "skipped_steps": ready.trainer.skipped.count,
+        "warnings": [*ready.warnings, *ready.trainer.skipped.warnings()],
         "recipe": recipe.to_dict(),
     }
     if ready.trainer.is_world_process_zero():
@@ -73,22 +78,27 @@ class Prepared:
 def prepare(recipe: Recipe, resume: bool, audit: bool) -> Prepared:
     """Everything that can be refused is refused here, before the first step."""
     output, rank = Path(recipe.output), _rank(recipe)
+    check_packages(recipe)
     checkpoint = last_checkpoint(output) if resume else None
     done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if done >= recipe.steps:
         raise InPlaceTTTError(f"{checkpoint} has run all {recipe.steps} steps already; raise optimisation.steps, or name another output.")
-    if audit and recipe.audit.profile is not None and checkpoint is None and rank == 0:
-        refuse_undeclared(recipe, output)
+    meeting = Meeting.by_environment()
+    with meeting.preparing():
+        shape = meta_model(recipe)
+        check_sharing(recipe, config_of(shape).chunk_size, shape.config)
+        tokenizer = read_tokenizer(recipe)
+        data = build_data(recipe, tokenizer, config_of(shape).chunk_size)
+        if audit and recipe.audit.profile is not None and checkpoint is None and rank == 0:
+            refuse_undeclared(recipe, data.report, output)
+    open_group(meeting)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe)
     model = build_model(recipe)
     model.config.use_cache = False
-    tokenizer, chunk_size = read_tokenizer(recipe), config_of(model).chunk_size
-    check_sharing(recipe, chunk_size, model.config)
     if recipe.parallel.sequence_parallel > 1:
         sdpa_sees_documents()
-    with arguments.main_process_first(desc="tokenising"):
-        data = build_data(recipe, tokenizer, chunk_size)
+        ulysses_in_evaluation()
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
         for folder in remove_incomplete(output):
@@ -105,8 +115,6 @@ def prepare(recipe: Recipe, resume: bool, audit: bool) -> Prepared:
         data_collator=collate,
         processing_class=tokenizer,
         callbacks=callbacks(recipe, model, data.train if held_out is None else held_out, warnings, rank == 0),
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        compute_metrics=accuracy,
     )
     return Prepared(trainer, data, checkpoint, warnings)
 
@@ -123,9 +131,9 @@ def _rank(recipe: Recipe) -> int:
     return int(os.environ["RANK"])
 
 
-def refuse_undeclared(recipe: Recipe, output: Path) -> None:
-    """The audit before the first step, on a copy of the model, written beside the run; NotSoError on an undeclared deviation."""
-    report = audit_recipe(recipe)
+def refuse_undeclared(recipe: Recipe, data: DataReport, output: Path) -> None:
+    """The audit before the first step, written beside the run; NotSoError on an undeclared deviation."""
+    report = audit_recipe(recipe, data=data)
     page = write_report(report, output)
     if report.undeclared:
         raise NotSoError(

@@ -1,43 +1,62 @@
 """The clip c = min(1, τ / ‖D‖) of each chunk's delta D = VᵀZ, and the gradient through it, without making D.
 
-With R the gradient of cD: dD = c (R - k D), where k = ⟨D, R⟩ / ‖D‖² if c < 1, else 0. Since Z Dᵀ = (Z Zᵀ) V and
-V D = (V Vᵀ) Z, the second term costs 2 C²(d + h) multiply-adds a chunk, against 3 C·d·h through D itself: less for chunks
-below 1.5 dh / (d + h) tokens.
+With R the gradient of cD: dD = c (R - k D), where k = ⟨D, R⟩ / ‖D‖² if c < 1, else 0. The walk gives cR, so that dV = Z (cR)ᵀ and
+dZ = V (cR) are there before, and ⟨D, cR⟩ = ⟨dV, V⟩. Since Z Dᵀ = (Z Zᵀ) V and V D = (V Vᵀ) Z, the second term costs 2 C²(d + h)
+multiply-adds a chunk, against 3 C·d·h through D itself: less for chunks below 1.5 dh / (d + h) tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .documents import Document
-from .gram import squared_norms
+from .documents import Plan
+from .gram import inner_products, squared_norms
+from .products import combine, packed, scores
+from .schedule import to_device
+
+_SCORES = 1 << 28
+"""Bytes of Gram matrices at a time."""
 
 
-def chunk_factors(v: Tensor, z: Tensor, documents: Sequence[Document], chunk: int, tau: Tensor) -> dict[Document, tuple[Tensor, Tensor]]:
-    """For each document (c_j, ‖D_j‖²) [writes] of its written chunks, float32; v [N, d], z [N, h], tau []."""
-    writing = [document for document in documents if document.writes]
-    starts = [document.start + j * chunk for document in writing for j in range(document.writes)]
-    if not starts:
-        return {}
-    squares = squared_norms(v, z, torch.tensor(starts, device=z.device), chunk)
+@dataclass(frozen=True)
+class Clips:
+    """Of every write of the call, in order: its first token, also on the device, and c and ‖D‖² [n] float32."""
+
+    starts: tuple[int, ...]
+    places: Tensor
+    chunk: int
+    factors: Tensor
+    squares: Tensor
+
+
+def clips_of(v: Tensor, z: Tensor, plan: Plan, tau: Tensor) -> Clips | None:
+    """v [N, d], z [N, h], tau []; None where nothing is written."""
+    if not plan.written[-1]:
+        return None
+    starts, places = _starts(plan, z.device)
+    squares = squared_norms(v, z, places, plan.chunk)
     norms = squares.sqrt()
-    exceeds = norms > tau
-    factors = torch.where(exceeds, tau / torch.where(exceeds, norms, 1.0), 1.0)
-    counts = [document.writes for document in writing]
-    return dict(zip(writing, zip(factors.split(counts), squares.split(counts), strict=True), strict=True))
+    return Clips(starts, places, plan.chunk, torch.where(norms > tau, tau / norms, torch.ones_like(norms)), squares)
 
 
-def add_clip_gradient(
-    keys: Tensor, values: Tensor, slots: Tensor, factors: Tensor, squares: Tensor, d_keys: Tensor, d_values: Tensor
-) -> None:
-    """Turn d_values, which is Z Rᵀ, into Z dDᵀ, and add V dD to d_keys; all [n, C, …], slots R [n, d, h], factors, squares [n]."""
-    for z, v, r, c, square, dz, dv in zip(keys, values, slots, factors.view(-1, 1, 1), squares, d_keys, d_values, strict=True):
-        along = (dv.float() * v.float()).sum() / torch.where(square > 0, square, 1.0)
-        k = torch.where(c < 1, along, 0.0)
-        dz.addmm_((c * v).to(v.dtype), r)
-        dz.addmm_((-c * k * (v @ v.T)).to(v.dtype), z)
-        dv.copy_(c * dv)
-        dv.addmm_((-c * k * (z @ z.T)).to(v.dtype), v)
+@lru_cache(maxsize=64)
+def _starts(plan: Plan, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
+    starts = tuple(document.start + j * plan.chunk for document in plan.documents for j in range(document.writes))
+    return starts, to_device(starts, device)
+
+
+def add_gradient(clips: Clips, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> None:
+    """Take from dv [N, d], which is Z (cR)ᵀ, and from dz [N, h] what goes through the clip's own factor."""
+    along = inner_products(dv, v, clips.places, clips.chunk)
+    pull = -torch.where((clips.factors < 1) & (clips.squares > 0), along / clips.squares, torch.zeros_like(along))
+    at_once = max(_SCORES // (clips.chunk * clips.chunk * z.itemsize), 1)
+    for first in range(0, len(clips.starts), at_once):
+        starts = clips.starts[first : first + at_once]
+        which = packed(tuple((start, clips.chunk) for start in starts), z)
+        factors = pull[first : first + at_once]
+        for of, times, into in ((z, v, dv), (v, z, dz)):
+            combine(scores(of, of, which, "all", chunk=clips.chunk, factors=factors), times, which, into, "all")

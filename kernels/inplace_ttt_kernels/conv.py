@@ -17,6 +17,8 @@ from .support import INTERPRETED
 
 _TOKENS, _CHANNELS = (8, 16) if INTERPRETED else (64, 64)
 _TOKENS_A_SUM = 4 * _TOKENS if INTERPRETED else 32 * _TOKENS
+_TOKENS_OF_TAPS = _TOKENS // 2
+"""All taps of a tile are in registers at a time."""
 
 
 @triton.jit
@@ -51,24 +53,28 @@ def convolve_kernel(
 @triton.jit(do_not_specialize=["length", "first_tap"])
 def taps_gradient_kernel(
     d_out, x, ids, parts, length, d, first_tap, g_row, g_token, x_row, x_token,
-    TAPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
+    TAPS: tl.constexpr, TAPS_ROOM: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: Σ_t d_out_t ∘ x_{t+f+j} over BLOCKS · BT tokens of one row, by BC channels; parts [programs, TAPS, d]."""
     row = tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     ids += row * length
-    parts += (row * tl.num_programs(0) + tl.program_id(0)) * TAPS * d + c
-    for j in tl.static_range(TAPS):
-        sums = tl.zeros((BC,), tl.float32)
-        for block in range(BLOCKS):
-            t = (tl.program_id(0) * BLOCKS + block) * BT + tl.arange(0, BT)
+    parts += (row * tl.num_programs(0) + tl.program_id(0)) * TAPS * d
+    taps = tl.arange(0, TAPS_ROOM)[:, None]
+    sums = tl.zeros((TAPS_ROOM, BC), tl.float32)
+    for block in range(BLOCKS):
+        t = (tl.program_id(0) * BLOCKS + block) * BT + tl.arange(0, BT)
+        mine = _chunk_of(ids, t, length)
+        real = (mine >= 0)[:, None] & (c < d)[None, :]
+        grad = tl.load(d_out + row * g_row + t.to(tl.int64)[:, None] * g_token + c[None, :], mask=real, other=0.0).to(tl.float32)
+        for j in tl.static_range(TAPS):  # rows of x that one tap reads are the next one's but for one, and come from the cache
             there = t + first_tap + j
-            mine = _chunk_of(ids, t, length)
             inside = ((mine >= 0) & (_chunk_of(ids, there, length) == mine))[:, None] & (c < d)[None, :]
-            grad = tl.load(d_out + row * g_row + t.to(tl.int64)[:, None] * g_token + c[None, :], mask=inside, other=0.0)
             source = tl.load(x + row * x_row + there.to(tl.int64)[:, None] * x_token + c[None, :], mask=inside, other=0.0)
-            sums += tl.sum(grad.to(tl.float32) * source.to(tl.float32), axis=0)
-        tl.store(parts + j * d, sums, mask=c < d)
+            # what is outside of the tap may be NaN in the gradient too
+            part = tl.sum(tl.where(inside, grad, 0.0) * source.to(tl.float32), axis=0)
+            sums += tl.where(taps == j, part[None, :], 0.0)
+    tl.store(parts + taps * d + c[None, :], sums, mask=(taps < TAPS) & (c < d)[None, :])
 
 
 def convolve(x: Tensor, conv: Tensor, ids: Tensor, first_tap: int, reverse: bool = False) -> Tensor:
@@ -92,6 +98,6 @@ def taps_gradient(d_out: Tensor, x: Tensor, ids: Tensor, first_tap: int, taps: i
     if parts.numel():
         taps_gradient_kernel[(programs, triton.cdiv(d, _CHANNELS), batch)](
             d_out, x, ids, parts, length, d, first_tap, d_out.stride(0), d_out.stride(1), x.stride(0), x.stride(1),
-            TAPS=taps, BT=_TOKENS, BC=_CHANNELS, BLOCKS=_TOKENS_A_SUM // _TOKENS,
+            TAPS=taps, TAPS_ROOM=triton.next_power_of_2(taps), BT=_TOKENS_OF_TAPS, BC=_CHANNELS, BLOCKS=_TOKENS_A_SUM // _TOKENS_OF_TAPS,
         )  # fmt: skip
     return parts.sum(dim=0).T.unsqueeze(1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import Tensor
+
+_LONGEST_PIECE = 4096
+"""Tokens outside of the walked documents that one program goes through for W0's gradient, before another takes over."""
 
 
 @dataclass(frozen=True)
@@ -31,56 +34,38 @@ class Document:
     @property
     def writes(self) -> int:
         complete = (self.stop - self.start) // self.chunk
-        return complete if self.ends else min(complete, self.chunks - 1)
+        return complete if self.ends else max(min(complete, self.chunks - 1), 0)
 
     @property
     def read_from(self) -> int:
-        return 0 if self.begins else 1
+        return 0 if self.begins else min(1, self.chunks)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """The tokens of chunks first:last."""
         return min(self.start + first * self.chunk, self.stop), min(self.start + last * self.chunk, self.stop)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Slots first : first + count of a walk, filled by one launch: `steps` steps after the `done` ones.
-
-    lead: the first slot holds what the walk starts from, before any step.
-    """
-
-    first: int
-    count: int
-    lead: bool
-    done: int
-    steps: int
-    is_last: bool
-
-
-def groups(slots: int, room: int, lead: bool, steps: int) -> Iterator[Group]:
-    """A walk of `steps` steps that fills `slots` slots, at most `room` at once; a step each, and none for a lead."""
-    first = done = 0
-    while True:
-        count = min(room, slots - first)
-        is_last = first + count == slots
-        leads = lead and first == 0
-        here = steps - done if is_last else count - leads
-        yield Group(first, count, leads, done, here, is_last)
-        if is_last:
-            return
-        first, done = first + count, done + here
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """documents: the walked ones, in order; short: those that take the dual form. plain: spans whose product with W0 no walk
-    makes, merged. outside: those of no walked document."""
+    """One object for all calls of a kind over the same documents, which caches know it by.
 
+    documents: the walked ones, in order, an empty one for a row without any that has a state; short: those that take the
+    dual form. plain: spans whose product with W0 no walk makes, merged. outside: those of no walked document, in pieces."""
+
+    batch: int
+    chunk: int
     documents: tuple[Document, ...]
     short: tuple[Document, ...]
     plain: tuple[tuple[int, int], ...]
     outside: tuple[tuple[int, int], ...]
-    rows_without: tuple[int, ...]
+
+    @functools.cached_property
+    def written(self) -> tuple[int, ...]:
+        """The number of each walked document's first write among those of the call."""
+        numbers = [0]
+        for document in self.documents:
+            numbers.append(numbers[-1] + document.writes)
+        return tuple(numbers)
 
 
 def plan_of(spans: Tensor, batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool) -> Plan:
@@ -91,7 +76,7 @@ def plan_of(spans: Tensor, batch: int, length: int, chunk: int, longest: int, ha
     return _plan(tuple(map(tuple, spans.tolist())), batch, length, chunk, longest, has_start, hands_on)
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _plan(
     spans: tuple[tuple[int, int, int], ...], batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool
 ) -> Plan:
@@ -105,13 +90,11 @@ def _plan(
             kind = short if is_short else documents
             kind.append(Document(row, row * length + start, row * length + stop, chunk, begins, ends))
     read = [document.span(document.read_from, document.chunks) for document in documents]
-    return Plan(
-        tuple(documents),
-        tuple(short),
-        tuple(_gaps(read, batch * length)),
-        tuple(_gaps([(document.start, document.stop) for document in documents], batch * length)),
-        tuple(sorted({*range(batch)} - {row for row, _, _ in spans})),
-    )
+    plain = _gaps(read, batch * length)
+    outside = _gaps([(document.start, document.stop) for document in documents], batch * length)
+    empty = sorted({*range(batch)} - {row for row, _, _ in spans}) if hands_on or has_start else []
+    documents += [Document(row, 0, 0, chunk, has_start, hands_on) for row in empty]
+    return Plan(batch, chunk, tuple(documents), tuple(short), tuple(plain), tuple(_pieces(outside, chunk)))
 
 
 def _gaps(spans: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
@@ -121,3 +104,10 @@ def _gaps(spans: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]
         if done < start:
             yield done, start
         done = max(done, stop)
+
+
+def _pieces(spans: Iterator[tuple[int, int]], chunk: int) -> Iterator[tuple[int, int]]:
+    """The spans in pieces of whole chunks, so that several programs share a long one."""
+    longest = max(_LONGEST_PIECE // chunk, 1) * chunk
+    for start, stop in spans:
+        yield from ((first, min(first + longest, stop)) for first in range(start, stop, longest))

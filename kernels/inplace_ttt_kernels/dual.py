@@ -6,16 +6,16 @@ With A the scores Z Zᵀ of each chunk with the chunks before it, zero elsewhere
 
     O += η A V      dZ += η (B + Bᵀ) Z      dV = η Aᵀ dO
 
-All scores are made, then half are cleared: a document is short where even that is less work than its walk. Forward that is
-T²(d + h) multiply-adds against T·d·h, backward 2T²(d + h) against 3T·d·h. The products are cuBLAS's.
+A document is short where even all of its scores are less work than its walk: forward T²(d + h) multiply-adds against T·d·h,
+backward 2T²(d + h) against 3T·d·h. Tiles of scores that are all zero are skipped. All short documents take one launch a product.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .documents import Document
+from .documents import Plan
+from .products import Problems, combine, packed, scores
 
 
 def longest(d: int, h: int) -> int:
@@ -23,21 +23,20 @@ def longest(d: int, h: int) -> int:
     return d * h // (d + h)
 
 
-def add_reads(z: Tensor, v: Tensor, document: Document, eta: float, out: Tensor) -> None:
-    """Add what the document's chunks read beside W0 to out [N, d]; z [N, h], v [N, d]."""
-    here = slice(document.start, document.stop)
-    out[here].addmm_(_scores(z[here], z[here], document.chunk), v[here], alpha=eta)
+def add_reads(z: Tensor, v: Tensor, plan: Plan, eta: float, out: Tensor) -> None:
+    """Add what the short documents' chunks read beside W0 to out [N, d]; z [N, h], v [N, d]."""
+    if which := _short(plan, z):
+        combine(scores(z, z, which, "earlier", chunk=plan.chunk, alpha=eta), v, which, out, "earlier")
 
 
-def add_gradients(z: Tensor, v: Tensor, d_out: Tensor, document: Document, eta: float, dz: Tensor, dv: Tensor) -> None:
-    """Add to dz [N, h] and set dv [N, d] in the document; d_out [N, d]."""
-    here = slice(document.start, document.stop)
-    dv[here].addmm_(_scores(z[here], z[here], document.chunk).T, d_out[here], beta=0, alpha=eta)
-    through = _scores(d_out[here], v[here], document.chunk)
-    dz[here].addmm_(through + through.T, z[here], alpha=eta)
+def add_gradients(z: Tensor, v: Tensor, d_out: Tensor, plan: Plan, eta: float, dz: Tensor, dv: Tensor) -> None:
+    """Add to dz [N, h] and set dv [N, d] in the short documents; d_out [N, d]."""
+    if which := _short(plan, z):
+        read = scores(z, z, which, "earlier", chunk=plan.chunk, alpha=eta)
+        combine(read, d_out, which, dv, "earlier", transposed=True, add=False)
+        through = scores(d_out, v, which, "earlier and later", chunk=plan.chunk, alpha=eta)
+        combine(through, z, which, dz, "earlier and later")
 
 
-def _scores(x: Tensor, y: Tensor, chunk: int) -> Tensor:
-    """x yᵀ [T, T] where the column's chunk comes before the row's, else 0."""
-    number = torch.arange(len(x), device=x.device) // chunk
-    return (x @ y.T).masked_fill_(number[:, None] <= number, 0)
+def _short(plan: Plan, z: Tensor) -> Problems | None:
+    return packed(tuple((document.start, document.stop - document.start) for document in plan.short), z) if plan.short else None

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .support import INTERPRETED
 from .tuning import Tile, capability, run_tuned, tiles
 
 
@@ -32,27 +33,27 @@ def squared_norms_kernel(
 ):  # fmt: skip
     """One program: tile (i, j), i ≥ j, of one chunk's two Gram matrices; out [chunks, tiles · tiles], 0 above the diagonal."""
     count = tl.cdiv(chunk, B)
-    number, place = tl.program_id(0), tl.program_id(1)
+    number, place = tl.program_id(0) // (count * count), tl.program_id(0) % (count * count)
     i, j = place // count, place % count
     part = 0.0
     if i >= j:
-        token = tl.load(starts + number)
+        token = tl.load(starts + number).to(tl.int64)
         first, second = i * B + tl.arange(0, B), j * B + tl.arange(0, B)
         in_first, in_second = first < chunk, second < chunk
         values = _gram(a, token + first, token + second, in_first, in_second, d, a_stride, PRECISION, B, BK)
         keys = _gram(b, token + first, token + second, in_first, in_second, h, b_stride, PRECISION, B, BK)
         part = tl.sum(values * keys) * tl.where(i == j, 1.0, 2.0)
-    tl.store(out + number.to(tl.int64) * count * count + place, part)
+    tl.store(out + tl.program_id(0), part)
 
 
 def squared_norms(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
-    """‖AᵀB‖_F² [n] float32 of the chunks of a [N, d] and b [N, h] that start at the tokens `starts` [n] int64."""
-    assert a.stride(1) == b.stride(1) == 1 and starts.dtype == torch.int64
+    """‖AᵀB‖_F² [n] float32 of the chunks of a [N, d] and b [N, h] that start at the tokens `starts` [n] int32 or int64."""
+    assert a.stride(1) == b.stride(1) == 1 and not starts.is_floating_point()
 
     def launch(tile: Tile) -> Tensor:
         count = triton.cdiv(chunk, tile.rows)
         out = torch.empty(len(starts), count * count, dtype=torch.float32, device=a.device)
-        squared_norms_kernel[(len(starts), count * count)](
+        squared_norms_kernel[(out.numel(),)](  # one axis: the others end at 65,535
             a, b, starts, out, chunk, a.shape[1], b.shape[1], a.stride(0), b.stride(0),
             PRECISION="ieee" if a.dtype == torch.float32 else "tf32", B=tile.rows, BK=tile.depth,
             num_warps=tile.warps, num_stages=tile.stages,
@@ -62,3 +63,27 @@ def squared_norms(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
     candidates = tiles(a.dtype, capability(a.device), square=True)
     key = ("gram", a.device, a.dtype, a.shape[1], b.shape[1])
     return run_tuned(key, candidates, launch, repeatable=True, device=a.device).sum(dim=1).clamp(min=0)
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def inner_products_kernel(a, b, starts, out, chunk, n, a_stride, b_stride, BT: tl.constexpr, BC: tl.constexpr):
+    """One program: Σ a ∘ b over BT tokens of one chunk; out [chunks, ⌈chunk / BT⌉]."""
+    count = tl.cdiv(chunk, BT)
+    t = tl.program_id(0) % count * BT + tl.arange(0, BT)
+    token = (tl.load(starts + tl.program_id(0) // count).to(tl.int64) + t)[:, None]
+    sums = tl.zeros((BT, BC), tl.float32)
+    for c in range(0, n, BC):
+        columns = c + tl.arange(0, BC)[None, :]
+        inside = (t < chunk)[:, None] & (columns < n)
+        left = tl.load(a + token * a_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        sums += left * tl.load(b + token * b_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + tl.program_id(0), tl.sum(sums))
+
+
+def inner_products(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
+    """Σ a ∘ b [n] float32 over the chunks of a, b [N, n] that start at the tokens `starts` [n]."""
+    assert a.stride(1) == b.stride(1) == 1
+    tokens, columns = (8, 32) if INTERPRETED else (16, 128)
+    out = torch.empty(len(starts), triton.cdiv(chunk, tokens), dtype=torch.float32, device=a.device)
+    inner_products_kernel[(out.numel(),)](a, b, starts, out, chunk, a.shape[1], a.stride(0), b.stride(0), BT=tokens, BC=columns)
+    return out.sum(dim=1)

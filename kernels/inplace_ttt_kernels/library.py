@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import conv as convolution
-from .fast_weight import backward, forward
 from .operands import operands_of
+from .passes import backward, forward
 
 Gradients = tuple[Tensor | None, ...]
 

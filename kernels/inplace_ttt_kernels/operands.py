@@ -2,72 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from . import dual
-from .clip import chunk_factors
-from .documents import Document, Plan, groups, plan_of
+from .clip import Clips, clips_of
+from .documents import Plan, plan_of
+from .products import multiply
+from .schedule import Launch, Run, reads
+from .support import multiprocessors
 from .walk import walk
 
-COPIES = 3
-"""Extra memory of a call in float32 copies of W0, whatever the length; more makes larger groups of chunks, and fewer launches."""
+SLOTS_BYTES = 1 << 30
+"""Extra memory of a call for slots; more makes larger groups of chunks, and fewer launches and round trips of the sum."""
+
+_READING_TILE = (128, 256)
+_WALKING_TILE = 128 * 256
 
 
 @dataclass(frozen=True)
 class Operands:
-    """z [N, h] and v [N, d] with N = B · T; weight [d, h] or None; start [B, d, h] float32 or None; tau [] or None."""
+    """z [N, h] and v [N, d] with N = B · T; weight [d, h] or None; start [B, d, h] float32 or None."""
 
     z: Tensor
     v: Tensor
     weight: Tensor | None
     start: Tensor | None
-    tau: Tensor | None
     eta: float
     plan: Plan
-    clips: dict[Document, tuple[Tensor, Tensor]]
+    clips: Clips | None
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.v.shape[1], self.z.shape[1]
 
-    def matrix(self) -> Tensor:
-        """An uninitialised [d, h] float32."""
-        return torch.empty(self.shape, dtype=torch.float32, device=self.z.device)
+    @property
+    def factors(self) -> Tensor | None:
+        return None if self.clips is None else self.clips.factors
 
-    def slots(self, wanted: int, matrices: int) -> Tensor:
-        """Room for at most `wanted` slots beside so many float32 matrices."""
-        room = max(1, 4 * (COPIES - matrices) // self.z.itemsize)
-        return torch.empty(min(room, wanted), *self.shape, dtype=self.z.dtype, device=self.z.device)
+    def matrices(self, count: int) -> Tensor:
+        """Uninitialised [count, d, h] float32."""
+        return torch.empty(count, *self.shape, dtype=torch.float32, device=self.z.device)
 
-    def factors(self, document: Document) -> Tensor | None:
-        return self.clips[document][0] if document in self.clips else None
+    def slots(self, launches: Sequence[Launch]) -> Tensor | None:
+        """Room for the largest group, [n, d, h]."""
+        count = max((launch.slots for launch in launches), default=0)
+        return torch.empty(count, *self.shape, dtype=self.z.dtype, device=self.z.device) if count else None
 
-    def readers(self, document: Document, final: Tensor | None = None) -> Iterator[tuple[Tensor, int]]:
-        """Groups of what the document's chunks read, W0 + ηS_i or ηS_i: (slots [n, d, h], the first chunk of the group).
+    def limits(self) -> tuple[int, int, torch.device]:
+        """Slots of a group, parts of a launch that walk at a time, and where."""
+        programs, (d, h) = multiprocessors(self.z.device), self.shape
+        slots = max(sum(document.chunks for document in self.plan.documents), 1)
+        room = _room(slots, SLOTS_BYTES // (d * h * self.z.itemsize), self.plan.chunk, d, h, programs)
+        return room, max(programs * _WALKING_TILE // (d * h), 1), self.z.device
 
-        final [d, h]: where to leave S after the last write. A group's slots are overwritten by the next.
+    def readers(self, final: Tensor | None = None) -> Iterator[tuple[Tensor, tuple[Run, ...]]]:
+        """Groups of what chunks read, W0 + ηS_i or ηS_i: (slots [n, d, h], which chunks use them).
+
+        final [B, d, h]: where to leave S after each row's last write. A group's slots are overwritten by the next.
         """
-        reads = document.chunks - document.read_from
-        if not reads and final is None:
-            return
-        writes = document.writes if final is not None else min(document.writes, document.chunks - 1)
-        slots = self.slots(reads, 1 if final is None else 0)
-        carry = self.matrix() if final is None else final
-        start = self.start[document.row] if self.start is not None and document.begins else None
-        for group in groups(reads, len(slots), document.begins, writes):
-            filled = slots[: group.count] if group.count else None
+        launches = reads(self.plan, final is not None, *self.limits())
+        slots, carry = self.slots(launches), self.matrices(max((launch.carries for launch in launches), default=0))
+        for launch in launches:
             walk(
-                self.v, self.z, carry, filled, first=document.span(group.done, group.done)[0], stop=document.stop,
-                chunk=document.chunk, steps=group.steps, start=start, lead=group.lead, number=group.done,
-                keeps=not group.is_last or final is not None, scale=self.eta, base=self.weight, dither=True, factors=self.factors(document),
+                self.v, self.z, launch, chunk=self.plan.chunk, shape=self.shape, slots=slots if launch.slots else None, carry=carry,
+                start=self.start, final=final, base=self.weight, factors=self.factors, scale=self.eta, dither=True,
             )  # fmt: skip
-            start = carry
-            if filled is not None:
-                yield filled, document.read_from + group.first
+            if launch.runs:
+                assert slots is not None
+                yield slots, launch.runs
+
+    def read_plain(self, rows: Tensor, matrix: Tensor | None, out: Tensor) -> None:
+        """out = rows · matrix for the tokens whose product with W0 no walk makes, zero without a W0."""
+        if matrix is None:
+            out.zero_()
+        else:
+            multiply(rows, matrix[None], [Run(start, stop, 0, 1) for start, stop in self.plan.plain], out)
 
 
 def operands_of(
@@ -86,12 +100,22 @@ def operands_of(
     longest = dual.longest(v.shape[-1], z.shape[-1]) if tau is None and z.dtype != torch.float16 else 0
     plan = plan_of(spans, *z.shape[:2], chunk, longest, start is not None, hands_on)
     flat_z, flat_v = (x if x.stride(-1) == 1 else x.contiguous() for x in (z.flatten(0, 1), v.flatten(0, 1)))
-    clips = {} if tau is None else chunk_factors(flat_v, flat_z, plan.documents, chunk, tau)
+    clips = None if tau is None else clips_of(flat_v, flat_z, plan, tau)
     weight, start = (None if x is None else x.contiguous() for x in (weight, start))
-    return Operands(flat_z, flat_v, weight, start, tau, eta, plan, clips)
+    return Operands(flat_z, flat_v, weight, start, eta, plan, clips)
 
 
-def by_chunk(x: Tensor, document: Document, first: int, last: int) -> Tensor:
-    """Rows of the complete chunks first:last of a flat [N, n], as [chunks, C, n]."""
-    start, stop = document.span(first, last)
-    return x[start:stop].unflatten(0, (last - first, document.chunk))
+@lru_cache(maxsize=256)
+def _room(slots: int, fit: int, chunk: int, d: int, h: int, programs: int) -> int:
+    """Slots of a group: of the sizes that fit, the one whose products leave the least of the GPU idle, and the largest such."""
+    fit = max(fit, 1)
+    if slots <= fit:
+        return slots
+    rows, across = _READING_TILE
+    widths = [-(-chunk // rows) * -(-width // across) for width in (d, h)]
+
+    def waves(room: int) -> int:
+        whole, rest = divmod(slots, room)
+        return sum(whole * -(-room * tiles // programs) + -(-rest * tiles // programs) for tiles in widths)
+
+    return min(range(fit, fit // 2, -1), key=waves)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
+from torch import Tensor
 
 from . import interpreter
 
@@ -34,3 +37,27 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 def has_tensor_copies(device: torch.device) -> bool:
     """Whether the device copies tiles by descriptor (Hopper's tensor memory accelerator and later)."""
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a large tile run at a time; the interpreter counts as an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of host memory that every stream may read; the host waits for the copy alone, not for what the device has to do."""
+    if device.type != "cuda":
+        return host
+    with torch.cuda.stream(_copies(device)):
+        copy = host.pin_memory().to(device, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+    done.synchronize()
+    copy.record_stream(torch.cuda.current_stream(device))
+    return copy
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

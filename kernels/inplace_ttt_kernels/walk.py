@@ -6,8 +6,9 @@ For A [N, d] and B [N, h] over the chunks j of one document,
     slot_q  = base + scale · S_q           in the dtype of the inputs
 
 Forward A is the targets, B the keys: S is the state and a slot is the weight that a chunk reads. Backward, from the last
-chunk to the first, A is the outputs' gradient: S is the gradient of the state and a slot what a chunk's write gets. A
-delta never reaches memory, and S only where a walk stops.
+chunk to the first, A is the outputs' gradient: S is the gradient of the state and a slot what a chunk's write gets, times
+the write's c_j. A delta never reaches memory, and S only where a walk stops. One launch walks a list of stretches of
+documents, each program the same tile of one after the other.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .schedule import FIELDS, Launch
 from .support import has_tensor_copies
 from .tuning import Tile, capability, run_tuned, tiles
+
+
+@triton.jit
+def _places(matrix, rows, columns, d, h):
+    """Where the entries of a matrix [d, h] of several lie; 64 bits, since their product may pass 2^31."""
+    return (matrix.to(tl.int64) * d + rows)[:, None] * h + columns[None, :]
 
 
 @triton.jit
@@ -48,187 +56,262 @@ def _dithered(x, threshold, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _put_part(
-    sums, slots, base, slot, number, row, column, d, h, scale,
-    HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, BY_TILE: tl.constexpr, DTYPE: tl.constexpr,
-    BD: tl.constexpr, BH: tl.constexpr,
+def _base_part(
+    base, base_row, row, column, d, h, HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr
 ):  # fmt: skip
-    x = scale * sums
-    rows, columns = row + tl.arange(0, BD), column + tl.arange(0, BH)
-    inside = (rows < d)[:, None] & (columns < h)[None, :]
-    at = rows.to(tl.int64)[:, None] * h + columns[None, :]
-    if HAS_BASE:
-        if BASE_BY_TILE:
-            x += base.load([row, column]).to(tl.float32)
-        else:
-            x += tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+    """The base's (BD, BH) part in its own dtype; zero without one, and for a negative base_row."""
+    if not HAS_BASE:
+        part = tl.zeros((BD, BH), tl.float32)
+    elif BASE_BY_TILE:
+        part = base.load([row, column])
+    else:
+        rows, columns = row + tl.arange(0, BD), column + tl.arange(0, BH)
+        inside = (rows < tl.where(base_row >= 0, d, 0))[:, None] & (columns < h)[None, :]
+        part = tl.load(base + _places(base_row, rows, columns, d, h), mask=inside, other=0.0)
+    return part
+
+
+@triton.jit
+def _put_part(
+    sums, part, slots, slot, number, row, column, d, h, scale, factor,
+    DITHER: tl.constexpr, SCALED: tl.constexpr, BY_TILE: tl.constexpr, DTYPE: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    x = scale * sums + part.to(tl.float32)
+    if SCALED:
+        x *= factor
     if DITHER:
         x = _dithered(x, _threshold(number, row, column, BD, BH), DTYPE)
     if BY_TILE:
         slots.store([slot, row, column], x.to(DTYPE).reshape(1, BD, BH))
     else:
-        tl.store(slots + slot.to(tl.int64) * d * h + at, x.to(DTYPE), mask=inside)
+        rows, columns = row + tl.arange(0, BD), column + tl.arange(0, BH)
+        inside = (rows < d)[:, None] & (columns < h)[None, :]
+        tl.store(slots + _places(slot, rows, columns, d, h), x.to(DTYPE), mask=inside)
 
 
 @triton.jit
 def _put(
-    sums, slots, base, slot, number, row, column, d, h, scale,
-    HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, BY_TILE: tl.constexpr, DTYPE: tl.constexpr,
-    BD: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr,
+    sums, part, slots, base, slot, base_row, number, row, column, d, h, scale, factor,
+    HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, SCALED: tl.constexpr, BY_TILE: tl.constexpr,
+    DTYPE: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write base + scale · sums to a slot in column parts, each of which needs registers and shared memory for itself alone."""
+    """Write base + scale · sums to a slot in column parts, each of which needs registers and shared memory for itself alone.
+
+    part: the base's first part, loaded before.
+    """
     if PARTS == 1:
-        _put_part(
-            sums, slots, base, slot, number, row, column, d, h, scale, HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, BH
-        )  # fmt: skip
+        _put_part(sums, part, slots, slot, number, row, column, d, h, scale, factor, DITHER, SCALED, BY_TILE, DTYPE, BD, BH)
     else:
         HALF: tl.constexpr = BH // 2
         left, right = sums.reshape(BD, 2, HALF).permute(0, 2, 1).split()
         _put(
-            left, slots, base, slot, number, row, column, d, h, scale,
-            HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
+            left, part, slots, base, slot, base_row, number, row, column, d, h, scale, factor,
+            HAS_BASE, BASE_BY_TILE, DITHER, SCALED, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
         )  # fmt: skip
+        later = _base_part(base, base_row, row, column + HALF, d, h, HAS_BASE, BASE_BY_TILE, BD, HALF // (PARTS // 2))
         _put(
-            right, slots, base, slot, number, row, column + HALF, d, h, scale,
-            HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
+            right, later, slots, base, slot, base_row, number, row, column + HALF, d, h, scale, factor,
+            HAS_BASE, BASE_BY_TILE, DITHER, SCALED, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["first", "step", "stop", "chunk", "steps", "n_slots", "number", "direction", "lead", "loads", "keeps", "scale"]
-)
-def walk_kernel(
-    a, b, start, carry, slots, base, factors,
-    first, step, stop, chunk, steps, n_slots, number, direction, lead, loads, keeps, scale,
-    d, h, a_stride, b_stride,
-    HAS_SLOTS: tl.constexpr, HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, CLIPPED: tl.constexpr,
-    BY_TILE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit
+def _tiles_by_pointer(
+    a, b, token, k, end, row, column, d, h, a_stride, b_stride, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """One program: the (BD, BH) tile of S through `steps` chunks. Arguments as in `walk`; a, b and slots are descriptors
-    where BY_TILE, base where BASE_BY_TILE. One flat loop over all chunks keeps the pipeline of loads full from one to the next."""
+    """Aᵀ (BD, BK) and B (BK, BH) of the tokens from token + k on, zero from token + end on."""
+    rows, columns, deep = row + tl.arange(0, BD), column + tl.arange(0, BH), tl.arange(0, BK)
+    real = k + deep < end
+    a += (token + k) * a_stride
+    b += (token + k) * b_stride
+    # already transposed, so that it goes to shared memory as it is
+    a_tile = tl.load(a + (deep.to(tl.int64) * a_stride)[None, :] + rows[:, None], mask=(rows < d)[:, None] & real[None, :], other=0.0)
+    b_tile = tl.load(b + (deep.to(tl.int64) * b_stride)[:, None] + columns[None, :], mask=real[:, None] & (columns < h)[None, :], other=0.0)
+    return a_tile, b_tile
+
+
+@triton.jit(do_not_specialize=["chunk", "held", "scale"])
+def walk_kernel(
+    a, b, a_rows, b_rows, table, bounds, start, carry, final, slots, base, factors, total,
+    chunk, held, scale, d, h, a_stride, b_stride,
+    BACKWARD: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr,
+    CLIPPED: tl.constexpr, ADDS: tl.constexpr, HAS_TAIL: tl.constexpr, BY_TILE: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, FIELDS: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: the (BD, BH) tile of S through the stretches of its split, one after the other.
+
+    a, b and slots are descriptors where BY_TILE, base where BASE_BY_TILE; a_rows and b_rows the same rows by pointer. One flat
+    loop over a stretch's whole chunks keeps the pipeline of loads full from one chunk to the next. HAS_TAIL: a first chunk may
+    be cut short by its document's end; what is past it belongs to others, so that no descriptor's edge hides it.
+    """
     tiles_d = tl.cdiv(d, BD)
     row, column = tl.program_id(0) % tiles_d * BD, tl.program_id(0) // tiles_d * BH
+    split = tl.program_id(1)
+    move = -chunk if BACKWARD else chunk
     rows, columns = row + tl.arange(0, BD), column + tl.arange(0, BH)
-    inside = (rows < d)[:, None] & (columns < h)[None, :]
-    at = rows.to(tl.int64)[:, None] * h + columns[None, :]  # 64 bits: d · h and token · stride may pass 2^31
-    deep = tl.arange(0, BK)
-    if not BY_TILE:
-        a_at = rows[:, None] + deep.to(tl.int64)[None, :] * a_stride  # already transposed, so that it goes to shared memory as it is
-        b_at = deep.to(tl.int64)[:, None] * b_stride + columns[None, :]
+    for place in range(tl.load(bounds + split), tl.load(bounds + split + 1)):
+        entry = table + place * FIELDS
+        token, stop, steps = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
+        slot, fills, number, factor = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+        source, target, base_row, adds = tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
 
-    sums = tl.zeros((BD, BH), tl.float32)
-    if loads:
-        sums = tl.load(start + at, mask=inside, other=0.0)
-    if HAS_SLOTS:  # noqa: SIM102 (known to the compiler, `lead` is not)
-        if lead:
-            slot = tl.where(direction > 0, 0, n_slots - 1)
-            _put(
-                sums, slots, base, slot, number, row, column, d, h, scale,
-                HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, BH, PARTS,
-            )  # fmt: skip
-    if CLIPPED:
-        delta = tl.zeros((BD, BH), tl.float32)
-    token = first.to(tl.int64)
-    k = 0
-    done = 0
-    for _ in range(steps * tl.cdiv(chunk, BK)):
-        if BY_TILE:  # rows from `stop` on read zero
-            a_tile = a.load([(token + k).to(tl.int32), row]).T
-            b_tile = b.load([(token + k).to(tl.int32), column])
-        else:
-            real = (k + deep < chunk) & (token + k + deep < stop)
-            a_tile = tl.load(a + (token + k) * a_stride + a_at, mask=(rows < d)[:, None] & real[None, :], other=0.0)
-            b_tile = tl.load(b + (token + k) * b_stride + b_at, mask=real[:, None] & (columns < h)[None, :], other=0.0)
-        is_last = k + BK >= chunk
-        if CLIPPED:
-            delta = tl.dot(a_tile, b_tile, delta, input_precision=PRECISION)
-            if is_last:
-                sums += tl.load(factors + number + done) * delta
-                delta = tl.zeros((BD, BH), tl.float32)
-        else:
-            sums = tl.dot(a_tile, b_tile, sums, input_precision=PRECISION)
-        if HAS_SLOTS:
-            place = done + lead
-            if is_last & (place < n_slots):
-                slot = tl.where(direction > 0, place, n_slots - 1 - place)
-                _put(
-                    sums, slots, base, slot, number + place, row, column, d, h, scale,
-                    HAS_BASE, BASE_BY_TILE, DITHER, BY_TILE, DTYPE, BD, BH, PARTS,
-                )  # fmt: skip
-        token = tl.where(is_last, token + step, token)
-        done = tl.where(is_last, done + 1, done)
-        k = tl.where(is_last, 0, k + BK)
-    if keeps:
-        tl.store(carry + at, sums, mask=inside)
+        # Addresses and masks hang on what was just loaded: kept from one stretch to the next they would take the loop's registers.
+        before = tl.where(source < held, start, carry)
+        at = _places(tl.where(source < held, source, source - held), rows, columns, d, h)
+        sums = tl.load(before + at, mask=(rows < d)[:, None] & (columns < tl.where(source >= 0, h, 0))[None, :], other=0.0)
+        done = steps * 0
+        if BY_TILE and HAS_TAIL:  # noqa: SIM102 (known to the compiler, the other is not)
+            if (stop - token < chunk) & (steps > 0):
+                TAIL: tl.constexpr = 32 if BK > 32 else BK
+                for k in range(0, (stop - token).to(tl.int32), TAIL):
+                    a_tail, b_tail = _tiles_by_pointer(
+                        a_rows, b_rows, token, k, stop - token, row, column, d, h, a_stride, b_stride, BD, BH, TAIL
+                    )
+                    sums = tl.dot(a_tail, b_tail, sums, input_precision=PRECISION)
+                if HAS_SLOTS:  # noqa: SIM102
+                    if fills > 0:
+                        c = 1.0
+                        if CLIPPED:
+                            c = tl.load(factors + factor)
+                        part = _base_part(base, base_row, row, column, d, h, HAS_BASE, BASE_BY_TILE, BD, BH // PARTS)
+                        _put(
+                            sums, part, slots, base, slot, base_row, number, row, column, d, h, scale, c,
+                            HAS_BASE, BASE_BY_TILE, DITHER, CLIPPED and BACKWARD, BY_TILE, DTYPE, BD, BH, PARTS,
+                        )  # fmt: skip
+                done += 1
+                token -= chunk
+        if CLIPPED and not BACKWARD:
+            delta = tl.zeros((BD, BH), tl.float32)
+        k = done * 0
+        for _ in range((steps - done) * tl.cdiv(chunk, BK)):
+            if BY_TILE:
+                a_tile = a.load([(token + k).to(tl.int32), row]).T
+                b_tile = b.load([(token + k).to(tl.int32), column])
+            else:
+                end = tl.minimum(chunk, stop - token)
+                a_tile, b_tile = _tiles_by_pointer(a_rows, b_rows, token, k, end, row, column, d, h, a_stride, b_stride, BD, BH, BK)
+            is_last = k + BK >= chunk
+            if CLIPPED and not BACKWARD:
+                delta = tl.dot(a_tile, b_tile, delta, input_precision=PRECISION)
+                if is_last:
+                    sums += tl.load(factors + factor + done) * delta
+                    delta = tl.zeros((BD, BH), tl.float32)
+            else:
+                sums = tl.dot(a_tile, b_tile, sums, input_precision=PRECISION)
+            if HAS_SLOTS:  # noqa: SIM102
+                if is_last & (done < fills):
+                    c = 1.0
+                    if CLIPPED and BACKWARD:
+                        c = tl.load(factors + factor - done)
+                    # on its way while the tensor cores are still at the chunk's last product
+                    part = _base_part(base, base_row, row, column, d, h, HAS_BASE, BASE_BY_TILE, BD, BH // PARTS)
+                    _put(
+                        sums, part, slots, base, slot - done if BACKWARD else slot + done, base_row, number + done, row, column, d, h,
+                        scale, c, HAS_BASE, BASE_BY_TILE, DITHER, CLIPPED and BACKWARD, BY_TILE, DTYPE, BD, BH, PARTS,
+                    )  # fmt: skip
+            token = tl.where(is_last, token + move, token)
+            done = tl.where(is_last, done + 1, done)
+            k = tl.where(is_last, 0, k + BK)
+
+        after = tl.where(target < held, final, carry)
+        at = _places(tl.where(target < held, target, target - held), rows, columns, d, h)
+        tl.store(after + at, sums, mask=(rows < d)[:, None] & (columns < tl.where(target >= 0, h, 0))[None, :])
+        if ADDS:
+            sum_at = total + _places(split + adds - 1, rows, columns, d, h)
+            inside = (rows < d)[:, None] & (columns < tl.where(adds > 0, h, 0))[None, :]
+            tl.store(sum_at, tl.load(sum_at, mask=inside, other=0.0) + sums, mask=inside)
+
+
+@triton.jit(do_not_specialize=["scale"])
+def lead_kernel(
+    start, slots, base, factors, table, scale, d, h,
+    HAS_START: tl.constexpr, HAS_BASE: tl.constexpr, DITHER: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr,
+    BD: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """One program: a (BD, BH) tile of a slot that holds what its walk starts from; table [leads, 5]."""
+    entry = table + tl.program_id(1) * 5
+    slot, source, base_row, number, place = (
+        tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    )  # fmt: skip
+    tiles_d = tl.cdiv(d, BD)
+    row, column = tl.program_id(0) % tiles_d * BD, tl.program_id(0) // tiles_d * BH
+    sums = _base_part(start, source, row, column, d, h, HAS_START, False, BD, BH)
+    part = _base_part(base, base_row, row, column, d, h, HAS_BASE, False, BD, BH)
+    c = 1.0
+    if SCALED:
+        c = tl.load(factors + place)
+    _put_part(sums, part, slots, slot, number, row, column, d, h, scale, c, DITHER, SCALED, False, DTYPE, BD, BH)
 
 
 def walk(
     a: Tensor,
     b: Tensor,
-    carry: Tensor,
-    slots: Tensor | None,
+    launch: Launch,
     *,
-    first: int,
-    stop: int,
     chunk: int,
-    steps: int,
-    backward: bool = False,
+    shape: tuple[int, int],
+    slots: Tensor | None = None,
+    carry: Tensor | None = None,
     start: Tensor | None = None,
-    lead: bool = False,
-    number: int = 0,
-    keeps: bool = True,
-    scale: float = 1.0,
+    final: Tensor | None = None,
+    total: Tensor | None = None,
     base: Tensor | None = None,
-    dither: bool = False,
     factors: Tensor | None = None,
+    scale: float = 1.0,
+    dither: bool = False,
 ) -> None:
-    """Walk `steps` chunks of one document and write the slots on the way.
+    """Walk the stretches of a launch and write their slots on the way.
 
-    a [N, d], b [N, h]: rows of one dtype, each row contiguous. carry [d, h] float32: S after the last step, if `keeps`.
-    slots [n, d, h]: the first n values of base + scale · S, after each step, and before the first one too with `lead`; in
-    the order of the tokens, also `backward`.
-    first, stop, chunk: the first token of the first chunk, the document's end, tokens a chunk; only the last chunk of a
-    document may be cut short by its end. start [d, h]: S before the first step (`carry` to go on), None for zero.
-    base [d, h]: W0, or a float32 matrix. dither: stochastic rounding to 16 bits. number: of the first chunk in
-    its document; it indexes `factors` float32 (c_j), and tells the dither of one chunk from that of the next.
+    a [N, d], b [N, h]: rows of one dtype, each row contiguous. slots [n, d, h]. start, carry, final [·, d, h] float32: what the
+    stretches start from and leave, numbered as in `schedule`. total [splits, d, h] float32: each split adds the sums of the
+    documents that end in it. base [d, h]: W0, or float32 matrices [B, d, h]. dither: stochastic rounding to 16 bits. factors
+    float32: c_j of every write of the call.
     """
-    assert a.stride(1) == b.stride(1) == 1 and a.dtype == b.dtype
-    assert all(x is None or x.is_contiguous() for x in (carry, start, slots, base))
-    d, h = carry.shape
-    written = 0 if slots is None else slots.shape[0]
-    assert written <= steps + lead
-    n, dtype = a.shape[0], getattr(tl, str(a.dtype).removeprefix("torch."))
-    inputs = [x for x in (a, b, slots) if x is not None]
-    copies = a.dtype != torch.float32 and has_tensor_copies(a.device) and all(_is_aligned(x) for x in inputs)
+    d, h = shape
+    assert a.stride(1) == b.stride(1) == 1 and a.dtype == b.dtype and a.shape[0] < 2**31
+    assert all(x is None or x.is_contiguous() for x in (slots, carry, start, final, total, base))
+    dtype, dither = getattr(tl, str(a.dtype).removeprefix("torch.")), dither and a.dtype != torch.float32
+    none = torch.empty(0, dtype=torch.float32, device=a.device)
+    start, carry, final = (none if x is None else x for x in (start, carry, final))
+    if launch.leads is not None:
+        grid = (triton.cdiv(d, 32) * triton.cdiv(h, 64), len(launch.leads))
+        lead_kernel[grid](
+            start, slots, base, factors, launch.leads, scale, d, h, HAS_START=start.numel() > 0, HAS_BASE=base is not None,
+            DITHER=dither, SCALED=factors is not None and launch.backward, DTYPE=dtype, BD=32, BH=64,
+        )  # fmt: skip
+    if not launch.steps and not launch.moves:
+        return
+    given = [x for x in (a, b, slots) if x is not None]
+    can_copy = a.dtype != torch.float32 and has_tensor_copies(a.device) and all(_is_aligned(x) for x in given)
+    copies = can_copy and chunk % tiles(a.dtype, capability(a.device))[0].depth == 0
 
-    def launch(tile: Tile) -> None:
-        by_tile = copies and chunk % tile.depth == 0 and n < 2**31
-        base_by_tile = by_tile and base is not None and base.dtype == a.dtype and _is_aligned(base)
+    def run(tile: Tile) -> None:
+        base_by_tile = copies and base is not None and base.dim() == 2 and base.dtype == a.dtype and _is_aligned(base)
         part = tile.columns // tile.parts
-        if by_tile:
-            given = [
-                TensorDescriptor(a, [stop, d], list(a.stride()), [tile.depth, tile.rows]),
-                TensorDescriptor(b, [stop, h], list(b.stride()), [tile.depth, tile.columns]),
+        described = [a, b, slots]
+        if copies:
+            described = [
+                TensorDescriptor.from_tensor(a, [tile.depth, tile.rows]),
+                TensorDescriptor.from_tensor(b, [tile.depth, tile.columns]),
                 None if slots is None else TensorDescriptor.from_tensor(slots, [1, tile.rows, part]),
             ]
-        else:
-            given = [a, b, slots]
-        walk_kernel[(triton.cdiv(d, tile.rows) * triton.cdiv(h, tile.columns),)](
-            given[0], given[1], carry if start is None else start, carry, given[2],
-            TensorDescriptor.from_tensor(base, [tile.rows, part]) if base_by_tile else base, factors,
-            first, -chunk if backward else chunk, stop, chunk, steps, written, number, -1 if backward else 1, int(lead),
-            int(start is not None), int(keeps), scale, d, h, a.stride(0), b.stride(0),
-            HAS_SLOTS=slots is not None, HAS_BASE=base is not None, BASE_BY_TILE=base_by_tile, DITHER=dither and a.dtype != torch.float32,
-            CLIPPED=factors is not None, BY_TILE=by_tile, DTYPE=dtype, PRECISION="ieee" if a.dtype == torch.float32 else "tf32",
-            BD=tile.rows, BH=tile.columns, BK=tile.depth, PARTS=tile.parts, num_warps=tile.warps, num_stages=tile.stages,
+        by_pointer = not copies or launch.has_tail
+        walk_kernel[(triton.cdiv(d, tile.rows) * triton.cdiv(h, tile.columns), launch.splits)](
+            described[0] if copies else None, described[1] if copies else None, a if by_pointer else None, b if by_pointer else None,
+            launch.table, launch.bounds, start, carry, final, described[2],
+            TensorDescriptor.from_tensor(base, [tile.rows, part]) if base_by_tile else base, factors, total,
+            chunk, launch.batch, scale, d, h, a.stride(0), b.stride(0),
+            BACKWARD=launch.backward, HAS_SLOTS=slots is not None, HAS_BASE=base is not None, BASE_BY_TILE=base_by_tile, DITHER=dither,
+            CLIPPED=factors is not None, ADDS=total is not None, HAS_TAIL=launch.has_tail, BY_TILE=copies, DTYPE=dtype,
+            PRECISION="ieee" if a.dtype == torch.float32 else "tf32", FIELDS=FIELDS, BD=tile.rows, BH=tile.columns, BK=tile.depth,
+            PARTS=tile.parts, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    is_large = factors is not None or (base is not None and base.dtype != a.dtype)  # a float32 base takes as much as a sum
-    candidates = tiles(a.dtype, capability(a.device), two_sums=is_large)
+    is_large = (factors is not None and not launch.backward) or (base is not None and base.dtype != a.dtype)
+    candidates = tiles(a.dtype, capability(a.device), two_sums=is_large, by_pointer=not copies)
     writes_every = None if slots is None else chunk.bit_length()
     key = ("walk", a.device, a.dtype, d, h, writes_every, None if base is None else base.dtype, factors is None, copies)
-    run_tuned(key, candidates, launch, repeatable=start is not carry, device=a.device)
+    run_tuned(key, candidates, run, repeatable=launch.is_first, restore=None if total is None else total.zero_, device=a.device)
 
 
 def _is_aligned(x: Tensor) -> bool:

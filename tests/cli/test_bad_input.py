@@ -178,6 +178,7 @@ def test_a_chunk_longer_than_the_context_is_reported(base: Path, tmp_path: Path,
 def test_the_installed_command_answers_as_the_function_does(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("inplace-ttt")
     done = subprocess.run([command, "convert", tmp_path / "nothing", tmp_path / "out", "--json"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2
     assert done.stderr.startswith("inplace-ttt convert: ")
     assert done.stderr.count("\n") == 1
+    assert json.loads(done.stdout) == {"error": done.stderr.removeprefix("inplace-ttt convert: ").rstrip("\n"), "exit_code": 2}

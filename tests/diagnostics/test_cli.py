@@ -155,10 +155,10 @@ def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: 
 
 
 def test_a_folder_is_replaced_when_asked(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("")
+    run(capsys, model, "--text", text, "--out", tmp_path / "out")
+    (tmp_path / "out" / "old.png").write_text("")
     run(capsys, model, "--text", text, "--out", tmp_path / "out", "--overwrite")
-    assert not (tmp_path / "out" / "old").exists()
+    assert not (tmp_path / "out" / "old.png").exists()
 
 
 class _Bytes:

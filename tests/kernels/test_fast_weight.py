@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from inplace_ttt_kernels import operands, walk
+from inplace_ttt_kernels import operands, products, walk
 from models import distance
 from torch import Tensor
 
@@ -89,10 +89,13 @@ def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
 
 @pytest.mark.parametrize(("documents", "shape"), PLACES[: -len(SHAPES)])
 def test_in_bfloat16(documents: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "COPIES", 2)  # groups of two slots, so that a document takes several
     number = PLACES.index((documents, shape))
+    chunk, d, h = SHAPES[shape]
+    monkeypatch.setattr(operands, "SLOTS_BYTES", 2 * d * h * 2)  # groups of two slots, so that a document takes several
+    if number % 2:
+        monkeypatch.setattr(products, "multiprocessors", lambda device: 1)  # full with a product for each run
     for case in (CASES[number * 5 % len(CASES)], CASES[(number * 5 + 8) % len(CASES)]):
-        check(layout_of(documents, SHAPES[shape][0]), shape, torch.bfloat16, case)
+        check(layout_of(documents, chunk), shape, torch.bfloat16, case)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

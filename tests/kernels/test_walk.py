@@ -4,7 +4,8 @@ import pytest
 import torch
 from inplace_ttt_kernels import unsupported
 from inplace_ttt_kernels.gram import squared_norms
-from inplace_ttt_kernels.walk import walk
+from inplace_ttt_kernels.schedule import Launch
+from inplace_ttt_kernels.walk import walk as walk_launch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -12,6 +13,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def walk(
+    a: Tensor, b: Tensor, carry: Tensor, slots: Tensor | None, *, first: int, stop: int, chunk: int, steps: int, backward: bool = False,
+    start: Tensor | None = None, **settings: object,
+) -> None:  # fmt: skip
+    """A launch of one stretch: `steps` chunks of one document from the token `first` on, a slot each."""
+    count = 0 if slots is None else len(slots)
+    entry = [first, stop, steps, count - 1 if backward else 0, count, 1, 0, -1 if start is None else 0, 0, 0, 0]
+    table, bounds = (torch.tensor(numbers, dtype=torch.int32, device=a.device) for numbers in (entry, [0, 1]))
+    is_cut = backward and stop - first < chunk
+    launch = Launch(table.view(1, -1), bounds, None, (), 1, 1, steps, count, 0, True, is_cut, backward, True)
+    start = None if start is None else start[None]
+    walk_launch(a, b, launch, chunk=chunk, shape=tuple(carry.shape), slots=slots, start=start, final=carry[None], **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -51,8 +66,9 @@ def test_chunks_are_rounded_by_different_chances() -> None:
     assert (slots[0] != slots[1]).float().mean() > 0.2
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("chunk", [16, 3], ids=["descriptors", "pointers"])
-def test_addresses_have_64_bits(chunk: int) -> None:
+def test_addresses_have_64_bits(chunk: int, backward: bool) -> None:
     """Rows 2^30 numbers apart, so that the third is past 2^31; what lies between is never touched and takes no memory."""
     if DEVICE == "cuda" and torch.cuda.get_device_properties(0).total_memory < 30 << 30:
         raise RuntimeError("this test needs 30 GiB on the GPU; run it with CUDA_VISIBLE_DEVICES= through the interpreter instead.")
@@ -61,8 +77,8 @@ def test_addresses_have_64_bits(chunk: int) -> None:
     dense = draw(rows, 16)
     sparse.copy_(dense)
     carry, again = torch.empty(16, 16, device=DEVICE), torch.empty(16, 16, device=DEVICE)
-    walk(sparse, sparse, carry, None, first=0, stop=rows, chunk=chunk, steps=1)
-    walk(dense, dense, again, None, first=0, stop=rows, chunk=chunk, steps=1)
+    for x, into in ((sparse, carry), (dense, again)):
+        walk(x, x, into, None, first=2 if backward else 0, stop=rows, chunk=chunk, steps=1, backward=backward)
     assert torch.equal(carry, again) and carry.abs().sum() > 0
     starts = torch.tensor([0], device=DEVICE)
     assert torch.equal(squared_norms(sparse, sparse, starts, rows), squared_norms(dense, dense, starts, rows))

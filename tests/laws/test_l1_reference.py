@@ -254,3 +254,20 @@ def test_bad_input_is_refused(message: str) -> None:
     with pytest.raises(InPlaceTTTError) as error:
         fast_weight(**{**given, **REFUSED[message]}, eta=1.0)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("size", [2e4, 1e-7], ids=["S beyond float16", "S below float16"])
+@pytest.mark.parametrize("documents", ["one", "packed", "unequal rows"])
+def test_float16_reads_the_effective_weight_whatever_the_state(documents: str, size: float) -> None:
+    """What a model reads is ηS; S alone, and its gradient, may lie outside the range of float16."""
+    layout = layout_of(documents, 3)
+    made = {name: x.detach() * size**0.5 for name, x in inputs(layout, torch.float32, False, False).items()}
+    given = {name: x.half().requires_grad_() for name, x in made.items()}
+    found, expected = ({} for _ in range(2))
+    for backend, results in (("chunked", found), ("reference", expected)):
+        out = fast_weight(given["z"], given["v"], None, eta=0.1 / size, layout=layout, backend=backend)
+        g = torch.Generator().manual_seed(4)
+        loss = (out.float() * torch.randn(out.shape, generator=g)).sum()
+        results |= {"out": out, **dict(zip("zv", torch.autograd.grad(loss, [given["z"], given["v"]]), strict=True))}
+    for name, value in expected.items():
+        assert value.any() and distance(found[name], value) < 5e-3, name

@@ -10,6 +10,7 @@ from models import CHUNK, NAMES, converted, distance, logits, random_ids, stream
 from transformers import DynamicCache
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
+from inplace_ttt.surgery import fast_weights
 
 LENGTH = 5 * CHUNK + 3
 SPLITS: dict[str, list[int]] = {
@@ -154,3 +155,16 @@ def test_a_cache_of_another_batch_is_refused() -> None:
     stream = cache.layers[0].fast_weight
     with pytest.raises(InPlaceTTTError, match=r"holds 2 sequences, the batch has 3; start a new cache"):
         stream.advance(torch.zeros(3, 1, 32), torch.zeros(3, 1, 48), torch.zeros(3, 1, 32), [(0, 1)] * 3, None)
+
+
+@pytest.mark.parametrize("size", [3e4, 1e-4], ids=["S beyond float16", "S near its least"])
+def test_splits_agree_in_float16_whatever_the_state(size: float) -> None:
+    """What is read is ηS; S alone may lie outside the range of float16."""
+    model, ids = converted("llama", torch.float16, eta=1 / size), random_ids(2, LENGTH)
+    with torch.no_grad():
+        for layer in fast_weights(model).values():
+            layer.ttt.conv.mul_(size**0.5)
+            layer.ttt.proj.mul_(size**0.5)
+    expected = logits(model, ids)
+    assert distance(expected, logits(converted("llama"), ids)) < 0.05
+    assert max(distance(streamed(model, ids, pieces), expected) for pieces in SPLITS.values()) < 0.02

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
+from inplace_ttt import FastWeightState, InPlaceTTTError, session_file, ttt_disabled
 from inplace_ttt import state as state_module
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.layer.cache import streams
@@ -161,7 +161,7 @@ def test_what_is_no_session_is_refused(llama, kind, tmp_path):
     if kind == "folder":
         path.mkdir()
     elif kind == "weights":
-        state_module.save_file({"weight": torch.zeros(2)}, path)
+        session_file.save_file({"weight": torch.zeros(2)}, path)
     elif kind != "missing":
         path.write_bytes({"text": b"once upon a time", "truncated header": content[:100], "truncated data": content[:-50]}[kind])
     with pytest.raises(InPlaceTTTError) as refusal:
@@ -190,7 +190,7 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_no_part(llama, error, tmp_p
         Path(path).write_bytes(b"half a fi")
         raise error
 
-    monkeypatch.setattr(state_module, "save_file", fail)
+    monkeypatch.setattr(session_file, "save_file", fail)
     read(state, random_ids(1, 9))
     with pytest.raises(InPlaceTTTError if isinstance(error, OSError) else KeyboardInterrupt):
         state.save(tmp_path / "a")

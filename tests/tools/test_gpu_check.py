@@ -11,6 +11,8 @@ import check_kernels
 import count_kernels
 import gpu_check
 import pytest
+import situations
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,24 +21,43 @@ def test_smoke_run_in_a_shell(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
     done = subprocess.run([ROOT / "tools" / "gpu" / "gpu_check.sh", "--smoke"], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-6:]
-    assert last[-1].startswith("tiny 96 tokens, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
-    for name in ("checks", "kernels", "op", "models", "tiles"):
+    last = done.stdout.splitlines()[-8:]
+    assert last[-1].startswith("tiny 96 tokens, paper, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
+    for name in ("checks", "ceilings", "kernels", "op", "situations", "models", "tiles"):
         result = json.loads((tmp_path / f"{name}.json").read_text())
         assert result["command"] == "tools/gpu/gpu_check.sh --smoke" and result["torch"] and result["rows"], name
 
 
-def test_nothing_is_timed_when_a_kernel_is_wrong(
+def test_a_wrong_kernel_is_marked_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = {"name": "the one", "ok": False, "worst": 1.0, "bound": 1e-5, "where": "out"}
     monkeypatch.setattr(check_kernels, "checks", lambda device, smoke: iter([wrong]))
-    monkeypatch.setitem(sys.modules, "bench_kernels", None)  # importing it would fail
+    monkeypatch.setattr(situations, "checks", lambda smoke: iter([]))
+    for name in ("_models", "_ops", "_situations", "_alone"):
+        monkeypatch.setattr(gpu_check, name, lambda *args: iter([]))
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--smoke"])
     monkeypatch.setenv("OUT", str(tmp_path))
     assert gpu_check.main() == 1
     out = capsys.readouterr().out
-    assert "wrong: the one" in out and out.endswith("nothing was timed: a wrong kernel has no speed.\n")
+    assert "wrong: the one" in out and "THE KERNELS ARE WRONG HERE" in out and "ceilings: " in out
+    assert json.loads((tmp_path / "ceilings.json").read_text())["wrong"] == ["the one"]
+
+
+def test_parts_of_the_checks_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_kernels, "_run", lambda *args: {"out": torch.ones(1)})
+    monkeypatch.setattr(check_kernels, "_convolutions", lambda device, smoke: iter([{"name": "convolution"}]))
+    whole = [row["name"] for row in check_kernels.checks("cpu", True)]
+    parts = [row["name"] for part in range(3) for row in check_kernels.checks("cpu", True, part, 3)]
+    assert sorted(parts) == sorted(whole) and len({*whole}) == len(whole)
+
+
+def test_a_check_that_breaks_has_failed() -> None:
+    def breaks() -> float:
+        raise ValueError("no such luck")
+
+    assert situations._check("it", lambda: 0.0)["ok"] and not situations._check("it", lambda: 1e-9)["ok"]
+    assert not situations._check("it", breaks)["ok"] and situations._check("it", breaks)["where"] == "ValueError: no such luck"
 
 
 def test_what_the_time_does_not_suffice_for_is_named() -> None:

@@ -1,16 +1,17 @@
-"""One process: trains a recipe's model for three steps with torch's AdamW, prints the peak memory of the last one.
+"""One process: trains a recipe's model for three steps with torch's AdamW and reads a held-out batch; prints the peaks of memory."""
 
-Run with glibc told to give freed memory back (MALLOC_MMAP_THRESHOLD_), so that the process holds what its tensors hold.
-"""
-
+import ctypes
 import gc
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from inplace_ttt.training.held_out import held_out_sums
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe import Recipe, load_recipe
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def status(field: str) -> int:
@@ -18,7 +19,13 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-def train(recipe: Recipe, steps: int = 3) -> None:
+def peak_starts_again() -> None:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def train(recipe: Recipe, steps: int = 3) -> tuple[int, int]:
+    """Peaks of the last step, and of an evaluation after it."""
     model = build_model(recipe).train()
     if recipe.optimisation.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -28,17 +35,22 @@ def train(recipe: Recipe, steps: int = 3) -> None:
     positions = torch.cat([torch.arange(length - length // 4), torch.arange(length // 4)])[None].expand(rows, -1)  # two documents
     for step in range(steps):
         if step == steps - 1:
-            gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+            peak_starts_again()
         model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    trained = status("VmHWM")
+    peak_starts_again()
+    held_out_sums(model.eval(), {"input_ids": ids, "position_ids": positions}, ids)
+    return trained, status("VmHWM")
 
 
-if __name__ == "__main__":
-    recipe = load_recipe(sys.argv[1])
-    train(load_recipe(sys.argv[1], ["data.sequence_length=64", "surgery.chunk_size=16"]))  # what libraries take once
+def main(file: str, settings: tuple[str, ...] = ()) -> None:
+    """glibc is told to give freed memory back, so that the process holds what its tensors hold."""
+    libc: Any = ctypes.CDLL(None)
+    assert libc.mallopt(_MMAP_THRESHOLD, 65536) and libc.mallopt(_TRIM_THRESHOLD, 65536)
+    train(load_recipe(file, settings), steps=1)  # what libraries take once
     gc.collect()
     before = status("VmRSS")
-    train(recipe)
-    print("PEAK", status("VmHWM") - before)
+    trained, evaluated = train(load_recipe(file, settings))
+    print("PEAKS", trained - before, evaluated - before)

@@ -1,8 +1,8 @@
-"""Real runs through the launcher: a tiny converted checkpoint, text files, and what a run leaves."""
+"""Real runs: a tiny converted checkpoint, text files, and what a run leaves."""
 
+import functools
 import json
-import os
-import subprocess
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.training.__main__ import main
+from inplace_ttt.training.recipe import load_recipe
 
+from .forked import Forked
 from .recipes import CONFIG
 
 CHUNK, ROW = 16, 128
@@ -61,21 +64,42 @@ def recipe_file(folder: Path, model: Path, text: Path, **sections: Any) -> Path:
     return file
 
 
-def start(file: Path, *settings: str, flags: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
-    """`inplace-ttt train FILE --set …`, in a session of its own."""
-    command = [sys.executable, "-m", "inplace_ttt.cli", "train", str(file), "--json", *flags]
-    for setting in settings:
-        command += ["--set", setting]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes, **options)
+def start(file: Path, *settings: str, flags: tuple[str, ...] = (), largest_file: int | None = None) -> Forked:
+    """The processes of a run as DeepSpeed's launcher would start them, with `--set` for each of the settings."""
+    world = load_recipe(file, settings).parallel.world
+    return Forked(functools.partial(one_process, [str(file), *flags, *_set(settings)]), environments(world), largest_file)
 
 
-def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[dict[str, Any], str]:
-    """The report on stdout and what went to stderr."""
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == code, err[-3000:]
-    return json.loads(out), err
+def environments(world: int) -> list[dict[str, str]]:
+    """What a launcher tells each of so many processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def one_process(arguments: list[str]) -> int:
+    """`python -m inplace_ttt.training` with these arguments."""
+    sys.argv[1:] = arguments
+    return main()
+
+
+def finish(run: Forked, code: int = 0) -> str:
+    """The log of a run that ends with this exit code."""
+    found, log = run.wait()
+    assert found == code, log[-3000:]
+    return log
+
+
+def trained(file: Path, *settings: str, **options: Any) -> tuple[dict[str, Any], str]:
+    """Run a recipe to its end: its report, and the log."""
+    log = finish(start(file, *settings, **options))
+    return json.loads((Path(load_recipe(file, settings).output) / "train_report.json").read_text()), log
+
+
+def _set(settings: tuple[str, ...]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
 
 
 def logged(output: Path, key: str) -> list[float]:

@@ -101,3 +101,21 @@ def test_the_scan_sends_the_same_from_two_ranks_to_many(tmp_path: Path) -> None:
         assert communication(recipe, SIZE)["attention"] == 2 * 10 * 4 * (64 // ranks) * 2 * (64 + 16) * (ranks - 1) // ranks
     again = dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, gradient_checkpointing=True))
     assert communication(again, SIZE)["fast_weight_scan"] == 3 * 2 * (2 * 64 * 256 * 4) * 7 // 8
+
+
+def test_evaluation_comes_between_steps(tmp_path: Path) -> None:
+    """Beside weights and optimiser; under ZeRO-3, which keeps its buffers, beside those too; ranks that share rows exchange states."""
+    zero = {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 5000, "overlap_comm": False}
+    for stage, beside in ((2, 2_000_000 + 2_400_000), (3, 500_000 + 2_400_000 + 400_000 + 2000 + 10_000)):
+        settings = {"zero_optimization": {"stage": stage, **zero}}
+        recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.processes=4", deepspeed=settings)
+        assert deepspeed_memory(recipe, SIZE, STEP, 7000).evaluation == beside + 7000
+        assert deepspeed_memory(recipe, SIZE, STEP).evaluation == 0
+        shared = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, sequence_parallel=4))
+        assert deepspeed_memory(shared, SIZE, STEP, 7000).evaluation == beside + 7000 + 4 * 4 * 64 * 256
+
+
+def test_offloaded_states_are_not_on_the_device_in_evaluation(tmp_path: Path) -> None:
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    recipe = tiny_recipe(tmp_path, deepspeed={"zero_optimization": offload})
+    assert deepspeed_memory(recipe, SIZE, STEP, 7000).evaluation == 4_000_000 + 7000

@@ -10,7 +10,7 @@ from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training.monitor import document_to_diagnose
 
 from .recipes import tiny_recipe
-from .runs import CHUNK, checkpoint, documents, finish, logged, recipe_file, start, weights
+from .runs import CHUNK, checkpoint, documents, logged, recipe_file, trained, weights
 
 EVERY = "monitor.diagnose_every=2"
 
@@ -28,8 +28,8 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
     """Between two optimiser steps and their micro-steps: weights, losses and logged gradients are those of the plain run."""
     recipe = recipe_file(tmp_path, made / "model", made / "text", data={"validation_documents": 2})
     settings = (f"deepspeed={stage}", f"parallel.processes={processes}")
-    plain, _ = finish(start(recipe, *settings, f"output={tmp_path}/plain"))
-    diagnosed, _ = finish(start(recipe, *settings, EVERY, f"output={tmp_path}/diagnosed"))
+    plain, _ = trained(recipe, *settings, f"output={tmp_path}/plain")
+    diagnosed, _ = trained(recipe, *settings, EVERY, f"output={tmp_path}/diagnosed")
     before, after = weights(Path(plain["output"])), weights(Path(diagnosed["output"]))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for key in ("loss", "grad_norm", "layers"):

@@ -1,23 +1,21 @@
 """What a step on the meta device finds: bytes as a process really takes them, products as counted by hand."""
 
 import dataclasses
-import os
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import pytest
 
 from inplace_ttt import InPlaceTTTConfig
 from inplace_ttt.training.device_memory import ModelSize, single_process_memory
-from inplace_ttt.training.meta_step import step_cost
+from inplace_ttt.training.meta_step import evaluation_cost, step_cost
 from inplace_ttt.training.model import meta_model
 from inplace_ttt.training.plan import fast_weight_flops
 from inplace_ttt.training.recipe import Recipe
 
+from . import measured_step
+from .forked import Forked
 from .recipes import small_recipe
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def size_of(recipe: Recipe) -> ModelSize:
@@ -27,22 +25,29 @@ def size_of(recipe: Recipe) -> ModelSize:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak memory of a process is read from Linux's /proc")
-@pytest.mark.parametrize("vocabulary", [4096, 32000])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing", "vocabulary"),
+    [
+        ("float32", False, 4096),
+        ("float32", True, 32000),
+        ("bfloat16", False, 32000),
+        ("bfloat16", True, 4096),
+        ("bfloat16", False, 4096),
+    ],
+    ids=lambda value: {False: "kept", True: "recomputed"}[value] if isinstance(value, bool) else str(value),
+)
 def test_measured_peak_memory(dtype: str, checkpointing: bool, vocabulary: int, tmp_path: Path) -> None:
-    """Within 15 % of what a process really takes for the model, AdamW and a step."""
+    """Within 15 % of what a process really takes for the model, AdamW and a step, and for reading held-out rows after it."""
     recipe = small_recipe(tmp_path, dtype, checkpointing, vocabulary)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, str(ROOT / "tests" / "training" / "measured_step.py"), str(recipe.path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    measured = int(done.stdout.split("PEAK ")[1])
-    planned = single_process_memory(size_of(recipe), step_cost(recipe), 4 if dtype == "float32" else 2).total
-    print(
-        f"{dtype} {vocabulary} {checkpointing}: planned {planned / 1e6:.0f} MB, measured {measured / 1e6:.0f} MB, {planned / measured:.3f}"
-    )
-    assert planned / measured == pytest.approx(1, abs=0.15)
+    code, log = Forked(functools.partial(measured_step.main, str(recipe.path)), [{}]).wait()
+    assert code == 0, log[-3000:]
+    measured = dict(zip(("step", "evaluation"), map(int, log.split("PEAKS ")[1].split()[:2]), strict=True))
+    size = 4 if dtype == "float32" else 2
+    memory = single_process_memory(size_of(recipe), step_cost(recipe), size, evaluation_cost(recipe))
+    planned = {"step": memory.total, "evaluation": memory.evaluation}
+    for name, bytes in planned.items():
+        print(f"{name}: planned {bytes / 1e6:.0f} MB, measured {measured[name] / 1e6:.0f} MB, {bytes / measured[name]:.3f}")
+    assert {name: planned[name] / measured[name] for name in planned} == pytest.approx({"step": 1, "evaluation": 1}, abs=0.15)
 
 
 def test_a_step_recomputed_holds_less_and_computes_more(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
 """A recipe's model: where it comes from, what of it is trained, what is refused; LoRA on disk; ZeRO-3."""
 
+import functools
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,12 @@ from inplace_ttt.surgery import config_of, fast_weights
 from inplace_ttt.training.model import build_model, meta_model
 from inplace_ttt.training.recipe import Recipe
 
+from . import zero3_worker
+from .forked import Forked
 from .recipes import CONFIG, tiny_recipe
+from .runs import environments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
-ROOT = Path(__file__).resolve().parents[2]
 IDS = random_ids(1, 64)
 LORA = {"train": "lora", "steps": 1, "lora": {"rank": 2}}
 
@@ -235,13 +234,7 @@ def test_zero3(saved: dict[str, Path], tmp_path: Path) -> None:
 
 
 def under_zero3(*recipes: Recipe) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    command = [sys.executable, "-m", "training.zero3_worker", *(str(recipe.path) for recipe in recipes)]
-    environment = {**os.environ, **world, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+    (environment,) = environments(1)
+    code, log = Forked(functools.partial(zero3_worker.main, [str(recipe.path) for recipe in recipes]), [environment]).wait()
+    assert code == 0, log[-3000:]
+    return json.loads(log.split("RESULT ")[1].splitlines()[0])

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from inplace_ttt import cli
+from inplace_ttt.training import plan
 from inplace_ttt.training.plan import make_plan
+from inplace_ttt.training.recipe import load_recipe
 
 from .recipes import CONFIG, SMALL, tiny_recipe, write_recipe
+from .runs import checkpoint, documents, finish, recipe_file, start
 
 
 def test_ranks_that_share_rows_hold_less(tmp_path: Path) -> None:
@@ -111,13 +114,64 @@ def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path
     ],
     ids=["logits", "checkpointing", "batch", "length", "buckets", "stage", "offload"],
 )
-def test_what_will_not_fit(sections: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+def test_what_will_not_fit(sections: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_recipe(tmp_path, **{"deepspeed": 0, **sections})
+    cost = plan.step_cost(recipe)  # which takes seconds, once
+    monkeypatch.setattr(plan, "step_cost", lambda recipe: cost)
     assert make_plan(recipe).warnings == []
     needed = make_plan(recipe).per_device_bytes["total"]
     assert make_plan(recipe, needed).warnings == []
     (sentence,) = make_plan(recipe, needed - 1).warnings
     assert remedy in sentence and sentence.startswith("A device needs ")
+
+
+def test_what_evaluation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read without keeping anything for a backward, and logits are never all there; nothing held out needs nothing."""
+    config = {"config": {**SMALL, "vocab_size": 32000}, "tokenizer": "x", "dtype": "bfloat16", "attention": "flash_attention_2"}
+    data = {"train": "x", "sequence_length": 2048, "validation_documents": 2}
+    recipe = tiny_recipe(tmp_path, model=config, data=data, deepspeed=2)
+    cost = plan.step_cost(recipe)  # which takes seconds, once
+    monkeypatch.setattr(plan, "step_cost", lambda recipe: cost)
+    made = make_plan(recipe)
+    logits = 2048 * 32000 * 4
+    held = made.per_device_bytes["parameters"] + made.per_device_bytes["optimiser"]
+    assert held < made.evaluation_bytes < held + made.per_device_bytes["activations"]
+    longer = make_plan(tiny_recipe(tmp_path, "data.sequence_length=8192", model=config, data=data, deepspeed=2))
+    assert longer.evaluation_bytes - made.evaluation_bytes < 3 * logits / 4
+    assert make_plan(tiny_recipe(tmp_path, model=config, deepspeed=2)).evaluation_bytes == 0
+
+
+def test_evaluation_that_will_not_fit(tmp_path: Path) -> None:
+    """Liger trains in smaller pieces than those of evaluation, so that evaluation may be what needs most."""
+    recipe = tiny_recipe(
+        tmp_path,
+        model={"config": {**SMALL, "vocab_size": 32000, "num_hidden_layers": 3}, "tokenizer": "x"},
+        data={"train": "x", "sequence_length": 1024, "validation": "y"},
+        optimisation={"steps": 1, "train": "ttt", "gradient_checkpointing": True, "liger": True},
+        deepspeed=0,
+    )
+    made = make_plan(recipe)
+    assert made.evaluation_bytes > made.per_device_bytes["total"] and make_plan(recipe, made.evaluation_bytes).warnings == []
+    (sentence,) = make_plan(recipe, made.evaluation_bytes - 1).warnings
+    assert "to read held-out rows and has" in sentence
+
+
+@pytest.mark.parametrize(("stage", "train", "dtype"), [(1, "all", "float32"), (2, "lora", "bfloat16"), (3, "ttt", "bfloat16")])
+def test_what_a_run_has_on_disk(stage: int, train: str, dtype: str, tmp_path: Path) -> None:
+    """Against the files of a run."""
+    model = checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=512)
+    file = recipe_file(tmp_path, model, documents(tmp_path / "text"), deepspeed=stage)
+    settings = ("optimisation.steps=1", "monitor.save_every=1", f"optimisation.train={train}", f"model.dtype={dtype}")
+    finish(start(file, *settings))
+    made = make_plan(load_recipe(file, settings))
+    sizes = {name: written(tmp_path / "out" / name) for name in ("checkpoint-1", "final")}
+    assert made.checkpoint_bytes == pytest.approx(sizes["checkpoint-1"], rel=0.1)
+    assert made.disk_bytes - made.checkpoint_bytes == pytest.approx(sizes["final"], rel=0.05)
+
+
+def written(folder: Path) -> int:
+    """Bytes of weights and states."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix in (".safetensors", ".pt"))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +228,7 @@ def test_more_ranks_than_key_heads_repeat_them(tmp_path: Path) -> None:
         )
         for ranks in (2, 4)
     }
-    sent = {ranks: plan.communication_bytes["attention"] for ranks, plan in made.items()}
+    sent = {ranks: planned.communication_bytes["attention"] for ranks, planned in made.items()}
     assert made[4].warnings == []
     assert sent[2] == 2 * 3 * 4 * 32 * 2 * (32 + 16) // 2
     assert sent[4] == 2 * 3 * 4 * 16 * 2 * (32 + 32) * 3 // 4

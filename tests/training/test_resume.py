@@ -1,19 +1,19 @@
 """A run that is stopped, however it is stopped, goes on as if it had not been."""
 
-import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from inplace_ttt.training.data import build_data
+from inplace_ttt.training.recipe import load_recipe
 from inplace_ttt.training.trainer import last_checkpoint
 
-from .runs import checkpoint, documents, finish, logged, recipe_file, start, weights
+from .runs import CHUNK, checkpoint, documents, finish, logged, recipe_file, start, trained, weights
 
-STEPS = {"steps": 60, "learning_rate": 1e-3, "eta_warmup_steps": 30, "warmup_steps": 5, "accumulation": 1}
+STEPS = {"steps": 32, "learning_rate": 1e-3, "eta_warmup_steps": 16, "warmup_steps": 5, "accumulation": 1}
 
 
 def test_killed_while_it_trains_and_saves_then_resumed(tmp_path: Path) -> None:
@@ -29,17 +29,16 @@ def test_killed_while_it_trains_and_saves_then_resumed(tmp_path: Path) -> None:
     finish(start(recipe, f"output={tmp_path}/whole"))
     broken = tmp_path / "broken"
     process = start(recipe, f"output={broken}")
-    while last_checkpoint(broken) is None and process.poll() is None:
+    while last_checkpoint(broken) is None and process.is_running():
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill()
     found = last_checkpoint(broken)
     assert found is not None and not (broken / "final").exists()
     done = int(found.name.removeprefix("checkpoint-"))
-    assert 4 <= done < 60
-    (broken / "checkpoint-59").mkdir(exist_ok=True)  # as a kill in the middle of a save leaves it
-    report, log = finish(start(recipe, f"output={broken}"))
-    assert report["resumed_from"] == str(last_checkpoint(broken)).replace("checkpoint-60", found.name) and "checkpoint-59" in log
+    assert 4 <= done < 32
+    (broken / "checkpoint-31").mkdir(exist_ok=True)  # as a kill in the middle of a save leaves it
+    report, log = trained(recipe, f"output={broken}")
+    assert report["resumed_from"] == str(last_checkpoint(broken)).replace("checkpoint-32", found.name) and "checkpoint-31" in log
     whole, resumed = weights(tmp_path / "whole" / "final"), weights(broken / "final")
     assert whole.keys() == resumed.keys()
     for name in whole:
@@ -52,7 +51,7 @@ def test_killed_while_it_trains_and_saves_then_resumed(tmp_path: Path) -> None:
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"))
     finish(start(recipe))
-    _, log = finish(start(recipe), code=2)
+    log = finish(start(recipe), code=2)
     assert "has run all 3 steps already; raise optimisation.steps, or name another output." in log
     finish(start(recipe, flags=("--from-scratch",)))
 
@@ -61,10 +60,7 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
 def test_a_full_disk_at_a_save(stage: int, tmp_path: Path) -> None:
     """Files may not grow beyond what the first shards need: one line, exit code 2, no checkpoint called complete."""
     recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), deepspeed=stage)
-    finish(start(recipe, "optimisation.steps=1", f"output={tmp_path}/warm"))  # so that the data's cache is there
-    process = start(
-        recipe, flags=(), preexec_fn=lambda: __import__("resource").setrlimit(__import__("resource").RLIMIT_FSIZE, (20_000, 20_000))
-    )
-    _, log = finish(process, code=2)
+    build_data(load_recipe(recipe), AutoTokenizer.from_pretrained(tmp_path / "model"), CHUNK)  # so that its cache is there
+    log = finish(start(recipe, largest_file=20_000), code=2)
     assert "inplace-ttt: error: cannot save" in log and "free some space" in log
     assert last_checkpoint(tmp_path / "out") is None and not (tmp_path / "out" / "final").exists()

@@ -1,7 +1,10 @@
 """What a run trains and leaves, and how it ends when it cannot go on."""
 
 import json
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +12,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from inplace_ttt import load
+from inplace_ttt import cli, load
+from inplace_ttt.errors import NotSoError
 from inplace_ttt.training import launch
+from inplace_ttt.training.guards import MOST_SKIPPED, SkippedSteps
 from inplace_ttt.training.recipe import load_recipe
 
-from .runs import checkpoint, documents, finish, recipe_file, start, weights
-
-SHARED = ("parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4")
+from .runs import checkpoint, documents, finish, recipe_file, start, trained, weights
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +29,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ttt_alone_leaves_the_base_as_it_was(made: Path, tmp_path: Path) -> None:
+def test_ttt_alone_leaves_the_base_as_it_was(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command, launcher and all: its processes, its report, and no shared memory that stays behind."""
+    ports: list[int] = []
+    monkeypatch.setattr(launch, "_free_port", lambda any_port=launch._free_port: ports.append(any_port()) or ports[-1])
     sections = {
         "optimisation": {"train": "ttt", "conv_learning_rate": 1e-2},
         "data": {"validation_documents": 2},
         "monitor": {"evaluate_every": 2},
     }
     recipe = recipe_file(tmp_path, made / "model", made / "text", **sections)
-    report, log = finish(start(recipe))
+    code = cli.main(["train", str(recipe), "--json", "--num-processes", "2"])
+    out, log = capfd.readouterr()
+    assert code == 0, log[-3000:]
+    assert len(ports) == 1 and not list(Path("/dev/shm").glob(f"*_{ports[0]}_*"))
+    report = json.loads(out)
     before, after = weights(made / "model"), weights(Path(report["output"]))
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -48,36 +60,29 @@ def test_ttt_alone_leaves_the_base_as_it_was(made: Path, tmp_path: Path) -> None
 
 def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None:
     sections = {"optimisation": {"train": "lora", "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}}
-    report, _ = finish(start(recipe_file(tmp_path, made / "model", made / "text", **sections)))
+    report, _ = trained(recipe_file(tmp_path, made / "model", made / "text", **sections))
     saved = weights(Path(report["output"]))
     assert {name.split(".")[-2] for name in saved if "lora" in name} == {"lora_A", "lora_B"} and any(".ttt.conv" in name for name in saved)
     model = PeftModel.from_pretrained(load(made / "model", dtype=torch.float32), report["output"])
-    trained = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, tensor in saved.items():
         if name.endswith("ttt.conv"):
             inside = name.removeprefix("base_model.model.").replace("ttt.conv", "ttt.modules_to_save.default.conv")
-            (found,) = (p for n, p in trained.items() if n.endswith(inside))
+            (found,) = (p for n, p in parameters.items() if n.endswith(inside))
             torch.testing.assert_close(found, tensor)
-
-
-def test_no_shared_memory_stays_behind(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports: list[int] = []
-    monkeypatch.setattr(launch, "_free_port", lambda any_port=launch._free_port: ports.append(any_port()) or ports[-1])
-    file = recipe_file(tmp_path, made / "model", made / "text", parallel={"processes": 2})
-    assert launch.launch(load_recipe(str(file)), [str(file)]) == 0
-    assert len(ports) == 1 and not list(Path("/dev/shm").glob(f"*_{ports[0]}_*"))
 
 
 def test_a_lock_that_a_killed_build_left_is_named(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DeepSpeed would wait for it; this run ends before, since its recipe is refused."""
+    """Before any process starts: DeepSpeed would wait for it without end."""
     lock = tmp_path / "builds" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
     file = recipe_file(tmp_path, made / "model", made / "text")
-    assert launch.launch(load_recipe(str(file)), [str(file), "--set", "no.such=1"]) != 0
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: SimpleNamespace(returncode=7))
+    assert launch.launch(load_recipe(str(file)), [str(file)]) == 7
     assert f"{lock} is the lock of a build" in caplog.text
 
 
@@ -90,18 +95,63 @@ def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_
     tensors["model.embed_tokens.weight"][50] = float("nan")
     save_file(tensors, shard, {"format": "pt"})
     recipe = recipe_file(tmp_path, broken, made / "text")
-    found, log = finish(start(recipe, f"parallel.processes={processes}"), code=1)
-    assert found["output"] is None
+    log = finish(start(recipe, f"parallel.processes={processes}"), code=1)
     assert "inplace-ttt: error: the loss is not finite at step 1; the weights are as before it, and the last checkpoint is none" in log
     assert not (tmp_path / "out" / "final").exists()
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (1, "float32"), (2, "bfloat16")])
+def test_a_gradient_that_is_not_finite(stage: int, dtype: str, unstable: Path, made: Path, tmp_path: Path) -> None:
+    """The loss is finite. DeepSpeed skips such steps and ends well; here the run says so, and stops. (ZeRO-3 has a norm in float64.)"""
+    recipe = recipe_file(tmp_path, unstable, made / "text", deepspeed=stage)
+    log = finish(start(recipe, f"model.dtype={dtype}", "optimisation.steps=6", "optimisation.accumulation=1"), code=1)
+    (line,) = re.findall("inplace-ttt: error: (.*)", log)
+    assert "the gradient" in line and "not finite" in line and "the weights are as before" in line
+    assert log.count("was skipped, since its gradient is not finite") == (0 if (stage, dtype) == (0, "float32") else MOST_SKIPPED)
+    assert not (tmp_path / "out" / "final").exists()
+
+
+@pytest.fixture(scope="module")
+def unstable(made: Path) -> Path:
+    """A model whose last norm is as small as its head is large: its logits are ordinary, the norm's gradient is not."""
+    folder = made / "unstable"
+    shutil.copytree(made / "model", folder)
+    (shard,) = folder.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.norm.weight"] *= 1e-36
+    tensors["lm_head.weight"] *= 1e36
+    save_file(tensors, shard, {"format": "pt"})
+    return folder
+
+
+def test_skipped_steps_are_counted_in_the_report() -> None:
+    skipped = SkippedSteps()
+    for step, none in enumerate((False, True, True, False, True), start=1):
+        skipped.record(step, none)
+    assert skipped.count == 3 and skipped.warnings() == ["3 steps were skipped, since their gradient was not finite"]
+    skipped.record(6, True)
+    with pytest.raises(NotSoError, match="in 3 steps in a row, the last of them step 7"):
+        skipped.record(7, True)
+
+
+REFUSED = [
+    (("model.path=nowhere/at/all",), "nowhere/at/all does not exist"),
+    (("data.train=nothing.txt",), "nothing.txt"),
+    (("surgery={layers: [0]}",), "is converted already"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda value: value[0] if isinstance(value, tuple) else "")
+def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Path, tmp_path: Path) -> None:
+    """What only the run itself finds."""
+    log = finish(start(recipe_file(tmp_path, made / "model", made / "text"), *settings, "parallel.processes=2"), code=2)
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt"))
+    assert message in line and "Traceback" not in log, log
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("model.path=nowhere/at/all",), "nowhere/at/all does not exist"),
-        (("data.train=nothing.txt",), "nothing.txt"),
-        (("surgery={layers: [0]}",), "is converted already"),
         (("optimisation.stepz=3",), "--set, optimisation.stepz: there is no such setting"),
         (
             ("deepspeed=0", "parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4"),
@@ -110,22 +160,23 @@ def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Path, tmp_path: Path) -> None:
-    process = start(recipe_file(tmp_path, made / "model", made / "text"), *settings)
-    log = process.communicate(timeout=300)[1]
-    lines = [line for line in log.splitlines() if line.startswith("inplace-ttt")]
-    assert process.returncode == 2 and message in lines[0] and "Traceback" not in log, log
+def test_a_recipe_that_is_none_starts_nothing(
+    settings: tuple[str, ...], message: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = recipe_file(tmp_path, made / "model", made / "text")
+    assert cli.main(["train", str(file), *(part for setting in settings for part in ("--set", setting))]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_an_undeclared_deviation_stops_the_run_before_it_starts(made: Path, tmp_path: Path) -> None:
     """The same run starts when it is told to, or when it says what it deviates in and why."""
     recipe = recipe_file(tmp_path, made / "model", made / "text", audit={"profile": "paper"})
-    _, log = finish(start(recipe), code=1)
+    log = finish(start(recipe), code=1)
     (refusal,) = (line for line in log.splitlines() if "the run deviates from the paper profile in" in line)
     ids = refusal.split("profile in ")[1].split(" without")[0].split(", ")
     assert {"chunk-size", "learning-rate", "token-budget", "stages"} <= set(ids)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"audit.html", "audit.md", "audit.json"}
     declared = [{"id": name, "why": "a test"} for name in ids]
-    report, _ = finish(start(recipe, f"audit.deviations={json.dumps(declared)}", f"output={tmp_path}/declared"))
+    report, _ = trained(recipe, f"audit.deviations={json.dumps(declared)}", f"output={tmp_path}/declared")
     assert report["steps"] == 3 and (tmp_path / "declared" / "audit.html").exists()
-    finish(start(recipe, flags=("--no-audit",)))
+    finish(start(recipe, "optimisation.steps=1", flags=("--no-audit",)))

@@ -1,20 +1,24 @@
 """L8 for whole runs: however a recipe is split over processes, stages and micro-steps, it is one run."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from inplace_ttt import load
+from inplace_ttt.surgery import ttt_disabled
+from inplace_ttt.training.batches import collate
 from inplace_ttt.training.data import build_data
 from inplace_ttt.training.recipe import Recipe, load_recipe
 from inplace_ttt.training.row_order import rows_to_come
-from inplace_ttt.training.trainer import collate
 
-from .runs import checkpoint, documents, finish, logged, recipe_file, start, weights
+from .runs import checkpoint, documents, logged, recipe_file, trained, weights
 
 SPLITS = {
     "two micro-steps": (),
@@ -45,15 +49,25 @@ SPLITS = {
 
 SHARED = tuple(split for split, settings in SPLITS.items() if any("sequence_parallel" in setting for setting in settings))
 ON_THE_GRID = tuple(16 * chunks - 1 for chunks in (4, 2, 9, 1, 19, 5, 3, 8, 16, 7, 12, 6))  # the tokenizer adds one token
+HELD_OUT = (127, 15, 63, 47, 31, 95)  # three rows, the last of them not full
 
-Run = tuple[list[float], list[float], dict[str, Tensor]]
+
+@dataclass(frozen=True)
+class Run:
+    """evaluation: held-out loss and accuracy, means over all tokens of all rows."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    evaluation: dict[str, float]
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents that start on chunk borders by themselves, so that rows are packed alike with and without shared rows."""
     folder = tmp_path_factory.mktemp("splits")
-    return recipe_file(folder, checkpoint(folder / "model"), documents(folder / "text", ON_THE_GRID))
+    data = {"validation": str(documents(folder / "held", HELD_OUT))}
+    return recipe_file(folder, checkpoint(folder / "model"), documents(folder / "text", ON_THE_GRID), data=data)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +76,7 @@ def plain(recipe: Path) -> Run:
 
 
 def plain_run(recipe: Recipe) -> Run:
-    """Losses, gradient norms and weights of a recipe's run as a few lines of torch."""
+    """A recipe's run as a few lines of torch."""
     path, settings = str(recipe.model.path), recipe.optimisation
     data = build_data(recipe, AutoTokenizer.from_pretrained(path), 16)
     rows = rows_to_come(data.train, recipe)
@@ -83,12 +97,30 @@ def plain_run(recipe: Recipe) -> Run:
             group["lr"] = settings.learning_rate * (0.5 if step == 0 else 0.1 + 0.9 * (1 - (step - 1) / 2))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, model.state_dict()
+    assert data.validation is not None
+    evaluation = held_out(model, data.validation, "eval")
+    with ttt_disabled(model):
+        evaluation |= held_out(model, data.validation, "eval_off")
+    return Run(losses, norms, model.state_dict(), evaluation)
+
+
+@torch.no_grad()
+def held_out(model: Any, rows: Any, name: str) -> dict[str, float]:
+    batch = collate([rows[i] for i in range(len(rows))])
+    logits, labels = model.eval()(**batch, use_cache=False).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    hits = (logits.argmax(-1) == labels)[labels != -100]
+    return {f"{name}_loss": cross_entropy(logits, labels).item(), f"{name}_accuracy": hits.double().mean().item()}
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_path: Path) -> None:
     agree(recipe, plain, tmp_path / "out", SPLITS[split])
+
+
+def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
+    """As the recipes for GPUs read: the first process hands out every row."""
+    settings = ("parallel.processes=2", "optimisation.accumulation=1", "data.shuffle=false")
+    agree(recipe, plain_run(load_recipe(recipe, settings)), tmp_path / "out", (*settings, "data.streaming=true"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -99,11 +131,11 @@ def test_odd_documents_across_ranks(ranks: int, recipe: Path, tmp_path: Path) ->
 
 
 def agree(recipe: Path, plain: Run, output: Path, settings: Sequence[str]) -> None:
-    report, _ = finish(start(recipe, f"output={output}", "monitor.save_every=4", *settings))
-    losses, norms, expected = plain
-    torch.testing.assert_close(torch.tensor(logged(output, "loss")), torch.tensor(losses), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.tensor(logged(output, "grad_norm")), torch.tensor(norms), rtol=1e-5, atol=1e-5)
+    report, _ = trained(recipe, f"output={output}", "monitor.save_every=4", *settings)
+    torch.testing.assert_close(torch.tensor(logged(output, "loss")), torch.tensor(plain.losses), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(logged(output, "grad_norm")), torch.tensor(plain.norms), rtol=1e-5, atol=1e-5)
+    assert {name: report["evaluation"][name] for name in plain.evaluation} == pytest.approx(plain.evaluation, rel=1e-5)
     found = weights(Path(report["output"]))
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
-    assert set(expected) - set(found) <= {"lm_head.weight"}
+        torch.testing.assert_close(tensor, plain.weights[name], rtol=1e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+    assert set(plain.weights) - set(found) <= {"lm_head.weight"}

@@ -1,7 +1,6 @@
 """One process under DeepSpeed's ZeRO-3: builds the model of each recipe given, trains it a little, prints JSON."""
 
 import json
-import sys
 from typing import Any
 
 import deepspeed
@@ -35,7 +34,8 @@ def report(recipe: str) -> dict[str, Any]:
     return {"values": values, "losses": losses}
 
 
-if __name__ == "__main__":
+def main(recipes: list[str]) -> None:
     deepspeed.init_distributed("gloo")
     keep = HfDeepSpeedConfig({**ZERO3, "train_batch_size": 1})
-    print("RESULT " + json.dumps([report(recipe) for recipe in sys.argv[1:]]))
+    print("RESULT " + json.dumps([report(recipe) for recipe in recipes]))
+    del keep

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from inplace_ttt import InPlaceTTTConfig, convert
-from inplace_ttt.surgery import fast_weights
+from inplace_ttt import InPlaceTTTConfig, calibrate, convert
+from inplace_ttt.config import PRESETS
+from inplace_ttt.surgery import config_of, fast_weights
 
 VOCABULARY = 8192
 """Small, so that the logits of a long sequence do not hide the layers."""
@@ -47,22 +48,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--preset", choices=PRESETS, default="paper")
     args = parser.parse_args()
     print(json.dumps(measure(**vars(args)), indent=2))
 
 
-def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str, dtype: str) -> dict[str, Any]:
+def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str, dtype: str, preset: str = "paper") -> dict[str, Any]:
     """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
     torch.manual_seed(0)
     config = SHAPES[shape](tokens)
     base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
-    model = convert(copy.deepcopy(base), InPlaceTTTConfig(layers="every:6", chunk_size=chunk_size, eta=1e-3))
+    model = convert(copy.deepcopy(base), InPlaceTTTConfig.preset(preset, layers="every:6", chunk_size=chunk_size, eta=1e-3))
+    ids = torch.randint(3, VOCABULARY, (1, tokens), device=device)
+    if config_of(model).needs_calibration:
+        calibrate(model, [ids[:, :2048]])
     for layer in fast_weights(model).values():  # as if trained: conv and P write
         layer.ttt.conv.data.normal_(std=0.1)
         layer.ttt.proj.data.normal_(std=0.02)
-    ids = torch.randint(3, VOCABULARY, (1, tokens), device=device)
     rows = {}
-    for name, step in (("prefill", _prefill), ("prefill into a cache", _prefill_into_cache), ("training step", _training_step)):
+    for name, step in _STEPS.items():
         try:
             rows[name] = paired(lambda step=step: step(model, ids), lambda step=step: step(base, ids), repeats, device)
         except torch.OutOfMemoryError:
@@ -72,7 +76,7 @@ def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str,
         gc.collect()
     profile = [] if "out_of_memory" in rows["training step"] else _profile(model, ids)
     return {
-        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "layers": config.num_hidden_layers,
+        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "preset": preset, "layers": config.num_hidden_layers,
         "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
         "profile_of_a_training_step": profile,
     }  # fmt: skip
@@ -95,6 +99,20 @@ def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
     model(ids, labels=ids, use_cache=False).loss.backward()
 
 
+@torch.no_grad()
+def _decode(model: PreTrainedModel, ids: torch.Tensor, tokens: int = 32) -> None:
+    """A short prefill, then tokens one at a time."""
+    cache = DynamicCache(config=model.config)
+    model.eval()(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
+    for token in ids[:, tokens : 2 * tokens].split(1, dim=1):
+        model(token, past_key_values=cache, logits_to_keep=1)
+
+
+_STEPS: dict[str, Callable[[PreTrainedModel, torch.Tensor], None]] = {
+    "prefill": _prefill, "prefill into a cache": _prefill_into_cache, "decode": _decode, "training step": _training_step,
+}  # fmt: skip
+
+
 def paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: int, device: str) -> dict[str, float]:
     """Times with TTT over those of the base, run in turn."""
 
@@ -108,6 +126,9 @@ def paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: 
     for run in (with_ttt, base):  # compiles, tunes, warms up
         run()
         run()
+    end = time.monotonic() + (0.1 if device.startswith("cuda") else 0)  # a GPU at rest takes so long to reach its clock
+    while time.monotonic() < end:
+        seconds(base)
     pairs = [(seconds(with_ttt), seconds(base)) for _ in range(repeats)]
     ratios = sorted(mine / theirs for mine, theirs in pairs)
     median = statistics.median

@@ -40,27 +40,34 @@ def ceilings(smoke: bool) -> Iterator[dict[str, Any]]:
 
 def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
     """The walk, chunk norms, short documents and convolution at the widths of Qwen3-4B, the first two of SmolLM2-135M too."""
-    from inplace_ttt_kernels import conv, gram
+    from inplace_ttt_kernels import conv, gram, schedule
+    from inplace_ttt_kernels.documents import plan_of
     from inplace_ttt_kernels.walk import walk
 
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 
     device, dtype = "cpu" if smoke else "cuda", torch.bfloat16
-    for d, h, chunk in [(40, 72, 32)] if smoke else [(d, h, c) for d, h in ((2560, 9728), (576, 1536)) for c in (256, 512, 1024, 4096)]:
+    for d, h, chunk in (
+        [(40, 72, 32)] if smoke else [(d, h, c) for d, h in ((2560, 9728), (576, 1536)) for c in (256, 512, 1024, 2048, 4096)]
+    ):
         steps = 4
-        a, b = torch.randn(steps * chunk, d, device=device).to(dtype), torch.randn(steps * chunk, h, device=device).to(dtype)
+        a, b = torch.randn(steps * chunk + 1, d, device=device).to(dtype), torch.randn(steps * chunk + 1, h, device=device).to(dtype)
         w0 = torch.randn(d, h, device=device).to(dtype)
         carry = torch.empty(d, h, device=device)
         slots = torch.empty(steps, d, h, device=device, dtype=dtype)
 
-        def ours(a=a, b=b, carry=carry, slots=slots, w0=w0, chunk=chunk, steps=steps, dither=True) -> None:
-            stop = steps * chunk
-            walk(a, b, carry, slots, first=0, stop=stop, chunk=chunk, steps=steps, scale=0.1, base=w0 if dither else None, dither=dither)
+        # a document that hands its state on, in one group; the chunk after it reads the last slot
+        plan = plan_of(torch.tensor([[0, 0, steps * chunk + 1]]), 1, steps * chunk + 1, chunk, 0, False, True)
+        (launch,) = schedule.reads(plan, True, steps, 1, a.device)
+
+        def ours(a=a, b=b, carry=carry, slots=slots, w0=w0, chunk=chunk, launch=launch, dither=True) -> None:
+            base, shape = w0 if dither else None, tuple(w0.shape)
+            walk(a, b, launch, chunk=chunk, shape=shape, slots=slots, final=carry[None], scale=0.1, base=base, dither=dither)
 
         def theirs(a=a, b=b, carry=carry, slots=slots, w0=w0, chunk=chunk) -> None:
             carry.zero_()
-            for j, (values, keys) in enumerate(zip(a.split(chunk), b.split(chunk), strict=True)):
+            for j, (values, keys) in enumerate(zip(a[:-1].split(chunk), b[:-1].split(chunk), strict=True)):
                 if smoke:
                     carry.add_(values.float().T @ keys.float())
                 else:
@@ -76,7 +83,8 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
         deltas = {
             "norms, Gram": lambda a=a, b=b, starts=starts, chunk=chunk: gram.squared_norms(a, b, starts, chunk),
             "norms, torch delta": lambda a=a, b=b, chunk=chunk: [
-                torch.linalg.vector_norm(v.T @ k, dtype=torch.float32) for v, k in zip(a.split(chunk), b.split(chunk), strict=True)
+                torch.linalg.vector_norm(v.T @ k, dtype=torch.float32)
+                for v, k in zip(a[:-1].split(chunk), b[:-1].split(chunk), strict=True)
             ],
         }
         for name, run in deltas.items():
@@ -134,9 +142,13 @@ def _try(run: Callable[[], object], device: str) -> float | None:
 
 
 def seconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
-    """Median time of a run, after two that compile, tune and warm up."""
+    """Median time of a run, after two that compile and tune and 100 ms in which the clock rises."""
     for _ in range(2):
         run()
+    end = time.monotonic() + (0 if device == "cpu" else 0.1)
+    while time.monotonic() < end:
+        run()
+        torch.cuda.synchronize()
     if device == "cpu":
         start = time.perf_counter()
         run()

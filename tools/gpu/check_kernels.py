@@ -1,13 +1,15 @@
 """The kernels against the sequential reference on this machine's GPU, without pytest: every line of the table must hold.
 
-python tools/gpu/check_kernels.py [--smoke]    # exits with 1 when one does not; --smoke: tiny sizes, through Triton's interpreter
+python tools/gpu/check_kernels.py [--few] [--smoke]    # exits with 1 when one does not; --smoke: through Triton's interpreter
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import itertools
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -30,17 +32,21 @@ DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU")
-    smoke = parser.parse_args().smoke
-    if smoke:
+    parser.add_argument("--few", action="store_true", help="tiny sizes on the GPU, for a sanitizer")
+    args = parser.parse_args()
+    if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    rows = list(checks("cpu" if smoke else "cuda", smoke))
+    rows = list(checks("cpu" if args.smoke else "cuda", args.smoke or args.few))
     for row in rows:
         print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['name']:60} worst {row['worst']:.1e} of {row['bound']:.0e} ({row['where']})")
     return 0 if all(row["ok"] for row in rows) else 1
 
 
-def checks(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """A row for each case: name, ok, the worst error relative to the largest entry, its bound and where it is."""
+def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
+    """A row for each case: name, ok, the worst error relative to the largest entry, its bound and where it is.
+
+    part, parts: only every parts-th group of cases, so that several processes compile and check side by side.
+    """
     # chunk size, d, h: tiles by descriptor, with edges; by pointer, for chunks or rows that are not whole vectors; documents
     # of up to 682 tokens (25 in the smoke run) in the dual form
     shapes = {
@@ -52,6 +58,8 @@ def checks(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     forms = ((False, False, True), (True, True, True), (True, True, False))
     cases = [(*form, clip) for form in forms for clip in (False, True)]
     for number, (documents, shape, dtype) in enumerate(itertools.product(DOCUMENTS, shapes, dtypes)):
+        if number % parts != part:
+            continue
         few = smoke or dtype == torch.float16
         every_tile = (documents, shape, dtype) == ("one", "SmolLM2-135M", torch.bfloat16)
         chosen = [cases[(number + 1) % len(cases)]] if few else cases
@@ -72,7 +80,23 @@ def checks(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
             where = max(errors, key=lambda name: errors[name])
             ok = all(error < BOUND[dtype] for error in errors.values())  # false of NaN
             yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
-    yield from _convolutions(device, smoke)
+    if part == parts - 1:
+        yield from _convolutions(device, smoke)
+
+
+def on_all_cores(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """The checks in a process a core, which is where the time to compile goes; the kernels stay compiled for who comes next."""
+    parts = 1 if smoke else max(1, min(len(os.sched_getaffinity(0)), 8))
+    if parts == 1:
+        yield from checks(device, smoke)
+        return
+    with concurrent.futures.ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done in concurrent.futures.as_completed(pool.submit(_part, device, part, parts) for part in range(parts)):
+            yield from done.result()
+
+
+def _part(device: str, part: int, parts: int) -> list[dict[str, Any]]:
+    return list(checks(device, False, part, parts))
 
 
 def _inputs(

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from inplace_ttt.ops.benchmark import CHUNK_SIZES, WIDTHS, Shape
+from inplace_ttt_kernels.operands import SLOTS_BYTES
 
-GROUP = 4
-"""Slots of 2 bytes beside one float32 sum in 3 float32 copies of W0."""
+from inplace_ttt.ops.benchmark import CHUNK_SIZES, WIDTHS, Shape
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Work:
 def walk(shape: Shape, reads_w0: bool, reads_all: bool) -> Work:
     """One walk: rows read, slots written, the sum written and read again between groups, W0 read once a group."""
     chunks = shape.tokens // shape.chunk_size
-    groups = -(-(chunks - 1) // GROUP)
     matrix = shape.d * shape.h
+    groups = -(-(chunks - 1) // max(SLOTS_BYTES // (2 * matrix), 1))
     rows = 2 * shape.tokens * (shape.d + shape.h)
     share = 1 if reads_all else (chunks - 1) / chunks
     moved = rows + 2 * matrix * (chunks - 1) + 8 * matrix * (groups - 1) + (2 * matrix * groups if reads_w0 else 4 * matrix)

@@ -1,6 +1,6 @@
 """One call on a machine with a GPU: the kernels are right, how fast they are, what a whole model pays; a short table last.
 
-Nothing is timed when a check fails. What the time does not suffice for is named. Run it through tools/gpu/gpu_check.sh.
+When a check fails the rest goes on, marked as wrong. What the time does not suffice for is named. Run it through tools/gpu/gpu_check.sh.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -55,30 +56,36 @@ def main() -> int:
     clock, about = Clock(args.minutes), _about(args)
     table = [f"{about['device']}, torch {about['torch']}, triton {about['triton']}, transformers {about['transformers']}"]
 
-    import check_kernels
-
-    device = "cpu" if args.smoke else "cuda"
-    checks = _record(folder / "checks.json", about, check_kernels.checks(device, args.smoke), _say_check)
-    wrong = [row["name"] for row in checks if not row["ok"]]
-    table.append(f"{len(checks) - len(wrong)} of {len(checks)} checks hold")
-    if wrong:
-        print("\n".join([*table, *(f"wrong: {name}" for name in wrong), "nothing was timed: a wrong kernel has no speed."]))
-        return 1
-
     import bench_kernels
+    import check_kernels
+    import situations
 
-    alone = _record(folder / "kernels.json", about, _all(bench_kernels.ceilings(args.smoke), bench_kernels.kernels(args.smoke)), _say)
-    rate = next(row["tflops"] for row in alone if row["name"] == "product")
-    copy = next(row["terabytes_per_second"] for row in alone if row["name"] == "copy")
-    table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copy:.2f} TB/s copied")
-    # the first op shapes, the models, then the rest of the shapes for as long as the time lasts
-    shapes = list(_shapes(args.smoke))
-    first = _record(folder / "op.json", about, _ops(shapes[:4], clock, args.smoke), _say)
-    models = _record(folder / "models.json", about, _models(clock, args.smoke), _say)
-    ops = _record(folder / "op.json", about, _ops(shapes[4:], clock, args.smoke), _say, first)
-    _record(folder / "tiles.json", about, _tiles(), _say)
-    print("\n".join([*table, *_op_table(ops, rate), *_model_table(models), *(f"skipped: {line}" for line in clock.skipped)]))
-    return 0
+    device, say = "cpu" if args.smoke else "cuda", _say
+    rows = _all(check_kernels.on_all_cores(device, args.smoke), situations.checks(args.smoke))
+    checks = _record(folder / "checks.json", about, rows, _say_check)
+    wrong = [row["name"] for row in checks if not row["ok"]]
+    about["wrong"] = wrong  # stands in every file beside the figures
+    table.append(f"{len(checks) - len(wrong)} of {len(checks)} checks hold")
+    table += [f"wrong: {name}" for name in wrong]
+    if wrong:
+        table.append("THE KERNELS ARE WRONG HERE: the figures below show what they cost, not what they are worth.")
+
+    with clock.carries_on("everything that is timed"):
+        limits = _record(folder / "ceilings.json", about, bench_kernels.ceilings(args.smoke), say)
+        rate = next(row["tflops"] for row in limits if row["name"] == "product")
+        copy = next(row["terabytes_per_second"] for row in limits if row["name"] == "copy")
+        table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copy:.2f} TB/s copied")
+        # models first, then the first op shapes, then the rest for as long as the time lasts
+        models = _record(folder / "models.json", about, _models(clock, args.smoke), say)
+        shapes = list(_shapes(args.smoke))
+        first = _record(folder / "op.json", about, _ops(shapes[:5], clock, args.smoke), say)
+        others = _record(folder / "situations.json", about, _situations(clock, args.smoke), say)
+        _record(folder / "kernels.json", about, _alone(clock, args.smoke), say)
+        ops = _record(folder / "op.json", about, _ops(shapes[5:], clock, args.smoke), say, first)
+        table += [*_op_table(ops, rate), *_situation_table(others), *_model_table(models)]
+    _record(folder / "tiles.json", about, _tiles(), say)
+    print("\n".join([*table, *(f"skipped: {line}" for line in clock.skipped)]))
+    return 1 if wrong else 0
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
@@ -109,10 +116,21 @@ def _record(
     """Print the rows as they come and keep them on disk after each, so that a cut leaves what there was."""
     done = [*earlier]
     for row in rows:
-        done.append(row)
+        done.append({**row, "clocks": _clocks()})
         say(row)
         file.write_text(json.dumps({**about, "rows": done}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return done
+
+
+def _clocks() -> dict[str, float] | None:
+    """The GPU's clocks in MHz, power in W and temperature in °C at this moment; None without nvidia-smi."""
+    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        return {name: float(value) for name, value in zip(fields, said.split(","), strict=True)}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def _say_check(row: dict[str, Any]) -> None:
@@ -154,19 +172,44 @@ def _models(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
         yield measure("tiny", 96, 32, 1, "cpu", "bfloat16")
         return
     both = ("Qwen3-4B", "SmolLM2-135M")
-    for shape, tokens, seconds in [(shape, 32768, 45) for shape in both] + [(shape, 8192, 20) for shape in both]:
-        if clock.has(seconds, task := f"model {shape} at {tokens} tokens"):
+    long, short = (
+        [(shape, tokens, preset, seconds) for shape in both] for tokens, preset, seconds in ((32768, "paper", 45), (8192, "paper", 20))
+    )
+    for shape, tokens, preset, seconds in [*long, *short, ("SmolLM2-135M", 8192, "stable", 30)]:
+        if clock.has(seconds, task := f"model {shape} at {tokens} tokens, {preset}"):
             with clock.carries_on(task):
-                yield measure(shape, tokens, 512, 5, "cuda", "bfloat16")
+                yield measure(shape, tokens, 512, 5, "cuda", "bfloat16", preset)
             torch.cuda.empty_cache()
 
 
+def _situations(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
+    import situations
+    import torch
+
+    for name, seconds, measure in situations.times(smoke, 1 if smoke else 5):
+        if smoke or clock.has(seconds, name):
+            with clock.carries_on(name):
+                yield {"name": name, **measure()}
+            if not smoke:
+                torch.cuda.empty_cache()
+
+
+def _alone(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
+    import bench_kernels
+
+    if smoke or clock.has(60, "each kernel alone"):
+        with clock.carries_on("each kernel alone"):
+            yield from bench_kernels.kernels(smoke)
+
+
 def _tiles() -> Iterable[dict[str, Any]]:
-    """Which of its candidates each kernel took, and for what."""
+    """Which of its candidates each kernel took, for what, and what every one of them took, in milliseconds."""
     from inplace_ttt_kernels import tuning
 
-    for (kernel, *problem), tile in tuning._chosen.items():
-        yield {"kernel": kernel, "problem": " ".join(map(str, problem)), **vars(tile)}
+    for key, tile in tuning._chosen.items():
+        kernel, *problem = key
+        took = [{**vars(candidate), "milliseconds": time} for candidate, time in tuning.timed.get(key, {}).items()]
+        yield {"kernel": kernel, "problem": " ".join(map(str, problem)), **vars(tile), "timed": took}
 
 
 def _op_table(results: list[dict[str, Any]], rate: float) -> list[str]:
@@ -194,9 +237,16 @@ def _op_table(results: list[dict[str, Any]], rate: float) -> list[str]:
     return lines
 
 
+def _situation_table(results: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{result['name']}: {result['median']:.2f} ({result['min']:.2f}-{result['max']:.2f}) of the plain linear's time"
+        for result in results
+    ]
+
+
 def _model_table(results: list[dict[str, Any]]) -> list[str]:
     return [
-        f"{result['shape']} {result['tokens']} tokens, {name}: "
+        f"{result['shape']} {result['tokens']} tokens, {result['preset']}, {name}: "
         + ("out of memory" if "out_of_memory" in row else f"{row['median']:.3f} ({row['min']:.3f}-{row['max']:.3f}) of the base's time")
         for result in results
         for name, row in result["ratio_to_base"].items()

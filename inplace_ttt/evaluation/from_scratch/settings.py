@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...files.settings import at_least, require
+from ...files.schema import at_least, require
 from ...memories import MEMORIES
 
 NONE = "none"

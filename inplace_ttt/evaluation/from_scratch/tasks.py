@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InPlaceTTTError
+from ...files.paths import require_regular
 from ...files.text import files_in
 from ...tasks.recall import IGNORED, recall_data
 from .settings import Recall, Scratch, Text
@@ -108,6 +109,7 @@ def task_of(settings: Scratch) -> Task:
 
 def read_bytes(file: Path) -> Tensor:
     """uint8 [n]."""
+    require_regular(file, "cannot read the text")
     try:
         return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
     except (OSError, ValueError) as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ...errors import InPlaceTTTError, one_line
+from ...files.json_files import parse_json
+from ...files.text import read_text
 
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 
@@ -40,7 +40,7 @@ class Material:
 
     def __init__(self, haystack: str | None = None, questions: Sequence[str] = ()) -> None:
         self.haystack_name = haystack
-        self._haystack = "" if haystack is None else " ".join(_read(haystack).split())
+        self._haystack = "" if haystack is None else " ".join(read_text(haystack).split())
         if haystack is not None and not self._haystack:
             raise InPlaceTTTError(f"{haystack} holds no text; give a long UTF-8 text.")
         self.questions = [read_questions(path) for path in questions]
@@ -93,10 +93,10 @@ def _listed(category: str) -> list[str]:
 
 def read_questions(path: str) -> QuestionBook:
     """Questions from SQuAD's or HotpotQA's own JSON file, or from {"question", "answers", "documents"} as JSON or JSON lines."""
-    text = _read(path)
+    text = read_text(path)
     try:
-        values = [json.loads(line) for line in text.splitlines() if line.strip()] if path.endswith(".jsonl") else json.loads(text)
-    except json.JSONDecodeError as error:
+        values = [parse_json(line) for line in text.splitlines() if line.strip()] if path.endswith(".jsonl") else parse_json(text)
+    except ValueError as error:
         raise InPlaceTTTError(f"{path} is not JSON ({one_line(error)}); name a file of JSON lines .jsonl.") from None
     try:
         questions, documents = _squad(values) if isinstance(values, dict) else _listed_questions(values)
@@ -141,10 +141,3 @@ def _texts(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise TypeError(f"{values!r}, which is not a list of texts")
     return tuple(values)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InPlaceTTTError(f"cannot read {path}: {one_line(error)}; give a UTF-8 text file.") from None

@@ -12,34 +12,38 @@ from ...audit.auditor import Progress, as_declarations, audit_model
 from ...audit.report import Report
 from ...errors import InPlaceTTTError
 from ...surgery import config_of
-from ..model import build_model
+from ..model import meta_model
 from ..recipe import Recipe, load_recipe
 from .catalogue import RECIPE
 from .probes import Run, measured_data
+from .small_model import small_model
 
 REPORT = "audit"
 """Name, without ending, of what the gate writes into the run's output folder."""
 
 
-def audit_recipe(recipe: Recipe | str | Path, *, profile: str | None = None, seed: int = 0, progress: Progress | None = None) -> Report:
-    """Build a recipe's model, audit it, and audit the recipe itself, its data too where that is here.
+def audit_recipe(
+    recipe: Recipe | str | Path, *, data: Any = None, profile: str | None = None, seed: int = 0, progress: Progress | None = None
+) -> Report:
+    """Audit a recipe: its method on a narrow model of the same kind (`small_model`), and what it sets, its data too where that is here.
 
-    profile: the recipe's own, without one.
+    data: the report on the run's rows (`TrainingData.report`), where they were built already. profile: the recipe's own, without one.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
-    model = build_model(recipe)
-    data, why = measured_data(recipe, config_of(model).chunk_size)
-    return _audit(Run(recipe, model, data, why), profile or recipe.audit.profile or "paper", seed, progress)
+    whole, why = meta_model(recipe), ""
+    if data is None:
+        data, why = measured_data(recipe, config_of(whole).chunk_size)
+    return _audit(small_model(recipe), Run(recipe, whole, data, why), profile or recipe.audit.profile or "paper", seed, progress)
 
 
 def gate(model: nn.Module, recipe: Recipe, *, data: Any = None, progress: Progress | None = None) -> Report:
-    """The audit before a run's first step, held against `recipe.audit`.
+    """The audit of a model in memory and the recipe that trains it, held against `recipe.audit`.
 
     data: the report on the run's rows (`TrainingData.report`), for what documents are like. The caller decides what an
     undeclared deviation means; `write_report` puts the report beside the run.
     """
-    return _audit(Run(recipe, model, data), recipe.audit.profile or "paper", 0, progress)
+    return _audit(model, Run(recipe, model, data), recipe.audit.profile or "paper", 0, progress)
 
 
 def write_report(report: Report, output: str | Path) -> Path:
@@ -58,7 +62,7 @@ def write_report(report: Report, output: str | Path) -> Path:
     return folder / f"{REPORT}.html"
 
 
-def _audit(run: Run, profile: str, seed: int, progress: Progress | None) -> Report:
+def _audit(model: nn.Module, run: Run, profile: str, seed: int, progress: Progress | None) -> Report:
     declared = as_declarations(run.recipe.audit.deviations, str(run.recipe.path or "the recipe"))
     extra = [(item, run) for item in RECIPE]
-    return audit_model(run.model, profile=profile, declared=declared, seed=seed, progress=progress, extra=extra)
+    return audit_model(model, profile=profile, declared=declared, seed=seed, progress=progress, extra=extra)

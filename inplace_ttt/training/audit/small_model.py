@@ -1,0 +1,67 @@
+"""The model that stands for a recipe's in the audit: the same in kind, settings and depth, and narrow."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ...attention_window import set_attention_window
+from ...calibration.calibrate import calibrate
+from ...config import InPlaceTTTConfig
+from ...models import unmark
+from ...surgery import convert
+from ..model import planned_architecture
+from ..recipe import Recipe
+from ..ulysses import attention_heads
+
+_WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads")
+_LEAST_WIDTH, _VOCABULARY, _CALIBRATION_TOKENS = 64, 1024, 512
+
+
+def small_model(recipe: Recipe) -> PreTrainedModel:
+    """A converted model on the CPU, in the recipe's dtype, with random weights of a model of the recipe's kind.
+
+    What the audit measures follows from the code and the settings, not from the weights or their width. So it takes seconds
+    and megabytes where an 8B model takes minutes and tens of gigabytes, and needs no weights, no network and no device.
+    Flash attention, which needs one, gives way to sdpa; eager stays.
+    """
+    config, ttt = planned_architecture(recipe)
+    ttt = ttt or InPlaceTTTConfig.from_dict(config.inplace_ttt["config"])
+    unmark(config)
+    config, factor = _narrowed(config)
+    attention = "eager" if recipe.model.attention == "eager" else "sdpa"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention).eval()
+        convert(model, _narrowed_ttt(ttt, factor))
+        if ttt.needs_calibration:
+            calibrate(model, [torch.randint(config.get_text_config().vocab_size, (1, _CALIBRATION_TOKENS))])
+    if recipe.model.window is not None:
+        set_attention_window(model, recipe.model.window.size, recipe.model.window.sinks)
+    return model
+
+
+def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
+    """The config with every width divided by the same number, and the number: heads keep their size, groups of them too."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    widths = {name: value for name in _WIDTHS if isinstance(value := getattr(text, name, None), int)}
+    common = math.gcd(attention_heads(text)[1], *widths.values())
+    factor = max(f for f in range(1, common + 1) if common % f == 0 and (f == 1 or text.hidden_size // f >= _LEAST_WIDTH))
+    for name, value in widths.items():
+        setattr(text, name, value // factor)
+    if text.vocab_size > _VOCABULARY:
+        text.vocab_size = _VOCABULARY
+        text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    return config, factor
+
+
+def _narrowed_ttt(ttt: InPlaceTTTConfig, factor: int) -> InPlaceTTTConfig:
+    """The rank of whitening is one of the widths."""
+    if ttt.whitening is None or ttt.whitening.rank is None:
+        return ttt
+    return dataclasses.replace(ttt, whitening=dataclasses.replace(ttt.whitening, rank=max(1, ttt.whitening.rank // factor)))

@@ -1,0 +1,206 @@
+"""Who loads a converted folder, by whatever means transformers has, gets the converted model, or one sentence."""
+
+import copy
+import io
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import BY_NAME, build
+from models import CHUNK, LAYERS, converted, distance, logits, random_ids, turn_writer_on
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BitsAndBytesConfig,
+    DynamicCache,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    pipeline,
+)
+
+from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.surgery import config_of, fast_weights, is_converted
+
+IDS = random_ids(2, 4 * CHUNK + 2)
+NAMES = ["llama", "gemma3", "gpt2", "moshi", "opt"]
+
+
+def make(name: str) -> PreTrainedModel:
+    if name in BY_NAME:
+        return converted(name)
+    config = transformers.OPTConfig(
+        vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    model = convert(transformers.OPTForCausalLM(config).eval(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
+    turn_writer_on(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PreTrainedModel]]:
+    """Folder and model of each family."""
+    made = {name: (tmp_path_factory.mktemp(name), make(name)) for name in NAMES}
+    for folder, model in made.values():
+        model.save_pretrained(folder)
+    return made
+
+
+def architecture(folder: Path) -> Any:
+    """As TRL, pipelines and `transformers serve` find a folder's class."""
+    return getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+
+
+LOADERS: dict[str, Callable[[Path, PreTrainedModel], Any]] = {
+    "Auto class": lambda folder, model: AutoModelForCausalLM.from_pretrained(folder),
+    "path as keyword": lambda folder, model: AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=folder),
+    "the architecture's name": lambda folder, model: architecture(folder).from_pretrained(folder),
+    "its path as keyword": lambda folder, model: architecture(folder).from_pretrained(pretrained_model_name_or_path=str(folder)),
+    "config and state dict": lambda folder, model: architecture(folder).from_pretrained(
+        None, config=AutoConfig.from_pretrained(folder), state_dict=model.state_dict()
+    ),
+    "the loaded model's class": lambda folder, model: type(AutoModelForCausalLM.from_pretrained(folder)).from_pretrained(folder),
+    "a config made again": lambda folder, model: AutoModelForCausalLM.from_pretrained(
+        folder, config=(c := AutoConfig.from_pretrained(folder)) and type(c)(**c.to_dict())
+    ),
+    "the config's own class": lambda folder, model: AutoModelForCausalLM.from_pretrained(
+        folder, config=type(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
+    ),
+    "a pickle of the loaded model": lambda folder, model: pickled(AutoModelForCausalLM.from_pretrained(folder)),
+    "a pickle of the converted model": lambda folder, model: pickled(model),
+    "a deep copy": lambda folder, model: copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder)),
+    "saved again": lambda folder, model: saved_again(AutoModelForCausalLM.from_pretrained(folder), folder / "again"),
+}
+
+
+def pickled(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def saved_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_what_loads_is_the_converted_model(loader: str, name: str, saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    folder, model = saved[name]
+    loaded = LOADERS[loader](folder, model)
+    assert config_of(loaded) == config_of(model) and loaded.config.model_type == model.config.model_type
+    assert torch.equal(logits(loaded, IDS), logits(model, IDS))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_class_of_the_base_refuses_the_folder(name: str, saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    folder, model = saved[name]
+    base = getattr(transformers, type(model).__name__)
+    for refuse in (base.from_pretrained, type(build("llama").config).from_pretrained, base.config_class.from_pretrained):
+        with pytest.raises(Exception, match=r"In-Place TTT checkpoint.*import inplace_ttt .*and load it with"):
+            refuse(folder)
+
+
+def test_a_class_of_the_base_refuses_without_the_package(saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    folder, _ = saved["llama"]
+    code = f"import transformers; transformers.LlamaForCausalLM.from_pretrained({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0 and "this is an In-Place TTT checkpoint" in done.stderr and "inplace_ttt" not in sys.path
+
+
+def test_the_base_may_have_layer_types_of_its_own(saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    folder, model = saved["gemma3"]
+    assert "sliding_attention" in AutoConfig.from_pretrained(folder).layer_types == model.config.layer_types
+
+
+def test_a_folder_of_the_version_before_loads(saved: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path) -> None:
+    """Its config.json names the base's class, and its layer_types are the base's."""
+    folder, model = saved["gemma3"]
+    model.save_pretrained(tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    section = values["inplace_ttt"]
+    before = {**values, "architectures": [type(model).__name__], "layer_types": section.pop("layer_types")}
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), IDS), logits(model, IDS))
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_other_heads_stand_on_the_converted_decoder(auto: Any, saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    folder, model = saved["llama"]
+    loaded = auto.from_pretrained(folder)
+    assert list(fast_weights(loaded)) == list(fast_weights(model))
+    decoder = loaded if auto is AutoModel else loaded.base_model
+    with torch.no_grad():
+        assert torch.equal(decoder(IDS, use_cache=False).last_hidden_state, model.model(IDS, use_cache=False).last_hidden_state)
+
+
+def test_a_classifier_converts_saves_and_loads(tmp_path: Path) -> None:
+    plain = build("llama").config.to_dict() | {"num_labels": 3, "problem_type": "single_label_classification"}
+    model = convert(
+        LlamaForSequenceClassification(transformers.LlamaConfig(**plain)).eval(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK)
+    )
+    turn_writer_on(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert is_converted(loaded) and loaded.config.problem_type == "single_label_classification"
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    loaded(IDS, labels=torch.tensor([0, 2]), use_cache=False).loss.backward()
+
+
+def test_a_filled_cache_can_be_pickled() -> None:
+    model, cache = converted("llama"), DynamicCache(config=build("llama").config)
+    logits(model, IDS[:, :16], past_key_values=cache, use_cache=True)
+    again = pickle.loads(pickle.dumps(pickled(cache)))
+    assert distance(logits(model, IDS[:, 16:], past_key_values=again, use_cache=True), logits(model, IDS)[:, 16:]) < 5e-5
+
+
+@pytest.mark.parametrize("exit_after", [1, 2])
+def test_early_exits_as_an_assistant_change_no_token(exit_after: int) -> None:
+    model = converted("llama")
+    asked: dict[str, Any] = {"max_new_tokens": 3 * CHUNK, "do_sample": False, "eos_token_id": -1}
+    expected = model.generate(IDS[:1], **asked)
+    assert torch.equal(model.generate(IDS[:1], assistant_early_exit=exit_after, **asked), expected)
+    assert torch.equal(model.generate(IDS[:1], **asked), expected)
+
+
+def test_a_pipeline_takes_the_folder(saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    folder, model = saved["llama"]
+    made = pipeline("text-generation", model=str(folder), tokenizer=_words())
+    assert torch.equal(logits(made.model, IDS), logits(model, IDS))
+
+
+def _words() -> Any:
+    import tiny
+
+    return tiny.byte_level()
+
+
+def test_a_quantised_load_keeps_the_fast_weights(tmp_path: Path) -> None:
+    """The quantiser replaces linear maps while the model is made; what it saves loads again."""
+    ids = random_ids(1, 30)
+    model = convert(
+        build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128),
+        InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK),
+    )
+    turn_writer_on(model)
+    model.save_pretrained(tmp_path / "plain")
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=four_bit, dtype=torch.float32, device_map="cpu")
+    loaded.save_pretrained(tmp_path / "four bits")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "four bits", device_map="cpu")
+    for read in (loaded, again):
+        layers = fast_weights(read)
+        assert [type(layer).__name__ for layer in layers.values()] == ["FastWeightLinear4bit"] * 2
+        assert all(torch.equal(layer.ttt.conv, fast_weights(model)[index].ttt.conv) for index, layer in layers.items())
+        assert logits(read, ids).isfinite().all()

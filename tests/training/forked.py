@@ -1,0 +1,87 @@
+"""Processes that start in a moment: forked from one that has imported everything once, which takes some ten seconds."""
+
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from inplace_ttt.training.launch import _remove_shared_memory
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "accelerate.utils.deepspeed",
+        "datasets",
+        "deepspeed.runtime.sequence_parallel.ulysses_sp",
+        "inplace_ttt.training.worker",
+        "peft",
+        "torch._inductor.utils",
+        "transformers.integrations.deepspeed",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.mistral.modeling_mistral",
+    ]
+)
+
+
+class Forked:
+    """Processes that call a function of no arguments, each in an environment of its own; what they print goes into one log."""
+
+    def __init__(self, call: Callable[[], Any], environments: list[Mapping[str, str]], largest_file: int | None = None) -> None:
+        reader, writer = _CONTEXT.Pipe(duplex=False)
+        self.processes: list[Any] = [
+            _CONTEXT.Process(target=_run, args=(call, dict(environment), writer, largest_file), daemon=True) for environment in environments
+        ]
+        self.ports = {int(environment["MASTER_PORT"]) for environment in environments if "MASTER_PORT" in environment}
+        for process in self.processes:
+            process.start()
+        writer.close()
+        self._log: list[bytes] = []
+        self._reading = threading.Thread(target=self._read, args=(reader,), daemon=True)
+        self._reading.start()
+
+    def _read(self, reader: Connection) -> None:
+        while part := os.read(reader.fileno(), 1 << 16):
+            self._log.append(part)
+
+    def is_running(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def kill(self) -> None:
+        """End them, and remove what DeepSpeed's CPU reduction leaves of them in shared memory."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for port in self.ports:
+            _remove_shared_memory(port)
+
+    def wait(self, seconds: float = 300) -> tuple[int, str]:
+        """The first exit code that is not 0, and the log. As a launcher does, it ends the others when one fails."""
+        until = time.monotonic() + seconds
+        while self.is_running() and time.monotonic() < until and not any(process.exitcode for process in self.processes):
+            time.sleep(0.02)
+        codes = [process.exitcode for process in self.processes]
+        time.sleep(0.2 if any(codes) else 0)  # the others may be about to say something too
+        self.kill()
+        self._reading.join(10)
+        return next((code for code in codes if code), 0), b"".join(self._log).decode(errors="replace")
+
+
+def _run(call: Callable[[], Any], environment: dict[str, str], output: Connection, largest_file: int | None) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    sys.exit(call())

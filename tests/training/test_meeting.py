@@ -1,0 +1,59 @@
+"""Processes that wait for each other before their group opens."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from inplace_ttt.errors import InPlaceTTTError, NotSoError
+from inplace_ttt.training.meeting import Meeting
+
+
+def stores(count: int) -> list[TCPStore]:
+    """Of processes that give up on the store after half a second."""
+    first = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=0.5), wait_for_workers=False)
+    others = [TCPStore("127.0.0.1", first.port, None, False, timedelta(seconds=0.5), wait_for_workers=False) for _ in range(count - 1)]
+    return [first, *others]
+
+
+def test_a_wait_is_longer_than_any_time_out() -> None:
+    """One process prepares for three times what a store or a group would wait; no other goes on without it, nor gives up."""
+    left: dict[int, float] = {}
+
+    def prepare(rank: int, store: TCPStore) -> None:
+        with Meeting(store, rank, 3).preparing():
+            time.sleep(1.5 if rank == 1 else 0)
+        left[rank] = time.perf_counter()
+
+    began = time.perf_counter()
+    threads = [threading.Thread(target=prepare, args=pair) for pair in enumerate(stores(3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(left) == [0, 1, 2] and min(left.values()) - began >= 1.5
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_nobody_waits_for_one_that_failed(failing: int) -> None:
+    found: dict[int, BaseException] = {}
+
+    def prepare(rank: int, store: TCPStore) -> None:
+        try:
+            with Meeting(store, rank, 2).preparing():
+                if rank == failing:
+                    raise InPlaceTTTError("there is no file x.")
+        except InPlaceTTTError as error:
+            found[rank] = error
+
+    pairs = list(enumerate(stores(2)))
+    threads = [threading.Thread(target=prepare, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert str(found[failing]) == "there is no file x."
+    assert isinstance(found[1 - failing], NotSoError)
+    assert str(found[1 - failing]) == f"process {failing} of the run cannot start: there is no file x."
