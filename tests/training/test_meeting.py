@@ -28,7 +28,8 @@ def test_a_wait_is_longer_than_any_time_out() -> None:
         left[rank] = time.perf_counter()
 
     began = time.perf_counter()
-    threads = [threading.Thread(target=prepare, args=pair) for pair in enumerate(stores(3))]
+    pairs = list(enumerate(stores(3)))  # held: process 0's store serves the others until the last has left
+    threads = [threading.Thread(target=prepare, args=pair) for pair in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:
