@@ -52,6 +52,15 @@ class FastWeight(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """[B, T, h] -> [B, T, d]; of families whose MLPs take all rows as one, [B T, h] -> [B T, d]."""
+        if torch.compiler.is_compiling() and self.hooks.has_cache:
+            return self._forward_outside_of_graphs(z)
+        return self._forward(z)
+
+    @torch.compiler.disable(reason="the fast weight of a cache is no part of a graph")
+    def _forward_outside_of_graphs(self, z: Tensor) -> Tensor:
+        return self._forward(z)
+
+    def _forward(self, z: Tensor) -> Tensor:
         call = self.hooks.claim(z)
         if call is None:
             return super().forward(z)

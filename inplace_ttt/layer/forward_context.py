@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,20 +13,20 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span, document_starts
+from ..ops.compiled import TracedLayout
 from .attention_masks import documents_seen, seen_tokens
+from .per_thread import this_thread
 from .sequence_parallel import gather_rows
-
-_reads_text: ContextVar[bool] = ContextVar("whether forwards read text, even one token at a time", default=False)
 
 
 @contextmanager
 def reading_text() -> Iterator[None]:
     """Within it no forward's tokens count as generated; elsewhere one token alone, read into a filled cache, does."""
-    token = _reads_text.set(True)
+    before, this_thread().reads_text = this_thread().reads_text, True
     try:
         yield
     finally:
-        _reads_text.reset(token)
+        this_thread().reads_text = before
 
 
 class ForwardContext:
@@ -49,7 +48,7 @@ class ForwardContext:
         self.past = 0 if cache is None else int(cache.get_seq_length())  # tokens in the cache before this forward
         self.owner, self.enabled, self.group, self.outer = owner, enabled, group, outer
         self.with_gradient = torch.is_grad_enabled()
-        self.is_text = _reads_text.get()
+        self.is_text = this_thread().reads_text
         self.embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
         self.called: set[int] = set()  # TTT layers that ran
         self._layouts: dict[int, ChunkLayout] = {}
@@ -90,15 +89,18 @@ class ForwardContext:
 
     def _seen(self) -> Tensor | None:
         """By a mask of who sees whom, made beforehand: whether each token of this forward sees each other, bool [b, T, T]."""
-        mask = self.attention_mask
-        if isinstance(mask, Mapping):  # one for each kind of layer
-            mask = mask.get("full_attention", next(iter(mask.values()), None))
+        mask = self._one_mask()
         if mask is None or self._has_2d_mask() or getattr(mask, "is_meta", False):  # `plan` counts a forward that has no values
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < self.shape[1]:
             what = f"is {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
             raise InPlaceTTTError(f"attention_mask {what}, which does not show TTT what is padding; pass a 2-D mask [B, T], or none.")
         return seen_tokens(mask, self.past, self.shape[1])
+
+    def _one_mask(self) -> Any:
+        """The mask, of one for each kind of layer that of full attention."""
+        mask = self.attention_mask
+        return mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, Mapping) else mask
 
     def _documents_seen(self) -> list[list[Span]] | None:
         sees = self._seen()
@@ -120,9 +122,15 @@ class ForwardContext:
         As in transformers, positions mark packed documents only where no attention mask is given. Of ranks that share
         rows, it is the layout of whole rows.
         """
+        if torch.compiler.is_compiling() and self.group is None:
+            return cast(ChunkLayout, self._traced(chunk_size))  # has of it what a traced forward asks for
         if chunk_size not in self._layouts:
             self._layouts[chunk_size] = self._layout(chunk_size) if self.group is None else self._layout_across(self.group, chunk_size)
         return self._layouts[chunk_size]
+
+    def _traced(self, chunk_size: int) -> TracedLayout:
+        spans = document_spans(self._one_mask(), self.position_ids, self.cu_seqlens, *self.shape)
+        return TracedLayout(spans, *self.shape, chunk_size)
 
     def part(self, chunk_size: int) -> ChunkLayout:
         """The layout of this rank's tokens: all of it, unless ranks share the rows."""
@@ -203,3 +211,18 @@ class ForwardContext:
             return False
         starts = document_starts(positions)
         return any(bool(starts[row, start + 1 : stop].any()) for row, spans in enumerate(documents) for start, stop in spans)
+
+
+@torch.library.custom_op("inplace_ttt::document_spans", mutates_args=())
+def document_spans(mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor:
+    """The documents of a forward without a cache, int64 [n, 3] on the CPU: row, start and stop."""
+    context = ForwardContext({"attention_mask": mask, "position_ids": positions, "cu_seq_lens_q": cu_seqlens}, owner=None)
+    context.take_embeddings(torch.empty(batch, length, 0))
+    return context.layout(length).spans.clone()
+
+
+@document_spans.register_fake
+def _(mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor:
+    whole_rows = mask is None and positions is None and cu_seqlens is None
+    documents = batch if whole_rows else torch.library.get_ctx().new_dynamic_size()
+    return torch.empty(documents, 3, dtype=torch.int64, device="cpu")

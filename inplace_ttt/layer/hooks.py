@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from transformers import PreTrainedModel
 from ..errors import InPlaceTTTError
 from .cache import skip
 from .forward_context import ForwardContext
+from .per_thread import this_thread
 from .sequence_parallel import ulysses_group
 
 _KEY = "inplace_ttt_context"
@@ -46,19 +45,15 @@ class LayerCall:
     mlp_input: Tensor | None = None
 
 
-_open: ContextVar[ForwardContext | None] = ContextVar("the forward of a converted model that is under way", default=None)
-_armed: ContextVar[LayerCall | None] = ContextVar("the TTT layer whose attention has run and whose down-projection has not", default=None)
-_switched: ContextVar[Mapping[ModelHooks, bool]] = ContextVar("models whose TTT is switched in this thread", default=MappingProxyType({}))
-
-
 @contextmanager
 def switching(models: Iterable[ModelHooks], enabled: bool) -> Iterator[None]:
     """Within it TTT of these models is on or off, for the thread that says so."""
-    token = _switched.set({**_switched.get(), **dict.fromkeys(models, enabled)})
+    before = this_thread().switched
+    this_thread().switched = {**before, **dict.fromkeys(models, enabled)}
     try:
         yield
     finally:
-        _switched.reset(token)
+        this_thread().switched = before
 
 
 class ModelHooks:
@@ -88,12 +83,12 @@ class ModelHooks:
     @property
     def enabled(self) -> bool:
         """Whether TTT is on in this thread."""
-        return _switched.get().get(self, True)
+        return this_thread().switched.get(self, True)
 
     @property
     def current(self) -> ForwardContext | None:
         """The context of this model's forward in this thread."""
-        context = _open.get()
+        context = this_thread().open
         return context if context is not None and context.owner is self else None
 
     def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -105,8 +100,8 @@ class ModelHooks:
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         group = self.group or (ulysses_group() if base.training else None)
-        context = ForwardContext(given, owner=self, enabled=self.enabled, group=group, outer=_open.get())
-        _open.set(context)
+        context = ForwardContext(given, owner=self, enabled=self.enabled, group=group, outer=this_thread().open)
+        this_thread().open = context
         return (args, {**kwargs, _KEY: context}) if self.travels else None
 
     def take_embeddings(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,8 +132,8 @@ class ModelHooks:
         context = self.current
         if context is None:
             return
-        _open.set(context.outer)
-        _armed.set(None)
+        this_thread().open = context.outer
+        this_thread().armed = None
         if output is None:
             context.embeddings = None
         elif context.enabled and (missed := sorted(i for i in self.layers - context.called if i < base.config.num_hidden_layers)):
@@ -169,27 +164,33 @@ class LayerHooks:
         """Attention, before its forward: the context and the cache of this forward."""
         context = self.model.context_for(attention, kwargs)
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-        _armed.set(None if context is None else LayerCall(self, context, cache))
+        this_thread().armed = None if context is None else LayerCall(self, context, cache)
         if context is None or not context.enabled:
             skip(cache, self.index)
         return args, kwargs
 
     def take_mlp_input(self, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """MLP, before its forward: the source of the `hidden_states` target."""
-        call = _armed.get()
+        call = this_thread().armed
         if call is not None and call.layer is self:
             call.mlp_input = args[0] if args else kwargs["hidden_states"]
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the call that is armed reads into a cache."""
+        call = this_thread().armed
+        return call is not None and call.cache is not None
 
     def claim(self, z: Tensor) -> LayerCall | None:
         """The armed call for z [B, T, h] or [B T, h], once, or None when TTT is off.
 
         Raises InPlaceTTTError when this is not the one call of a forward over all its rows.
         """
-        call = _armed.get()
+        call = this_thread().armed
         if call is not None and call.layer is not self:
             call = None
         if call is not None:
-            _armed.set(None)
+            this_thread().armed = None
         if not (self.model.enabled if call is None else call.context.enabled):
             return None
         if call is None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from . import chunked, conv, correcting, reference, triton
+from . import chunked, compiled, conv, correcting, reference, triton
+from .compiled import TracedLayout
 from .precision import state_dtype
 
 __all__ = ["chunk_conv", "fast_weight", "state_dtype", "takes_weight"]
@@ -65,6 +66,8 @@ def fast_weight(
         triton.require(z.device, z.dtype)
         if damping is not None:
             raise InPlaceTTTError("the kernels sum writes, error-correcting ones are no sum; use backend='auto' with damping.")
+    if isinstance(layout, TracedLayout) and (damping is not None or _form(z) is chunked):
+        return compiled.fast_weight(z, v, weight, eta=eta, layout=layout, clip=clip, damping=damping)
     if damping is not None:
         out, state = correcting.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping)
         return (out, state) if return_state else out

@@ -73,10 +73,26 @@ class _FastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
         z, v, weight, initial_state = ctx.saved_tensors
-        with without_autocast(z.device):
-            walk = _Walk(z, v, weight, initial_state, ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state)
-            d_out = torch.zeros_like(v) if d_out is None else d_out
-            return *walk.backward(d_out, d_state), None, None, None, None
+        given = gradients(d_out, d_state, z, v, weight, initial_state, ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state)
+        return *given, None, None, None, None
+
+
+def gradients(
+    d_out: Tensor | None,
+    d_state: Tensor | None,
+    z: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    initial_state: Tensor | None,
+    eta: float,
+    clip: float | Tensor | None,
+    layout: ChunkLayout,
+    keeps_state: bool,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of z, v, weight and initial_state, of a weight that is fused."""
+    with without_autocast(z.device):
+        walk = _Walk(z, v, weight, initial_state, eta, clip, layout, keeps_state)
+        return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
 
 
 def sum_of_writes(z: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None = None) -> Tensor:

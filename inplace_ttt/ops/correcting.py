@@ -24,9 +24,9 @@ def fast_weight(
     *,
     eta: float,
     layout: ChunkLayout,
-    initial_state: Tensor | None,
-    clip: float | Tensor | None,
     damping: float,
+    initial_state: Tensor | None = None,
+    clip: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, T, d] and final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
     accurate = state_dtype(z.dtype)

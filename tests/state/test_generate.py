@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
-from inplace_ttt.layer import hooks
 from inplace_ttt.layer.cache import streams
+from inplace_ttt.layer.per_thread import this_thread
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layout import ChunkLayout
 
@@ -238,4 +238,4 @@ def test_generation_leaves_no_state_in_the_model(model):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generate(model, random_ids(1, 23))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert hooks._armed.get() is None and hooks._open.get() is None
+    assert this_thread().armed is None and this_thread().open is None

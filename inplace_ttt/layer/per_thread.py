@@ -1,0 +1,36 @@
+"""What belongs to the thread that runs a forward, as torch's own modes do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .forward_context import ForwardContext
+    from .hooks import LayerCall, ModelHooks
+
+
+class UnderWay:
+    """open: a converted model's forward. armed: the TTT layer whose attention has run and whose
+    down-projection has not. switched: models whose TTT is turned on or off. reads_text: see `reading_text`."""
+
+    open: ForwardContext | None = None
+    armed: LayerCall | None = None
+    switched: Mapping[ModelHooks, bool] = MappingProxyType({})
+    reads_text: bool = False
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        # torch.compile keeps what a graph leaves in an object that a thread holds, and forgets what it leaves in the thread itself
+        self.under_way = UnderWay()
+
+
+_per_thread = _PerThread()
+
+
+def this_thread() -> UnderWay:
+    """What is under way in the thread that asks."""
+    return _per_thread.under_way

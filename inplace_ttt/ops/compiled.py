@@ -1,0 +1,118 @@
+"""What torch.compile sees of the op: operators over tensors, since a graph holds no layout of Python objects.
+
+The operators run the same code as without it, once the graph runs and the documents are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import ChunkLayout, Span
+from . import chunked, correcting
+from .precision import state_dtype
+
+
+@dataclass(frozen=True)
+class TracedLayout:
+    """A `ChunkLayout` whose documents are known when the graph runs: spans [n, 3] int64 on the CPU, its other attributes."""
+
+    spans: Tensor
+    batch: int
+    length: int
+    chunk_size: int
+
+    def writes(self) -> int:
+        """As if there were one, which cannot be known here."""
+        return 1
+
+    def chunk_ids(self, device: torch.device) -> Tensor:
+        """As of a `ChunkLayout`."""
+        return chunk_ids(self.spans, self.batch, self.length, self.chunk_size, device)
+
+
+def fast_weight(
+    z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: TracedLayout, clip: float | Tensor | None, damping: float | None
+) -> Tensor:
+    """Outputs [B, T, d]; arguments as in `inplace_ttt.ops.fast_weight`, which this calls when the graph runs."""
+    if isinstance(clip, float | int):
+        clip = torch.full((), clip, dtype=state_dtype(z.dtype), device=z.device)
+    return read(z, v, weight, clip, layout.spans, layout.length, layout.chunk_size, float(eta), damping)
+
+
+def _layout_of(spans: Tensor, batch: int, length: int, chunk_size: int) -> ChunkLayout:
+    rows: list[list[Span]] = [[] for _ in range(batch)]
+    for row, start, stop in spans.tolist():
+        rows[row].append((start, stop))
+    return ChunkLayout.shared(tuple(map(tuple, rows)), length, chunk_size)
+
+
+@torch.library.custom_op("inplace_ttt::chunk_ids", mutates_args=())
+def chunk_ids(spans: Tensor, batch: int, length: int, chunk_size: int, device: torch.device) -> Tensor:
+    """`ChunkLayout.chunk_ids` [B, T] int32 on the device."""
+    return _layout_of(spans, batch, length, chunk_size).chunk_ids(device).clone()
+
+
+@chunk_ids.register_fake
+def _(spans: Tensor, batch: int, length: int, chunk_size: int, device: torch.device) -> Tensor:
+    return torch.empty(batch, length, dtype=torch.int32, device=device)
+
+
+@torch.library.custom_op("inplace_ttt::read", mutates_args=())
+def read(
+    z: Tensor, v: Tensor, weight: Tensor | None, tau: Tensor | None, spans: Tensor, length: int, chunk_size: int, eta: float,
+    damping: float | None,
+) -> Tensor:  # fmt: skip
+    """Outputs [B, T, d] of z [B, T, h] and v [B, T, d] over documents spans [n, 3]; weight only where it is fused, or with damping."""
+    layout = _layout_of(spans, z.shape[0], length, chunk_size)
+    if damping is None:
+        return chunked.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau)[0].contiguous()
+    return correcting.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau, damping=damping)[0]
+
+
+@read.register_fake
+def _(z: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+@torch.library.custom_op("inplace_ttt::read_backward", mutates_args=())
+def read_backward(
+    d_out: Tensor, z: Tensor, v: Tensor, weight: Tensor | None, tau: Tensor | None, spans: Tensor, length: int, chunk_size: int,
+    eta: float, damping: float | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of z, v and, if there is one, weight."""
+    layout = _layout_of(spans, z.shape[0], length, chunk_size)
+    if damping is None:
+        gradients = chunked.gradients(d_out, None, z, v, weight, None, eta, tau, layout, False)
+    else:
+
+        def forward(z: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
+            return correcting.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau, damping=damping)[0]
+
+        gradients = torch.func.vjp(forward, *_given(z, v, weight))[1](d_out)  # an operator runs below autograd
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+@read_backward.register_fake
+def _(d_out: Tensor, z: Tensor, v: Tensor, weight: Tensor | None, *rest: Any) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _given(z, v, weight)]
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.length, ctx.chunk_size, ctx.eta, ctx.damping = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    dz, dv, *d_weight = read_backward(d_out, *ctx.saved_tensors, ctx.length, ctx.chunk_size, ctx.eta, ctx.damping)
+    return dz, dv, d_weight[0] if d_weight else None, None, None, None, None, None, None
+
+
+read.register_autograd(_gradients, setup_context=_keep_for_backward)
