@@ -17,8 +17,7 @@ from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError, one_line
 from .families import is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
-from .layer.hooks import ModelHooks, switching
-from .layer.overrides import overriding
+from .layer.hooks import ModelHooks, sharing, switching
 from .layer.zero3 import is_partitioned
 from .models import mark, unmark
 
@@ -147,7 +146,7 @@ def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
     Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
     training under DeepSpeed's Ulysses, whose group is found by itself.
     """
-    with overriding(_hooks_of(model), group=group):
+    with sharing(_hooks_of(model), group):
         yield
 
 

@@ -1,5 +1,6 @@
 """A model whose rows lie across ranks, outside a trainer; and what is refused there."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layer.sequence_parallel import gather_rows
-from inplace_ttt.surgery import share_sequence
+from inplace_ttt.surgery import fast_weights, share_sequence
 from inplace_ttt.training.ulysses import document_mask
 
 PACKED = [[*range(35), *range(7), *range(14)], [*range(56)]]  # documents on the grid of 7, across the borders of 2 and 4 ranks
@@ -53,7 +54,8 @@ def one_model(group: dist.ProcessGroup) -> None:
         rank, width = dist.get_rank(group), 56 // dist.get_world_size(group)
         mine = slice(rank * width, (rank + 1) * width)
         AttentionInterface.register("sdpa", attention_across(group))
-        with share_sequence(model, group):
+        with share_sequence(model, group), ThreadPoolExecutor(1) as another:
+            assert another.submit(lambda: fast_weights(model)[0].hooks.model.group).result() is None
             found = model(input_ids=ids[:, mine], position_ids=positions[:, mine], use_cache=False).logits
             torch.testing.assert_close(found, expected[:, mine], rtol=1e-4, atol=1e-4)
             refusals(model, ids[:, mine], positions[:, mine])

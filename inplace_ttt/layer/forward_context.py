@@ -15,6 +15,7 @@ from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span, document_starts
 from ..ops.compiled import TracedLayout
 from .attention_masks import documents_seen, seen_tokens
+from .overrides import overriding
 from .per_thread import this_thread
 from .sequence_parallel import gather_rows
 
@@ -22,11 +23,8 @@ from .sequence_parallel import gather_rows
 @contextmanager
 def reading_text() -> Iterator[None]:
     """Within it no forward's tokens count as generated; elsewhere one token alone, read into a filled cache, does."""
-    before, this_thread().reads_text = this_thread().reads_text, True
-    try:
+    with overriding([this_thread()], reads_text=True):
         yield
-    finally:
-        this_thread().reads_text = before
 
 
 class ForwardContext:

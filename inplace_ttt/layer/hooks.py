@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from ..errors import InPlaceTTTError
 from .cache import skip
 from .forward_context import ForwardContext
+from .overrides import overriding
 from .per_thread import this_thread
 from .sequence_parallel import ulysses_group
 
@@ -48,12 +49,15 @@ class LayerCall:
 @contextmanager
 def switching(models: Iterable[ModelHooks], enabled: bool) -> Iterator[None]:
     """Within it TTT of these models is on or off, for the thread that says so."""
-    before = this_thread().switched
-    this_thread().switched = {**before, **dict.fromkeys(models, enabled)}
-    try:
+    with overriding([this_thread()], switched={**this_thread().switched, **dict.fromkeys(models, enabled)}):
         yield
-    finally:
-        this_thread().switched = before
+
+
+@contextmanager
+def sharing(models: Iterable[ModelHooks], group: ProcessGroup) -> Iterator[None]:
+    """Within it the ranks of `group` share the rows of these models' forwards, for the thread that says so."""
+    with overriding([this_thread()], groups={**this_thread().groups, **dict.fromkeys(models, group)}):
+        yield
 
 
 class ModelHooks:
@@ -61,7 +65,6 @@ class ModelHooks:
 
     def __init__(self, base: nn.Module, layers: list[int]) -> None:
         self.layers = frozenset(layers)
-        self.group: ProcessGroup | None = None
         self.handles: list[RemovableHandle] = []
         parameters = inspect.signature(type(base).forward).parameters
         self.names = [name for name in parameters if name != "self"]
@@ -84,6 +87,11 @@ class ModelHooks:
     def enabled(self) -> bool:
         """Whether TTT is on in this thread."""
         return this_thread().switched.get(self, True)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that share the rows of forwards in this thread, where it names them."""
+        return this_thread().groups.get(self)
 
     @property
     def current(self) -> ForwardContext | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .fast_linear import FastWeight
+if TYPE_CHECKING:
+    from .fast_linear import FastWeight
 
 
 @contextmanager

@@ -8,17 +8,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from .forward_context import ForwardContext
     from .hooks import LayerCall, ModelHooks
 
 
 class UnderWay:
     """open: a converted model's forward. armed: the TTT layer whose attention has run and whose
-    down-projection has not. switched: models whose TTT is turned on or off. reads_text: see `reading_text`."""
+    down-projection has not. switched: models whose TTT is turned on or off. groups: the ranks that share a model's rows.
+    reads_text: see `reading_text`."""
 
     open: ForwardContext | None = None
     armed: LayerCall | None = None
     switched: Mapping[ModelHooks, bool] = MappingProxyType({})
+    groups: Mapping[ModelHooks, ProcessGroup] = MappingProxyType({})
     reads_text: bool = False
 
 
