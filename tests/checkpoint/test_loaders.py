@@ -124,6 +124,14 @@ def test_the_base_may_have_layer_types_of_its_own(saved: dict[str, tuple[Path, P
     assert "sliding_attention" in AutoConfig.from_pretrained(folder).layer_types == model.config.layer_types
 
 
+def test_layer_types_that_a_user_sets_hold(saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    """Whoever makes a config from another's values may change them."""
+    config = AutoConfig.from_pretrained(saved["gemma3"][0])
+    values = config.to_dict() | {"layer_types": ["full_attention"] * 3}
+    assert type(config)(**values).layer_types == values.pop("layer_types") != config.layer_types
+    assert type(config)(**values).layer_types == transformers.Gemma3TextConfig(num_hidden_layers=3).layer_types
+
+
 def test_a_folder_of_the_version_before_loads(saved: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path) -> None:
     """Its config.json names the base's class, and its layer_types are the base's."""
     folder, model = saved["gemma3"]
@@ -156,6 +164,25 @@ def test_a_classifier_converts_saves_and_loads(tmp_path: Path) -> None:
     assert is_converted(loaded) and loaded.config.problem_type == "single_label_classification"
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     loaded(IDS, labels=torch.tensor([0, 2]), use_cache=False).loss.backward()
+
+
+@pytest.mark.parametrize("preset", ["paper", "stable"])
+def test_made_on_the_meta_device_it_starts_as_made_at_once(preset: str) -> None:
+    """As one does to make a large model where its shards will be; what is set already stays as it is."""
+    made = AutoModelForCausalLM.from_config(convert(build("llama"), InPlaceTTTConfig.preset(preset, layers=LAYERS)).config)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(made.config)
+    empty.to_empty(device="cpu")
+    for tensor in empty.state_dict().values():
+        tensor.fill_(torch.nan)
+    empty.init_weights()
+    for index, layer in fast_weights(made).items():
+        started = fast_weights(empty)[index].ttt.state_dict()
+        assert all(torch.equal(started[name], tensor) for name, tensor in layer.ttt.state_dict().items())
+    turn_writer_on(empty)
+    trained = {name: tensor.clone() for name, tensor in empty.state_dict().items()}
+    empty.init_weights()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in empty.state_dict().items())
 
 
 def test_a_filled_cache_can_be_pickled() -> None:
