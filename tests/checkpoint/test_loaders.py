@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    BitsAndBytesConfig,
     DynamicCache,
     LlamaForSequenceClassification,
     PreTrainedModel,
@@ -211,23 +210,3 @@ def _words() -> Any:
     import tiny
 
     return tiny.byte_level()
-
-
-def test_a_quantised_load_keeps_the_fast_weights(tmp_path: Path) -> None:
-    """The quantiser replaces linear maps while the model is made; what it saves loads again."""
-    ids = random_ids(1, 30)
-    model = convert(
-        build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128),
-        InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK),
-    )
-    turn_writer_on(model)
-    model.save_pretrained(tmp_path / "plain")
-    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=four_bit, dtype=torch.float32, device_map="cpu")
-    loaded.save_pretrained(tmp_path / "four bits")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "four bits", device_map="cpu")
-    for read in (loaded, again):
-        layers = fast_weights(read)
-        assert [type(layer).__name__ for layer in layers.values()] == ["FastWeightLinear4bit"] * 2
-        assert all(torch.equal(layer.ttt.conv, fast_weights(model)[index].ttt.conv) for index, layer in layers.items())
-        assert logits(read, ids).isfinite().all()
