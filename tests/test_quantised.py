@@ -1,17 +1,19 @@
 """A quantised base: the additive form over a down-projection whose weight nobody can read, however its library holds it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from families import build
 from models import CHUNK, LAYERS, distance, logits, random_ids, streamed, turn_writer_on
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
 
-from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTConfig, InPlaceTTTError, convert, revert
+from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTConfig, InPlaceTTTError, cli, convert, revert
 from inplace_ttt.surgery import fast_weights
 
 QUANTISERS: dict[str, Callable[[], Any]] = {
@@ -25,7 +27,7 @@ IDS = random_ids(1, 40)
 
 
 def build_plain() -> PreTrainedModel:
-    return build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128)
+    return build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=400)
 
 
 def load(folder: Path, quantiser: str) -> PreTrainedModel:
@@ -79,6 +81,23 @@ def test_a_converted_folder_is_quantised_while_it_loads(quantiser: str, tmp_path
     for each in read:
         assert [type(layer).__name__ for layer in fast_weights(each).values()] == [f"FastWeight{PLAIN[quantiser]}"] * 2
         assert torch.equal(logits(each, IDS), logits(expected, IDS))
+
+
+@pytest.mark.parametrize("quantiser", sorted(SAVES))
+def test_the_commands_take_a_quantised_folder(quantiser: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = convert(build_plain(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
+    turn_writer_on(model)
+    model.save_pretrained(tmp_path / "plain")
+    folder, text = str(tmp_path / "quantised"), str(tmp_path / "text")
+    load(tmp_path / "plain", quantiser).save_pretrained(folder)
+    tiny.byte_level().save_pretrained(folder)
+    Path(text).write_text(tiny.text(60))
+    assert cli.main(["info", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fast_weight"] == [64, 128]
+    assert cli.main(["generate", folder, "--prompt-file", text, "--max-new-tokens", "2", "--save-state", f"{text}.state"]) == 0
+    assert cli.main(["diagnose", folder, "--text", text, "--out", f"{text}.diagnosis", "--json"]) in (0, 1)
+    assert cli.main(["audit", folder, "--json"]) in (0, 1)
+    assert "error" not in capsys.readouterr().err
 
 
 def test_the_writer_learns_on_a_quantised_base(base: PreTrainedModel) -> None:
