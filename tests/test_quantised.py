@@ -10,19 +10,20 @@ import tiny
 import torch
 from families import build
 from models import CHUNK, LAYERS, distance, logits, random_ids, streamed, turn_writer_on
-from torchao.quantization import Int8WeightOnlyConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTConfig, InPlaceTTTError, cli, convert, revert
+from inplace_ttt.audit import audit_model
+from inplace_ttt.cli.loading import refuse_not_finite
 from inplace_ttt.surgery import fast_weights
 
 QUANTISERS: dict[str, Callable[[], Any]] = {
     "bitsandbytes": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
     "quanto": lambda: QuantoConfig(weights="int8"),
-    "torchao": lambda: TorchAoConfig(Int8WeightOnlyConfig(version=2)),  # leaves an nn.Linear, whose weight is another tensor
 }
-PLAIN = {"bitsandbytes": "Linear4bit", "quanto": "QLinear", "torchao": "Linear"}
-SAVES = {"bitsandbytes", "torchao"}  # transformers does not save what quanto quantised
+BY_WEIGHT = "by weight"  # as torchao does it: linear maps stay nn.Linear, and their weights are tensors of another kind
+PLAIN = {"bitsandbytes": "Linear4bit", "quanto": "QLinear", BY_WEIGHT: "Linear"}
 IDS = random_ids(1, 40)
 
 
@@ -31,11 +32,19 @@ def build_plain() -> PreTrainedModel:
 
 
 def load(folder: Path, quantiser: str) -> PreTrainedModel:
-    settings: dict[str, Any] = {"quantization_config": QUANTISERS[quantiser](), "dtype": torch.float32, "device_map": "cpu"}
-    return AutoModelForCausalLM.from_pretrained(folder, **settings).eval()
+    config = QUANTISERS["quanto" if quantiser == BY_WEIGHT else quantiser]()
+    settings: dict[str, Any] = {"quantization_config": config, "dtype": torch.float32, "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    if quantiser == BY_WEIGHT:
+        for name, module in list(model.named_modules()):
+            if type(module).__name__ == "QLinear":
+                plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+                plain.weight = module.weight
+                model.set_submodule(name, plain)
+    return model.eval()
 
 
-@pytest.fixture(params=list(QUANTISERS))
+@pytest.fixture(params=list(PLAIN))
 def quantiser(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -65,8 +74,9 @@ def test_a_quantised_base(quantiser: str, base: PreTrainedModel, tmp_path: Path)
     assert type(model.model.layers[0].mlp.down_proj) is plain
 
 
+@pytest.mark.parametrize("quantiser", list(QUANTISERS))
 def test_a_converted_folder_is_quantised_while_it_loads(quantiser: str, tmp_path: Path) -> None:
-    """The quantiser replaces linear maps or their weights while the model is made; what is saved loads again."""
+    """The quantiser replaces linear maps while the model is made; what is saved loads again, but transformers saves no quanto."""
     model = convert(build_plain(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
     turn_writer_on(model)
     model.save_pretrained(tmp_path / "plain")
@@ -75,7 +85,7 @@ def test_a_converted_folder_is_quantised_while_it_loads(quantiser: str, tmp_path
     expected = convert(load(tmp_path / "base", quantiser), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
     turn_writer_on(expected)
     read = [loaded]
-    if quantiser in SAVES:
+    if quantiser != "quanto":
         loaded.save_pretrained(tmp_path / "again")
         read.append(AutoModelForCausalLM.from_pretrained(tmp_path / "again", device_map="cpu"))
     for each in read:
@@ -83,13 +93,12 @@ def test_a_converted_folder_is_quantised_while_it_loads(quantiser: str, tmp_path
         assert torch.equal(logits(each, IDS), logits(expected, IDS))
 
 
-@pytest.mark.parametrize("quantiser", sorted(SAVES))
-def test_the_commands_take_a_quantised_folder(quantiser: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_a_quantised_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = convert(build_plain(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
     turn_writer_on(model)
     model.save_pretrained(tmp_path / "plain")
     folder, text = str(tmp_path / "quantised"), str(tmp_path / "text")
-    load(tmp_path / "plain", quantiser).save_pretrained(folder)
+    load(tmp_path / "plain", "bitsandbytes").save_pretrained(folder)
     tiny.byte_level().save_pretrained(folder)
     Path(text).write_text(tiny.text(60))
     assert cli.main(["info", folder, "--json"]) == 0
@@ -98,6 +107,14 @@ def test_the_commands_take_a_quantised_folder(quantiser: str, tmp_path: Path, ca
     assert cli.main(["diagnose", folder, "--text", text, "--out", f"{text}.diagnosis", "--json"]) in (0, 1)
     assert cli.main(["audit", folder, "--json"]) in (0, 1)
     assert "error" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quantiser", ["quanto", BY_WEIGHT], indirect=True)
+def test_weights_that_few_operations_know_can_be_audited(base: PreTrainedModel) -> None:
+    model = convert(base, InPlaceTTTConfig(layers=(0,), chunk_size=CHUNK))
+    refuse_not_finite(model, "the model")
+    unread = [result.item.id for result in audit_model(model).items if "quantised or wrapped" in result.outcome.found]
+    assert unread == ["fast-tensor", "reset-keeps-training", "context-parallel"]
 
 
 def test_the_writer_learns_on_a_quantised_base(base: PreTrainedModel) -> None:
