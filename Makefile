@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv/bin
 MODEL := .cache/smollm2-135m
 TEXT := .cache/text
+TRANSFORMERS_TESTS := .cache/transformers-tests
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test lint docs bench model text clean
+.PHONY: demo test lint docs bench model text transformers-tests clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -29,10 +30,13 @@ model: .venv/installed
 text: .venv/installed
 	$(VENV)/python tools/fetch/get_text.py --out $(TEXT)
 
+transformers-tests: .venv/installed
+	$(VENV)/python tools/fetch/get_transformers_tests.py --out $(TRANSFORMERS_TESTS)
+
 demo: .venv/installed-train model text
 	$(VENV)/python tools/demo.py --model $(MODEL) --text $(TEXT)
 
-test: .venv/installed-dev model text
+test: .venv/installed-dev model text transformers-tests
 	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed-dev

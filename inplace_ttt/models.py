@@ -102,11 +102,13 @@ def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[s
     if MODEL_TYPE not in values:
         return dict(values)
     section = dict(values[MODEL_TYPE])
-    kept = section.pop(_GUARD, None)
-    dropped = {"auto_map", _GUARD} if _is_guarded(values) else {"auto_map"}
+    kept, plain = section.pop(_GUARD, None), _with_our_names(values)
+    if _is_guarded(values):  # else somebody took the guard out or set layer types of his own
+        del plain[_GUARD]
+        plain |= {} if kept is None else {_GUARD: kept}
+    plain.pop("auto_map", None)
     return {
-        **{key: value for key, value in _with_our_names(values).items() if key not in dropped},
-        **({} if kept is None else {_GUARD: kept}),
+        **plain,
         "model_type": base.model_type,
         MODEL_TYPE: section,
     }
@@ -189,12 +191,17 @@ def _converted_class(base: Any, config_class: Any) -> type:
         finally:
             _loading.reset(token)
         if missing := sorted(name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()):  # not a new head
+            where = "the state dict" if model.name_or_path in ("", "None") else model.name_or_path
             raise InPlaceTTTError(
-                f"{model.name_or_path or 'the state dict'} lacks {len(missing)} tensors ({missing[0]}, …): half a checkpoint; "
-                "convert the base model again."
+                f"{where} lacks {len(missing)} tensors of a {base.__name__} ({missing[0]}, …): half a checkpoint, or another class's; "
+                "load it by the class that its config.json names, or convert the base model again."
             )
         _check_split(model)
         return (model, info) if output_loading_info else model
+
+    def initialize_weights(self: Any) -> None:
+        _start(self)
+        base.initialize_weights(self)
 
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(model.config, "quantization_config", None):
@@ -206,6 +213,7 @@ def _converted_class(base: Any, config_class: Any) -> type:
         "__module__": __name__,
         "config_class": config_class,
         "from_pretrained": classmethod(from_pretrained),
+        "initialize_weights": initialize_weights,
         "_load_pretrained_model": staticmethod(_load_pretrained_model),
         # The base's code on the base's weights: transformers must rename old checkpoints' tensors as it does for the base.
         "is_custom_code": classmethod(lambda cls: False),
@@ -232,6 +240,16 @@ def _convert(model: Any) -> None:
 
     if not is_converted(model):  # else the model inside it has done so
         convert(model, InPlaceTTTConfig.from_dict(model.config.inplace_ttt["config"]))
+
+
+def _start(model: Any) -> None:
+    """Start the new parameters that the meta device could not hold and no checkpoint has filled, as transformers does the base's."""
+    from .surgery import SEED, fast_weights, initial_std
+
+    for index, layer in fast_weights(model).items():
+        marked = (layer.ttt, *layer.ttt.parameters(), *layer.ttt.buffers())
+        if not any(getattr(each, "_is_hf_initialized", False) for each in marked):
+            layer.ttt.reset_parameters(initial_std(model.config), SEED + index)
 
 
 def _check_split(model: Any) -> None:

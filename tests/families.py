@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 WINDOW = 16
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -248,8 +248,7 @@ def build(
     are moved off their constant start, so that none is a no-op.
     """
     row = BY_NAME[family] if isinstance(family, str) else family
-    settings = {**row.overrides, **config_overrides}
-    config = getattr(transformers, row.config_class)(**_repeat_layer_types(settings))
+    config = config_for(row, **config_overrides)
     model_class = getattr(transformers, row.model_class)
     attention = "sdpa" if model_class._supports_sdpa else "eager"
     with torch.random.fork_rng(devices=[]):
@@ -263,6 +262,12 @@ def build(
     model.config.dtype = dtype
     model.train(False)
     return model
+
+
+def config_for(row: Family, **overrides: Any) -> PreTrainedConfig:
+    """The row's tiny config."""
+    made: PreTrainedConfig = getattr(transformers, row.config_class)(**_repeat_layer_types({**row.overrides, **overrides}))
+    return made
 
 
 def _repeat_layer_types(settings: dict[str, Any]) -> dict[str, Any]:

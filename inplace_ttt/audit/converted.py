@@ -21,6 +21,7 @@ from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
 from ..layer.hooks import switching
 from ..layer.overrides import overriding, with_config
+from ..layer.quantised import readable_parameters
 from ..layout import ChunkLayout
 from ..ops import fast_weight as op
 from ..ops import state_dtype
@@ -48,7 +49,7 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
     base = locate(lm).base
     with ExitStack() as stack:
         stack.enter_context(overriding([base], training=False))  # in training, ranks that share a sequence are looked for
-        plain = all(p.is_floating_point() for p in layer.parameters())
+        plain = len(list(readable_parameters(layer))) == len(list(layer.parameters()))
         stack.enter_context(_restored(layer))
         stack.enter_context(with_config([layer], chunk_size=size))
         if plain:
@@ -63,7 +64,7 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
 @contextmanager
 def _restored(layer: FastWeight) -> Iterator[None]:
     """The layer's parameters, config and modes afterwards as before."""
-    data = [(p, p.data) for p in layer.parameters() if p.is_floating_point()]  # quantised ones are their library's to pack
+    data = [(p, p.data) for _, p in readable_parameters(layer)]
     with (
         overriding(layer.modules(), training=False),
         overriding([layer.fast], observer=None, config=layer.fast.config),
@@ -148,8 +149,7 @@ class ConvertedLayer(AuditedModule):
         return self._own_chunk
 
     def tensors(self) -> dict[str, Tensor]:
-        parameters = {name: p for name, p in self.layer.named_parameters() if p.is_floating_point()}
-        return {**parameters, **dict(self.layer.named_buffers())}
+        return {**dict(readable_parameters(self.layer)), **dict(self.layer.named_buffers())}
 
     def is_fast(self, name: str) -> bool:
         return not name.startswith("ttt.")
@@ -167,7 +167,7 @@ class ConvertedLayer(AuditedModule):
 
     @contextmanager
     def single_precision(self) -> Iterator[AuditedModule]:
-        data = [(p, p.data) for p in self.layer.parameters() if p.is_floating_point()]
+        data = [(p, p.data) for _, p in readable_parameters(self.layer)]
         dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
         for parameter, tensor in data:
             parameter.data = tensor.to(dtype)

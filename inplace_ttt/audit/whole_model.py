@@ -14,6 +14,7 @@ from ..config import InPlaceTTTConfig
 from ..families import locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
+from ..layer.quantised import readable_parameters
 from ..surgery import causal_lm, config_of, fast_weights
 from .converted import probe_chunk, small_chunks
 
@@ -101,10 +102,9 @@ class AfterReading:
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Two sums over the bits of every parameter and buffer, but not of quantised ones, whose packing may change as they run."""
+    """Two sums over the bits of every parameter and buffer, but not of quantised ones."""
     found = {}
-    parameters = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
-    for name, tensor in [*parameters, *model.named_buffers()]:
+    for name, tensor in [*readable_parameters(model), *model.named_buffers()]:
         flat = tensor.detach().contiguous().reshape(-1)
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
         bits = flat.view(width) if width is not None else flat.to(torch.int64)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..layer.quantised import readable_parameters
 from ..surgery import fast_weights
 
 _PIECE = 1024
@@ -26,8 +27,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 def fingerprint_of(model: nn.Module) -> str:
     """sha256 of what gives a session its meaning: W0, conv and P of every TTT layer, and a piece of every other parameter.
 
-    Quantised weights are left out: their packing is their library's, and may change while the model runs.
+    Quantised weights are left out.
     """
-    whole = (p for module in fast_weights(model).values() for p in module.parameters() if p.is_floating_point())
-    pieces = (p.detach().reshape(-1)[:_PIECE] for p in model.parameters() if p.is_floating_point())
+    whole = (p for module in fast_weights(model).values() for _, p in readable_parameters(module))
+    pieces = (p.detach().reshape(-1)[:_PIECE] for _, p in readable_parameters(model))
     return fingerprint(itertools.chain(whole, pieces))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .. import models
 from ..config import InPlaceTTTConfig
@@ -38,14 +38,18 @@ class ConversionPlan:
     model: PreTrainedModel  # converted, on the meta device
 
 
+def empty_model(checkpoint: Checkpoint) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """The checkpoint's config, and the model that it describes on the meta device; converted if it says so, not quantised."""
+    with reported(f"{checkpoint.name} is not a causal LM that transformers can build"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(checkpoint.folder)
+        return config, AutoModelForCausalLM.from_config(config)
+
+
 def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> ConversionPlan:
     """Convert the checkpoint's architecture on the meta device: every refusal comes before anything is written."""
     if checkpoint.section is not None:
         raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
-    with reported(f"{checkpoint.name} is not a causal LM that transformers can build"):
-        base = AutoConfig.from_pretrained(checkpoint.folder)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(base)
+    base, model = empty_model(checkpoint)
     base_type = base.model_type
     paths = [layer.down_proj_path for layer in locate(model).layers]
     convert(model, config)

@@ -14,6 +14,7 @@ from ..diagnostics.report import DIAGNOSES, PAGE, summary, write_into
 from ..errors import InPlaceTTTError
 from ..files.folders import new_folder, refuse_to_replace
 from ..files.text import tokens_of
+from ..layer.quantised import readable_parameters
 from ..surgery import config_of, fast_weights
 from . import Result
 from .arguments import MOST_TOKENS, dtype, number, path, whole
@@ -82,6 +83,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _choose_trained(model: Any, trained: str) -> None:
-    model.requires_grad_(trained == "all")
+    for _, parameter in readable_parameters(model):
+        parameter.requires_grad_(trained == "all")
     for layer in fast_weights(model).values():
         layer.ttt.requires_grad_(True)

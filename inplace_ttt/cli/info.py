@@ -7,8 +7,10 @@ from typing import Any
 
 from ..checkpoint.adapter import is_adapter, read_adapter
 from ..checkpoint.reading import Checkpoint, parameters_of
-from ..checkpoint.writing import plan_conversion
+from ..checkpoint.writing import empty_model, plan_conversion
 from ..config import InPlaceTTTConfig
+from ..families import features
+from ..surgery import fast_weights
 from . import Result
 from .arguments import path
 
@@ -27,13 +29,13 @@ def run(args: argparse.Namespace) -> Result:
     if adapter := is_adapter(args.path):
         config, base, tensors = read_adapter(args.path)
         checkpoint = Checkpoint.open(args.base or base["name_or_path"])
-        matrices = plan_conversion(checkpoint, config).down_proj
+        model = plan_conversion(checkpoint, config).model
     else:
         checkpoint = Checkpoint.open(args.path)
-        config, tensors, matrices = checkpoint.ttt_config, checkpoint.ttt_tensors(), checkpoint.down_projections()
+        config, tensors, model = checkpoint.ttt_config, checkpoint.ttt_tensors(), empty_model(checkpoint)[1]
         assert checkpoint.section is not None
         base = checkpoint.section.get("base")
-    sizes = [checkpoint.shape_and_dtype(name)[0] for name in matrices.values()]
+    sizes = [(rows, columns) for columns, rows in map(features, fast_weights(model).values())]  # on disk they may be quantised
     return {
         "form": "adapter" if adapter else "full",
         "layers": list(config.layers),

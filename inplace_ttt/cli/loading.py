@@ -10,12 +10,13 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..checkpoint.adapter import is_adapter, read_adapter
 from ..checkpoint.loading import load, load_base
 from ..errors import InPlaceTTTError, reported
+from ..layer.quantised import readable_parameters
 
 
 def refuse_not_finite(model: PreTrainedModel, path: str) -> None:
     """Refuse weights that hold NaN or infinity: whatever such a model says is no answer."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not torch.stack(parameter.detach().aminmax()).isfinite().all():
+    for name, parameter in readable_parameters(model):
+        if not torch.stack(parameter.detach().aminmax()).isfinite().all():
             raise InPlaceTTTError(
                 f"{path}: {name} holds numbers that are not finite; the run that wrote it diverged, or the file is damaged."
             )

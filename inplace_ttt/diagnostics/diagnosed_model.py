@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InPlaceTTTError
 from ..layer.fast_linear import FastWeight
+from ..layer.quantised import is_encoded
 from ..layer.zero3 import is_partitioned
 from ..layout import document_starts
 from ..surgery import fast_weights
@@ -78,7 +79,7 @@ class DiagnosedModel:
             if layer.matrix() is not None:
                 found[index, "weight"] = layer.weight  # type: ignore[assignment]
         found[None, "embeddings"] = self.module.get_input_embeddings().weight  # type: ignore[operator]
-        return {key: p for key, p in found.items() if p.is_floating_point()}
+        return {key: p for key, p in found.items() if p.is_floating_point() and not is_encoded(p)}
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:

@@ -25,6 +25,7 @@ from ..ops.scan import fast_weight_across_ranks
 from .cache import stream_of
 from .forward_context import ForwardContext
 from .hooks import LayerCall, LayerHooks, ModelHooks
+from .quantised import is_encoded
 from .target import TargetGenerator
 from .whitened_keys import WhitenedKeys
 from .zero3 import gathered
@@ -174,7 +175,7 @@ class FastWeightLinear(FastWeight, nn.Linear):
     """A fast-weight `nn.Linear`."""
 
     def matrix(self) -> Tensor | None:
-        return self.weight
+        return None if is_encoded(self.weight) else self.weight
 
 
 class FastWeightConv1D(FastWeight, Conv1D):
@@ -191,7 +192,9 @@ _OF_PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: 
 
 @functools.cache
 def _fast_class(plain: type) -> type[FastWeight]:
-    return _OF_PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (FastWeight, plain), {})
+    """A module can only change to a class whose instances are laid out as its own are, which the first base decides."""
+    layout = type("Layout", (plain.__base__,), {})  # type: ignore[arg-type]
+    return _OF_PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (layout, FastWeight, plain), {"__module__": __name__})
 
 
 def _empty(plain: type) -> Any:
@@ -201,7 +204,8 @@ def _empty(plain: type) -> Any:
 
 def plain_class(down: FastWeight) -> type:
     """The layer's own class, without the fast weight."""
-    return type(down).__mro__[2]
+    classes = type(down).__mro__
+    return classes[classes.index(FastWeight) + 1]
 
 
 def check(parts: DecoderLayer) -> None:

@@ -25,6 +25,7 @@ class TargetGenerator(nn.Module):
 
     mean: Tensor | None
     gain: Tensor | None
+    _is_hf_initialized = False  # by this mark transformers knows what to leave as it is
 
     def __init__(
         self,
@@ -51,12 +52,13 @@ class TargetGenerator(nn.Module):
     def reset_parameters(self, std: float, seed: int) -> None:
         """Conv zero, P diagonal N(0, std²) (paper appendix C.3): the model starts as its base, yet conv has a gradient.
 
-        A calibrated P is zero until it is calibrated.
+        A calibrated P, and all else that is measured on a text, is zero until it is.
         """
-        self.conv.zero_()
-        self.proj.zero_()
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.zero_()
         if not self.calibrated_proj:
             self.proj.diagonal().copy_(torch.randn(self.proj.shape[0], generator=torch.Generator().manual_seed(seed)) * std)
+        self._is_hf_initialized = True
 
     def forward(self, x: Tensor, layout: ChunkLayout) -> Tensor:
         """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""

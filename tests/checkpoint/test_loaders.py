@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    BitsAndBytesConfig,
     DynamicCache,
     LlamaForSequenceClassification,
     PreTrainedModel,
@@ -124,6 +123,14 @@ def test_the_base_may_have_layer_types_of_its_own(saved: dict[str, tuple[Path, P
     assert "sliding_attention" in AutoConfig.from_pretrained(folder).layer_types == model.config.layer_types
 
 
+def test_layer_types_that_a_user_sets_hold(saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    """Whoever makes a config from another's values may change them."""
+    config = AutoConfig.from_pretrained(saved["gemma3"][0])
+    values = config.to_dict() | {"layer_types": ["full_attention"] * 3}
+    assert type(config)(**values).layer_types == values.pop("layer_types") != config.layer_types
+    assert type(config)(**values).layer_types == transformers.Gemma3TextConfig(num_hidden_layers=3).layer_types
+
+
 def test_a_folder_of_the_version_before_loads(saved: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path) -> None:
     """Its config.json names the base's class, and its layer_types are the base's."""
     folder, model = saved["gemma3"]
@@ -158,6 +165,25 @@ def test_a_classifier_converts_saves_and_loads(tmp_path: Path) -> None:
     loaded(IDS, labels=torch.tensor([0, 2]), use_cache=False).loss.backward()
 
 
+@pytest.mark.parametrize("preset", ["paper", "stable"])
+def test_made_on_the_meta_device_it_starts_as_made_at_once(preset: str) -> None:
+    """As one does to make a large model where its shards will be; what is set already stays as it is."""
+    made = AutoModelForCausalLM.from_config(convert(build("llama"), InPlaceTTTConfig.preset(preset, layers=LAYERS)).config)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(made.config)
+    empty.to_empty(device="cpu")
+    for tensor in empty.state_dict().values():
+        tensor.fill_(torch.nan)
+    empty.init_weights()
+    for index, layer in fast_weights(made).items():
+        started = fast_weights(empty)[index].ttt.state_dict()
+        assert all(torch.equal(started[name], tensor) for name, tensor in layer.ttt.state_dict().items())
+    turn_writer_on(empty)
+    trained = {name: tensor.clone() for name, tensor in empty.state_dict().items()}
+    empty.init_weights()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in empty.state_dict().items())
+
+
 def test_a_filled_cache_can_be_pickled() -> None:
     model, cache = converted("llama"), DynamicCache(config=build("llama").config)
     logits(model, IDS[:, :16], past_key_values=cache, use_cache=True)
@@ -184,23 +210,3 @@ def _words() -> Any:
     import tiny
 
     return tiny.byte_level()
-
-
-def test_a_quantised_load_keeps_the_fast_weights(tmp_path: Path) -> None:
-    """The quantiser replaces linear maps while the model is made; what it saves loads again."""
-    ids = random_ids(1, 30)
-    model = convert(
-        build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128),
-        InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK),
-    )
-    turn_writer_on(model)
-    model.save_pretrained(tmp_path / "plain")
-    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=four_bit, dtype=torch.float32, device_map="cpu")
-    loaded.save_pretrained(tmp_path / "four bits")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "four bits", device_map="cpu")
-    for read in (loaded, again):
-        layers = fast_weights(read)
-        assert [type(layer).__name__ for layer in layers.values()] == ["FastWeightLinear4bit"] * 2
-        assert all(torch.equal(layer.ttt.conv, fast_weights(model)[index].ttt.conv) for index, layer in layers.items())
-        assert logits(read, ids).isfinite().all()

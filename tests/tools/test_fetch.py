@@ -15,6 +15,7 @@ from typing import Any
 import _fetch
 import get_model
 import get_text
+import get_transformers_tests
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "fetch"
@@ -209,6 +210,22 @@ def test_complete_text_is_returned_at_once(run: Run, tmp_path: Path) -> None:
         done = run(TOOLS / "get_text.py", "--out", "text")
         assert (done.returncode, done.stdout) == (0, "text\n"), done.stderr
         assert ("npm is not on PATH" in done.stderr) == left_out
+
+
+def test_the_tests_of_transformers_are_those_of_the_installed_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetched: list[_fetch.Archive] = []
+    archive = _fetch.Archive("PyPI", "transformers==9.9", "transformers-9.9.tar.gz", "0", 1)
+    write_tar(tmp_path / archive.filename, {f"transformers-9.9/{name}": name.encode() for name in get_transformers_tests.FILES})
+    monkeypatch.setattr(get_transformers_tests, "ARCHIVES", {"9.9": archive})
+    monkeypatch.setattr(get_transformers_tests, "fetch", lambda wanted: fetched.append(wanted) or tmp_path / wanted.filename)
+    for installed in ("9.9", "9.9", "9.8"):
+        monkeypatch.setattr(get_transformers_tests, "version", lambda _, installed=installed: installed)
+        get_transformers_tests.get_tests(tmp_path / installed)
+    assert fetched == [archive]
+    assert (tmp_path / "9.9" / "test_modeling_common.py").read_text() == "tests/test_modeling_common.py"
+    assert not (tmp_path / "9.8").exists() and "transformers 9.8 is installed" in capsys.readouterr().err
 
 
 # Text
