@@ -19,7 +19,7 @@ from ..errors import InPlaceTTTError
 from ..families import Decoder, features, locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
-from ..layer.hooks import switching
+from ..layer.hooks import sharing, switching
 from ..layer.overrides import overriding, with_config
 from ..layer.quantised import readable_parameters
 from ..layout import ChunkLayout
@@ -68,7 +68,7 @@ def _restored(layer: FastWeight) -> Iterator[None]:
     with (
         overriding(layer.modules(), training=False),
         overriding([layer.fast], observer=None, config=layer.fast.config),
-        overriding([layer.hooks.model], group=None),
+        sharing([layer.hooks.model], None),
         switching([layer.hooks.model], enabled=True),
     ):
         try:

@@ -54,8 +54,8 @@ def switching(models: Iterable[ModelHooks], enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def sharing(models: Iterable[ModelHooks], group: ProcessGroup) -> Iterator[None]:
-    """Within it the ranks of `group` share the rows of these models' forwards, for the thread that says so."""
+def sharing(models: Iterable[ModelHooks], group: ProcessGroup | None) -> Iterator[None]:
+    """Within it the ranks of `group`, or none, share the rows of these models' forwards, for the thread that says so."""
     with overriding([this_thread()], groups={**this_thread().groups, **dict.fromkeys(models, group)}):
         yield
 

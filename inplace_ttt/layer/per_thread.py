@@ -22,7 +22,7 @@ class UnderWay:
     open: ForwardContext | None = None
     armed: LayerCall | None = None
     switched: Mapping[ModelHooks, bool] = MappingProxyType({})
-    groups: Mapping[ModelHooks, ProcessGroup] = MappingProxyType({})
+    groups: Mapping[ModelHooks, ProcessGroup | None] = MappingProxyType({})
     reads_text: bool = False
 
 
