@@ -89,6 +89,7 @@ class FastWeightTrainer(Trainer):
             group["initial_lr"] = rates[group["name"]]
             group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
         scheduler.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
         """As the Trainer does, which takes a resumed run's intervals of logs, saves and evaluations from the checkpoint."""
