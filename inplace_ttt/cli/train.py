@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> Result:
     arguments += [flag for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit)) if given]
     meta_model(recipe)  # refuses here, once, what every process would
     output = Path(recipe.output)
-    with held(output) if recipe.parallel.hostfile is None else nullcontext():  # on several nodes by the first process of the run
+    one_node = recipe.parallel.nodes == 1 and recipe.parallel.hostfile is None
+    with held(output) if one_node else nullcontext():  # on several nodes the first process of the run holds it
         if not args.from_scratch and (report := finished(recipe)) is not None:
             return {**report, "finished_before": True}, 0
         say_now()

@@ -42,7 +42,7 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
     here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
     _warn_of_locked_builds()
-    if recipe.parallel.hostfile is not None:
+    if recipe.parallel.nodes > 1 or recipe.parallel.hostfile is not None:
         return _run_all([(several_nodes(recipe, arguments), environment)])
     port = _free_port()
     line = [sys.executable, "-u", "-m", "inplace_ttt.training", *arguments]
@@ -69,7 +69,9 @@ def several_nodes(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if launcher is None:
         raise InPlaceTTTError("DeepSpeed's launcher `deepspeed` is not on the PATH; pip install 'inplace-ttt[train]'.")
-    hostfile = recipe.beside(parallel.hostfile or "")
+    if parallel.hostfile is None:
+        raise InPlaceTTTError(f"{parallel.nodes} nodes need parallel.hostfile, or torchrun on each of them (docs/train.md).")
+    hostfile = recipe.beside(parallel.hostfile)
     if not hostfile.exists():
         raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.processes}` for each node.")
     line = [sys.executable, launcher, "--no_local_rank", "--log_level", "warning", "--hostfile", str(hostfile)]

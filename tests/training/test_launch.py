@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training import launch
 from inplace_ttt.training.run_state import last_checkpoint
 from inplace_ttt.training.stopping import LAUNCHER, end_with_launcher
@@ -90,7 +92,10 @@ def test_one_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, caplog:
 
 def test_several_nodes_are_those_of_the_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
-    recipe = tiny_recipe(tmp_path, parallel={"processes": 4, "nodes": 2, "hostfile": "hosts"})
+    parallel: dict[str, Any] = {"processes": 4, "nodes": 2}
+    with pytest.raises(InPlaceTTTError, match="2 nodes need parallel.hostfile, or torchrun on each of them"):
+        launch.launch(tiny_recipe(tmp_path, parallel=parallel), [])
+    recipe = tiny_recipe(tmp_path, parallel={**parallel, "hostfile": "hosts"})
     line = launch.several_nodes(recipe, ["tiny.yaml"])
     wanted = [
         "--hostfile",
