@@ -33,8 +33,14 @@ from safetensors.torch import load_file
 RECIPE: dict[str, Any] = {
     "model": {
         "config": {
-            **{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-            **{"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1},  # so that the generators' states matter
+            "model_type": "llama",
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attention_dropout": 0.1,  # so that the generators' states matter
         },
         "dtype": "float32",
     },
