@@ -79,9 +79,12 @@ class Run:
         for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self.port}_*"):
             left.unlink(missing_ok=True)
 
+    def is_running(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
     def finish(self) -> list[int | None]:
         """The exit codes."""
-        while all(p.exitcode in (None, 0) for p in self.processes) and any(p.is_alive() for p in self.processes):
+        while all(p.exitcode in (None, 0) for p in self.processes) and self.is_running():
             time.sleep(0.02)
         time.sleep(0.5 if any(p.exitcode for p in self.processes) else 0)
         codes = [process.exitcode for process in self.processes]
@@ -101,11 +104,20 @@ def _train(environment: dict[str, str], recipe: str, output: str) -> None:
 
 
 def kill_series(seed: int, recipe: Path, output: Path, whole: str, seconds: float) -> dict[str, Any]:
-    """One kill at a moment drawn by the seed, then a start that goes to the end."""
+    """One kill at a moment drawn by the seed, then a start that goes to the end.
+
+    Of five kills one is drawn by time, and most often meets a process that prepares; four by the line of the log, so that they spread
+    over steps, saves and the end, however fast the machine is.
+    """
     draw = random.Random(seed)
-    wait, victims, pause = draw.uniform(0, seconds), draw.choice(([0], [1], [0, 1])), draw.uniform(0, 0.3)
-    run = Run(recipe, output)
+    victims, pause, wait = draw.choice(([0], [1], [0, 1])), draw.uniform(0, 0.3), draw.uniform(0, seconds)
+    run, log, started = Run(recipe, output), output / "log.jsonl", time.monotonic()
+    if draw.random() < 0.8:
+        lines, wait = draw.randint(1, RECIPE["optimisation"]["steps"] + 2), draw.uniform(0, 0.1)
+        while run.is_running() and (not log.exists() or log.read_text().count("\n") < lines):
+            time.sleep(0.002)
     time.sleep(wait)
+    wait = time.monotonic() - started
     for victim in victims:
         run.processes[victim].kill()
     time.sleep(pause)
