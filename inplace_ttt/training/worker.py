@@ -80,7 +80,7 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
     with trainer.stopping.noted():
         result = trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
     state = trainer.state
-    if trainer.stopping.stopped:
+    if trainer.stopping.stopped or trainer.stopping.asked:  # the second: after the last look, when all steps are made and saved
         logger.warning("stopped after step %d of %d, as asked; the same command goes on from there", state.global_step, recipe.steps)
         sys.exit(STOPPED)
     evaluation = trainer.evaluate() if ready.data.validation is not None else {}
