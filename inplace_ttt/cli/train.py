@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..files.folders import disk_errors
 from ..files.json_files import read_json
 from ..training.launch import launch
 from ..training.model import meta_model
 from ..training.recipe import load_recipe
+from ..training.run_state import REPORT, finished, held
 from . import Result
 from .arguments import path, whole
 from .messages import say_now
@@ -19,8 +20,9 @@ EXAMPLES = """examples:
   inplace-ttt train recipes/smollm2-demo-cpu.yaml
   inplace-ttt train recipes/smollm2-demo-cpu.yaml --num-processes 1 --set optimisation.steps=20 --set output=runs/longer
 
-a run whose output has a complete checkpoint goes on from it. The same without this command, for a launcher of your own:
-  deepspeed --num_accelerators 2 --module inplace_ttt.training recipes/smollm2-demo-cpu.yaml"""
+a run whose output has a complete checkpoint goes on from it. SIGTERM ends it with a checkpoint and exit code 143.
+The same without this command, for a launcher of your own:
+  torchrun --nproc-per-node 2 -m inplace_ttt.training recipes/smollm2-demo-cpu.yaml"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,20 +41,23 @@ def run(args: argparse.Namespace) -> Result:
     arguments = [args.recipe, *(part for setting in settings for part in ("--set", setting))]
     arguments += [flag for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit)) if given]
     meta_model(recipe)  # refuses here, once, what every process would
-    report = Path(recipe.output) / "train_report.json"
-    with disk_errors(recipe.output):
-        report.unlink(missing_ok=True)
-    say_now()
-    code = launch(recipe, arguments)
-    if code or not report.exists():
-        return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or 1
-    return read_json(report, "the run's report"), 0
+    output = Path(recipe.output)
+    one_node = recipe.parallel.nodes == 1 and recipe.parallel.hostfile is None
+    with held(output) if one_node else nullcontext():  # on several nodes the first process of the run holds it
+        if not args.from_scratch and (report := finished(recipe)) is not None:
+            return {**report, "finished_before": True}, 0
+        say_now()
+        code = launch(recipe, arguments)
+        if code or not (output / REPORT).exists():
+            return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or 1
+        return {**read_json(output / REPORT, "the run's report"), "finished_before": False}, 0
 
 
 def render(result: dict[str, Any]) -> str:
     if result["output"] is None:
         return f"the run stopped with exit code {result['exit_code']}; its log above says why"
-    lines = [f"{result['steps']} steps in {result['seconds']} s, final loss {result['final_loss']:.4f}"]
+    lines = ["the run was finished before; nothing was run"] if result["finished_before"] else []
+    lines.append(f"{result['steps']} steps in {result['seconds']} s, final loss {result['final_loss']:.4f}")
     evaluation = result["evaluation"]
     if "eval_difference" in evaluation:
         lines.append(

@@ -49,10 +49,7 @@ def new_folder(path: str | os.PathLike[str], *, overwrite: bool = False, ours: O
         partial.mkdir()
         try:
             yield partial
-            if target.exists():
-                _replace(target, partial, replaced)
-            else:
-                partial.rename(target)
+            put_in_place(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -95,8 +92,12 @@ def _mend(target: Path, partial: Path, replaced: Path) -> None:
             replaced.rename(target)
 
 
-def _replace(target: Path, partial: Path, replaced: Path) -> None:
-    if exchange(partial, target):
+def put_in_place(partial: Path, target: Path) -> None:
+    """Give a folder that has been written its name, in one step where the system can; what has the name goes."""
+    replaced = target.with_name(f".{target.name}.replaced")
+    if not target.exists():
+        partial.rename(target)
+    elif exchange(partial, target):
         shutil.rmtree(partial)
     else:
         target.rename(replaced)

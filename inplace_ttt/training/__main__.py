@@ -1,4 +1,4 @@
-"""`deepspeed --module inplace_ttt.training RECIPE`: one process of a run."""
+"""`torchrun -m inplace_ttt.training RECIPE`, or by DeepSpeed's launcher: one process of a run."""
 
 import argparse
 import logging
@@ -6,8 +6,10 @@ import os
 import sys
 
 from ..errors import InPlaceTTTError
+from .meeting import OtherFailed
 from .recipe import load_recipe
-from .worker import run
+from .stopping import end_with_launcher
+from .worker import meet, run
 
 
 def main() -> int:
@@ -18,14 +20,21 @@ def main() -> int:
     parser.add_argument("--no-audit", action="store_true", help="start although the run deviates from the paper undeclared")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     options = parser.parse_args()
-    first = os.environ.get("RANK", "0") == "0"
+    end_with_launcher()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    if not first:
+    if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        run(load_recipe(options.recipe, options.set), resume=not options.from_scratch, audit=not options.no_audit)
+        recipe = load_recipe(options.recipe, options.set)
+        meeting = meet(recipe)
+        speaks = True  # from here on whoever fails first
+        with meeting.failing_together():
+            run(recipe, meeting, resume=not options.from_scratch, audit=not options.no_audit)
+    except OtherFailed as error:
+        return error.exit_code
     except InPlaceTTTError as error:
-        if first:
+        if speaks:
             print(f"inplace-ttt: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0

@@ -12,8 +12,11 @@ from .meeting import Meeting
 from .recipe import Recipe
 
 
-def training_arguments(recipe: Recipe) -> TrainingArguments:
-    """The Trainer's arguments, once the process group is open; made before the model, so that ZeRO-3 partitions it while it loads."""
+def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArguments:
+    """The Trainer's arguments, once the process group is open; made before the model, so that ZeRO-3 partitions it while it loads.
+
+    one_disk: all processes see one output; else each node keeps what its own processes need to go on.
+    """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -38,7 +41,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         use_liger_kernel=o.liger,
         bf16=recipe.model.dtype == "bfloat16",
         use_cpu=not on_gpu,
-        deepspeed=deepspeed_config(recipe),
+        deepspeed=deepspeed_config(recipe, one_disk),
         parallelism_config=parallelism,
         logging_steps=m.log_every,
         logging_first_step=True,
@@ -66,7 +69,7 @@ def open_group(meeting: Meeting) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False)
 
 
-def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, one_disk: bool = True) -> dict[str, Any]:
     """The recipe's DeepSpeed settings, with what follows from the recipe filled in."""
     settings = json.loads(json.dumps(recipe.deepspeed_settings()))
     zero = settings.setdefault("zero_optimization", {"stage": 0})
@@ -75,6 +78,8 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     settings.setdefault("bf16", {"enabled": "auto"})
     if zero.get("stage", 0) == 3:
         zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    if not one_disk:
+        settings.setdefault("checkpoint", {})["use_node_local_storage"] = True
     if zero.get("offload_optimizer"):
         settings.setdefault("zero_force_ds_cpu_optimizer", torch.cuda.is_available())
     return settings

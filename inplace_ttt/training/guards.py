@@ -118,8 +118,9 @@ def check_gradient(norm: float, warnings: list[str]) -> None:
 class SkippedSteps:
     """Steps that DeepSpeed left out, which it does without a word where the gradient is not finite."""
 
-    def __init__(self) -> None:
-        self.count = self.in_a_row = 0
+    def __init__(self, before: int = 0) -> None:
+        """before: those of the run that this one goes on from."""
+        self.count, self.in_a_row = before, 0
 
     def record(self, step: int, skipped: bool) -> None:
         """After each optimiser step; raises NotSoError after `MOST_SKIPPED` in a row that were none."""

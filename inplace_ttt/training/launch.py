@@ -1,14 +1,18 @@
-"""Start a run's processes with DeepSpeed's launcher."""
+"""Start a run's processes, and end with them: on this machine by itself, on several with DeepSpeed's launcher."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -16,12 +20,20 @@ import torch
 from ..errors import InPlaceTTTError
 from .packages import check_packages
 from .recipe import Recipe
+from .stopping import LAUNCHER
 
 logger = logging.getLogger(__name__)
 
+_POLL = 0.1
+_GRACE = 10.0
+"""Seconds that the other processes of a run get to end by themselves when one has failed."""
+
 
 def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Run `deepspeed --module inplace_ttt.training RECIPE …` to its end; gives its exit code. The children log to stderr."""
+    """Run `python -m inplace_ttt.training RECIPE …` as often as the recipe says, to its end; gives its exit code.
+
+    The children log to stderr. SIGTERM is passed on to them, and they end with a checkpoint; an interruption ends them at once.
+    """
     check_packages(recipe)
     environment = dict(os.environ)
     if not torch.cuda.is_available():
@@ -30,29 +42,95 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
     here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
     _warn_of_locked_builds()
+    if recipe.parallel.nodes > 1 or recipe.parallel.hostfile is not None:
+        return _run_all([(several_nodes(recipe, arguments), environment)])
     port = _free_port()
+    line = [sys.executable, "-u", "-m", "inplace_ttt.training", *arguments]
     try:
-        return subprocess.run(command(recipe, arguments, port), env=environment, stdout=sys.stderr, check=False).returncode
+        return _run_all([(line, {**environment, **place}) for place in one_node(recipe.parallel.processes, port)])
     finally:
         _remove_shared_memory(port)
 
 
-def command(recipe: Recipe, arguments: Sequence[str], port: int) -> list[str]:
-    """The launcher's command line; several nodes are those of the recipe's hostfile, which meet at a port of their own."""
+def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
+    """What tells each process of this machine who it is, and that it ends with this one."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else processes
+    if processes > devices:
+        raise InPlaceTTTError(f"the recipe is for {processes} devices and this machine has {devices}; set parallel.processes.")
+    common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(processes))
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHER: str(os.getpid())}
+    for rank in range(processes):
+        yield {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def several_nodes(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+    """The command line of DeepSpeed's launcher, which starts the nodes of the recipe's hostfile; they meet at a port of its own."""
     parallel = recipe.parallel
     launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if launcher is None:
         raise InPlaceTTTError("DeepSpeed's launcher `deepspeed` is not on the PATH; pip install 'inplace-ttt[train]'.")
-    line = [sys.executable, launcher, "--no_local_rank", "--log_level", "warning"]
-    if parallel.hostfile is not None:
-        hostfile = recipe.beside(parallel.hostfile)
-        if not hostfile.exists():
-            raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.processes}` for each node.")
-        line += ["--hostfile", str(hostfile), "--num_nodes", str(parallel.nodes)]
-    else:
-        line += ["--hostfile", os.devnull, "--master_port", str(port)]
-    line += ["--num_accelerators", str(parallel.processes)]
+    if parallel.hostfile is None:
+        raise InPlaceTTTError(f"{parallel.nodes} nodes need parallel.hostfile, or torchrun on each of them (docs/train.md).")
+    hostfile = recipe.beside(parallel.hostfile)
+    if not hostfile.exists():
+        raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.processes}` for each node.")
+    line = [sys.executable, launcher, "--no_local_rank", "--log_level", "warning", "--hostfile", str(hostfile)]
+    line += ["--num_nodes", str(parallel.nodes), "--num_accelerators", str(parallel.processes)]
     return [*line, "--module", "inplace_ttt.training", *arguments]
+
+
+def _run_all(lines: list[tuple[list[str], Mapping[str, str]]]) -> int:
+    """Run commands beside each other, each in a session of its own, so that a terminal's Ctrl-C reaches this process alone."""
+    processes: list[subprocess.Popen[bytes]] = []
+    with _sigterm_noted() as asked:
+        try:
+            for line, environment in lines:
+                processes.append(subprocess.Popen(line, env=environment, stdout=sys.stderr, start_new_session=True))
+            return _wait(processes, asked)
+        finally:
+            for process in processes:
+                if process.poll() is None:  # not yet reaped, so that the number is still its own
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], asked: threading.Event) -> int:
+    """The exit code of the first that fails, once all have ended; 0 where none does."""
+    code, until, passed_on = 0, float("inf"), False
+    while sum(process.poll() is None for process in processes) and time.monotonic() < until:
+        if asked.is_set() and not passed_on:
+            passed_on = True
+            for process in processes:
+                process.terminate()
+        if not code and (code := _first_failure(processes)):
+            until = time.monotonic() + _GRACE
+        time.sleep(_POLL)
+    return code or _first_failure(processes)
+
+
+def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            if process.returncode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
+                name = signal.Signals(-process.returncode).name
+                logger.warning("process %d of the run was ended by %s%s", rank, name, ": no memory left?" * (name == "SIGKILL"))
+            return process.returncode if process.returncode > 0 else 128 - process.returncode
+    return 0
+
+
+@contextmanager
+def _sigterm_noted() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets within it; it can be caught in the main thread alone."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _warn_of_locked_builds() -> None:

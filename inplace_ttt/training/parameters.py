@@ -27,22 +27,32 @@ def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str,
             raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
     special = {id(p) for group in ttt.values() for p in group}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in special]
-    groups = [
-        _group("conv", ttt["conv"], settings.conv_learning_rate or settings.learning_rate, settings.conv_weight_decay),
-        _group("proj", ttt["proj"], settings.proj_learning_rate or settings.learning_rate, settings.proj_weight_decay),
-        _group("matrices", [p for p in rest if dimensions(p) > 1], settings.learning_rate, settings.weight_decay),
-        _group("vectors", [p for p in rest if dimensions(p) <= 1], settings.learning_rate, 0.0),
-    ]
-    return [group for group in groups if group["params"]]
+    members = {
+        **ttt,
+        "matrices": [p for p in rest if dimensions(p) > 1],
+        "vectors": [p for p in rest if dimensions(p) <= 1],
+    }
+    groups = []
+    for name, params in members.items():
+        if params:
+            rate, decay = group_settings(settings, name)
+            groups.append({"name": name, "params": params, "lr": rate, "weight_decay": decay})
+    return groups
+
+
+def group_settings(settings: Optimisation, group: str) -> tuple[float, float]:
+    """Learning rate and weight decay of a group."""
+    return {
+        "conv": (settings.conv_learning_rate or settings.learning_rate, settings.conv_weight_decay),
+        "proj": (settings.proj_learning_rate or settings.learning_rate, settings.proj_weight_decay),
+        "matrices": (settings.learning_rate, settings.weight_decay),
+        "vectors": (settings.learning_rate, 0.0),
+    }[group]
 
 
 def dimensions(parameter: nn.Parameter) -> int:
     """Of the whole parameter, also where ZeRO-3 keeps only a flat part of it."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _group(name: str, params: list[nn.Parameter], rate: float, decay: float) -> dict[str, Any]:
-    return {"name": name, "params": params, "lr": rate, "weight_decay": decay}
 
 
 def schedule(settings: Optimisation, steps: int, group: str) -> Callable[[int], float]:

@@ -197,7 +197,8 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Parallel:
-    """processes: on each node, one a device. sequence_parallel: ranks that share one row (Ulysses). hostfile: several nodes."""
+    """processes: on each node, one a device. sequence_parallel: ranks that share one row (Ulysses). nodes: several machines,
+    those of the hostfile where `inplace-ttt train` starts them."""
 
     processes: int = 1
     sequence_parallel: int = 1
@@ -209,7 +210,6 @@ class Parallel:
         at_most(65536, self, "processes", "sequence_parallel", "nodes")
         world = self.processes * self.nodes
         require(world % self.sequence_parallel == 0, "sequence_parallel", f"{self.sequence_parallel} does not divide {world} processes")
-        require(self.nodes == 1 or self.hostfile is not None, "hostfile", f"{self.nodes} nodes need a hostfile")
 
     @property
     def world(self) -> int:

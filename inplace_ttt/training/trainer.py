@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
+import math
 import shutil
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,32 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..checkpoint.saved_tensors import verify_saved
-from ..errors import InPlaceTTTError, NotSoError
+from ..errors import InPlaceTTTError, NotSoError, one_line
+from ..files.folders import put_in_place
 from ..layer.sequence_parallel import ulysses_group
 from ..surgery import share_sequence, ttt_disabled
 from .batches import held_out_batches, needs_document_lengths, with_document_lengths
 from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
-from .parameters import parameter_groups, schedule
+from .parameters import group_settings, parameter_groups, schedule
 from .recipe import Recipe
-
-_COMPLETE = "complete"
+from .run_state import FINAL, Saved, Start, files_in, last_checkpoint, mark_complete
+from .stopping import Stopping
 
 
 class FastWeightTrainer(Trainer):
     """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
 
-    def __init__(self, recipe: Recipe, resumes_from: Path | None = None, **kwargs: Any) -> None:
-        self.recipe, self.resumes_from, self.skipped = recipe, resumes_from, SkippedSteps()
+    def __init__(self, recipe: Recipe, start: Start, made_by: Saved, stopping: Stopping, **kwargs: Any) -> None:
+        """made_by: what every checkpoint will say, but for its files."""
+        self.recipe, self.run_start, self.made_by, self.stopping = recipe, start, made_by, stopping
+        self.resumes_from, self.skipped = start.checkpoint, SkippedSteps(made_by.skipped_steps)
         super().__init__(**kwargs)
+        self.add_callback(stopping)
         self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
 
     @property
@@ -67,6 +74,35 @@ class FastWeightTrainer(Trainer):
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The checkpoint's moments and place in the schedule; rates, decay and betas are the recipe's of today."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        settings, scheduler = self.recipe.optimisation, self.lr_scheduler
+        rates = {}
+        for group in self.optimizer.param_groups:
+            rates[group["name"]], group["weight_decay"] = group_settings(settings, group["name"])
+            group["betas"], group["eps"] = tuple(settings.betas), settings.epsilon
+        for group, factor in zip(self.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group["initial_lr"] = rates[group["name"]]
+            group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
+        scheduler.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        """As the Trainer does, which takes a resumed run's intervals of logs, saves and evaluations from the checkpoint."""
+        place = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)
+        return place
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """No step where all have been made: a run that was ended between its last checkpoint and `final`."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
@@ -114,7 +150,7 @@ class FastWeightTrainer(Trainer):
         loss = outputs.loss * self._divided_by
         reported = outputs.loss.detach() * self.accelerator.num_processes  # whose mean over the ranks is the loss
         loss = loss + (reported - loss.detach())
-        self._stop_if_not_finite(loss.detach())
+        self._look_around(loss.detach())
         return (loss, outputs) if return_outputs else loss
 
     @property
@@ -124,9 +160,13 @@ class FastWeightTrainer(Trainer):
         scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
         return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel)
 
-    def _stop_if_not_finite(self, loss: Tensor) -> None:
-        """Before the gradient of such a loss reaches any weight."""
-        if not bool(torch.isfinite(_summed(loss.float().clone(), loss.device))):
+    def _look_around(self, loss: Tensor) -> None:
+        """Over all ranks, before the gradient reaches any weight: is the loss finite, and was any of them asked to stop?"""
+        mine = torch.tensor([0.0, float(self.stopping.asked)], device=loss.device)
+        mine[0] = loss
+        total, asked = _summed(mine, loss.device).tolist()
+        self.stopping.agreed |= asked > 0
+        if not math.isfinite(total):
             last = last_checkpoint(self.args.output_dir)
             raise NotSoError(
                 f"the loss is not finite at step {self.state.global_step + 1}; the weights are as before it, and the last checkpoint is "
@@ -162,52 +202,53 @@ class FastWeightTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer does, then checked and marked as complete; only then older ones go."""
-        folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        try:
+        folder, start = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.run_start
+        with _saving(folder, "free some space, and resume from the last complete one"):
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise InPlaceTTTError(f"cannot save {folder}: {error}; free some space, and resume from the last complete one.") from None
+            if start.leads and not self.args.should_save:
+                self._save_common_files(folder)
         _barrier()
-        if self.args.should_save:
-            if isinstance(self.model, PreTrainedModel):
+        files = files_in(folder) if self.is_local_process_zero() or start.leads else {}
+        seen = [files for place, files in _from_all((start.place, files)) if place == start.place]
+        if start.leads:
+            if self.args.should_save and isinstance(self.model, PreTrainedModel):
                 verify_saved(folder, self.model)
-            (folder / _COMPLETE).write_text("")
+            together = {name: size for files in seen for name, size in files.items()}
+            with _saving(folder, "free some space, and resume from the last complete one"):
+                mark_complete(folder, replace(self.made_by, files=together, skipped_steps=self.skipped.count))
             rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.recipe.monitor.keep)
         _barrier()
 
+    def _save_common_files(self, folder: Path) -> None:
+        """What rank 0 saves and every rank reads at resume, on a disk that rank 0 does not see."""
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        (folder / "latest").write_text(f"global_step{self.model_wrapped.global_steps}")
+
     def save_final(self) -> Path:
         """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone."""
-        final = Path(self.recipe.output) / "final"
-        staging = final.with_name(".final.partial")
+        final = Path(self.recipe.output) / FINAL
+        staging = final.with_name(f".{FINAL}.partial")
         self.model.config.use_cache = True
-        try:
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        with _saving(final, "free some space, and run again to go on from the last checkpoint"):
             self.save_model(str(staging))
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise InPlaceTTTError(
-                f"cannot save {final}: {error}; free some space, and run again to go on from the last checkpoint."
-            ) from None
         if self.args.should_save:
             (staging / "training_args.bin").unlink(missing_ok=True)
             if isinstance(self.model, PreTrainedModel):
                 verify_saved(staging, self.model)
-            if final.exists():
-                shutil.rmtree(final)
-            staging.rename(final)
+            put_in_place(staging, final)
         return final
 
 
-def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint that was written to its end."""
-    found = [folder for folder in Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (folder / _COMPLETE).exists()]
-    return max(found, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
-
-
-def remove_incomplete(output: str | os.PathLike[str]) -> list[Path]:
-    """Remove checkpoints that an interruption left unfinished; gives back which."""
-    broken = [folder for folder in Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if not (folder / _COMPLETE).exists()]
-    for folder in broken:
-        shutil.rmtree(folder)
-    return broken
+@contextmanager
+def _saving(folder: Path, remedy: str) -> Iterator[None]:
+    """Whatever writer it is that the disk refuses."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise InPlaceTTTError(f"cannot save {folder}: {one_line(error)}; {remedy}.") from None
 
 
 def _summed(value: Tensor, device: Any) -> Tensor:
@@ -220,3 +261,12 @@ def _summed(value: Tensor, device: Any) -> Tensor:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def _from_all(value: Any) -> list[Any]:
+    """Every rank's value."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer, TrainerCallback
 
 from ..errors import InPlaceTTTError, NotSoError, one_line
+from ..files.folders import new_file
 from ..surgery import config_of
 from .arguments import open_group, training_arguments
 from .audit import audit_recipe, write_report
@@ -25,110 +29,132 @@ from .model import build_model, meta_model
 from .monitor import DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose
 from .packages import check_packages
 from .recipe import Recipe
+from .recipe_changes import DOCUMENTS, facts_of
 from .repeated_passages import with_repeated_passages
 from .row_order import rows_to_come
-from .trainer import FastWeightTrainer, last_checkpoint, remove_incomplete
+from .run_state import REPORT, Start, agree, held, made_by, settle
+from .stopping import LAUNCHER, STOPPED, Stopping
+from .trainer import FastWeightTrainer
 from .ulysses import check_sharing, sdpa_sees_documents, ulysses_in_evaluation
 
 logger = logging.getLogger(__name__)
 
-REPORT = "train_report.json"
+
+def meet(recipe: Recipe) -> Meeting:
+    """The other processes of the run, `recipe.parallel.world` with this one, by what a launcher put into the environment."""
+    if "RANK" not in os.environ:
+        slurm = "; srun alone does not number them as torch wants it: let it start torchrun, once a node" * ("SLURM_PROCID" in os.environ)
+        raise InPlaceTTTError(
+            f"this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's launcher{slurm} (docs/train.md)."
+        )
+    world = int(os.environ["WORLD_SIZE"])
+    if world != recipe.parallel.world:
+        raise InPlaceTTTError(
+            f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.processes, or --num-processes."
+        )
+    return Meeting.by_environment()
 
 
-def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str, Any]:
-    """Train by the recipe in this process, one of `recipe.parallel.world` that DeepSpeed's launcher started.
+def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = True) -> dict[str, Any]:
+    """Train by the recipe in this process, one of those that meet.
 
-    resume: go on from the last complete checkpoint in `recipe.output`, if there is one.
+    resume: go on from the last checkpoint in `recipe.output` that is whole, if there is one.
     audit: refuse to start on a deviation from the paper that the recipe does not declare.
-    Returns the report that is also written to `output`/train_report.json.
+    Returns the report that is also written to `output`/train_report.json. SIGTERM while it trains: SystemExit with `STOPPED`, after a
+    checkpoint.
     """
-    ready = prepare(recipe, resume, audit)
-    began = time.perf_counter()
-    result = ready.trainer.train(resume_from_checkpoint=str(ready.checkpoint) if ready.checkpoint else None)
-    evaluation = ready.trainer.evaluate() if ready.data.validation is not None else {}
-    final = ready.trainer.save_final()
-    state = ready.trainer.state
+    output = Path(recipe.output)
+    holds = meeting.rank == 0 and LAUNCHER not in os.environ  # our launcher has it already
+    with held(output) if holds else nullcontext():
+        check_packages(recipe)
+        start = agree(recipe, meeting, resume)
+        if start.report is not None:
+            logger.warning("%s is finished; nothing was run", output)
+            meeting.part()
+            return start.report
+        return _train(prepare(recipe, meeting, start, resume, audit), recipe)
+
+
+def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
+    began, trainer, start = time.perf_counter(), ready.trainer, ready.start
+    with trainer.stopping.noted():
+        result = trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
+    state = trainer.state
+    if trainer.stopping.stopped or trainer.stopping.asked:  # the second: after the last look, when all steps are made and saved
+        logger.warning("stopped after step %d of %d, as asked; the same command goes on from there", state.global_step, recipe.steps)
+        sys.exit(STOPPED)
+    evaluation = trainer.evaluate() if ready.data.validation is not None else {}
+    final = trainer.save_final()
     report = {
         "output": str(final),
         "steps": state.global_step,
         "final_loss": next((log["loss"] for log in reversed(state.log_history) if "loss" in log), result.training_loss),
         "evaluation": {key: value for key, value in evaluation.items() if isinstance(value, (int, float))},
         "seconds": round(time.perf_counter() - began, 1),
-        "resumed_from": str(ready.checkpoint) if ready.checkpoint else None,
+        "resumed_from": str(start.checkpoint) if start.checkpoint else None,
+        "changes": trainer.made_by.changes,
         "data": ready.data.report.to_dict(),
-        "skipped_steps": ready.trainer.skipped.count,
-        "warnings": [*ready.warnings, *ready.trainer.skipped.warnings()],
+        "skipped_steps": trainer.skipped.count,
+        "warnings": [*ready.warnings, *trainer.skipped.warnings()],
         "recipe": recipe.to_dict(),
     }
-    if ready.trainer.is_world_process_zero():
-        (Path(recipe.output) / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    if trainer.is_world_process_zero():
+        with new_file(Path(recipe.output) / REPORT) as file:
+            file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start. checkpoint: where it goes on from. warnings: what is said of it, until its end."""
+    """A run that can start. warnings: what is said of it, until its end."""
 
     trainer: FastWeightTrainer
     data: TrainingData
-    checkpoint: Path | None
+    start: Start
     warnings: list[str]
 
 
-def prepare(recipe: Recipe, resume: bool, audit: bool) -> Prepared:
-    """Everything that can be refused is refused here, before the first step."""
-    output, rank = Path(recipe.output), _rank(recipe)
-    check_packages(recipe)
-    checkpoint = last_checkpoint(output) if resume else None
-    done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-    if done >= recipe.steps:
-        raise InPlaceTTTError(f"{checkpoint} has run all {recipe.steps} steps already; raise optimisation.steps, or name another output.")
-    meeting = Meeting.by_environment()
-    with meeting.preparing():
-        shape = meta_model(recipe)
-        check_sharing(recipe, config_of(shape).chunk_size, shape.config)
-        tokenizer = read_tokenizer(recipe)
-        data = build_data(recipe, tokenizer, config_of(shape).chunk_size)
-        if audit and recipe.audit.profile is not None and checkpoint is None and rank == 0:
-            refuse_undeclared(recipe, data.report, output)
+def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit: bool) -> Prepared:
+    """Everything that can be refused is refused here, before the first step; and what is left of an earlier run put in order."""
+    output, main = Path(recipe.output), meeting.rank == 0
+    shape = meta_model(recipe)
+    facts = facts_of(recipe, shape)
+    made_by(start, facts)  # refuses what it can before the data is read, which may take hours
+    check_sharing(recipe, config_of(shape).chunk_size, shape.config)
+    tokenizer = read_tokenizer(recipe)
+    data = build_data(recipe, tokenizer, config_of(shape).chunk_size)
+    made = made_by(start, {**facts, DOCUMENTS: data.report.sha256})
+    is_new = start.checkpoint is None or any(change["after_step"] == start.done for change in made.changes)
+    if audit and recipe.audit.profile is not None and main and is_new:
+        refuse_undeclared(recipe, data.report, output)
+    meeting.gather("prepared")
     open_group(meeting)
+    settle(start, output, from_scratch=not resume)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
-    arguments = training_arguments(recipe)
+    arguments = training_arguments(recipe, start.one_disk)
     model = build_model(recipe)
     model.config.use_cache = False
-    if recipe.parallel.sequence_parallel > 1:
+    shared = recipe.parallel.sequence_parallel
+    if shared > 1:
         sdpa_sees_documents()
         ulysses_in_evaluation()
-    if rank == 0:
-        output.mkdir(parents=True, exist_ok=True)
-        for folder in remove_incomplete(output):
-            logger.warning("%s was not written to its end and is removed", folder)
     warnings = list(data.report.warnings)
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
+    rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1))  # where all is done, rows that nobody reads
     trainer = FastWeightTrainer(
         recipe,
-        checkpoint,
+        start,
+        made,
+        Stopping(every=shared // math.gcd(shared, recipe.optimisation.accumulation)),
         model=model,
         args=arguments,
-        train_dataset=with_repeated_passages(rows_to_come(data.train, recipe, done), recipe.data.repeat, recipe.data.seed),
+        train_dataset=with_repeated_passages(rows, recipe.data.repeat, recipe.data.seed),
         eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,
-        callbacks=callbacks(recipe, model, data.train if held_out is None else held_out, warnings, rank == 0),
+        callbacks=callbacks(recipe, model, data.train if held_out is None else held_out, warnings, main),
     )
-    return Prepared(trainer, data, checkpoint, warnings)
-
-
-def _rank(recipe: Recipe) -> int:
-    """This process's number among those that the launcher started."""
-    if "RANK" not in os.environ:
-        raise InPlaceTTTError("this is one process of a run; start them with `inplace-ttt train`, or with DeepSpeed's launcher.")
-    world = int(os.environ["WORLD_SIZE"])
-    if world != recipe.parallel.world:
-        raise InPlaceTTTError(
-            f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.processes, or --num-processes."
-        )
-    return int(os.environ["RANK"])
+    return Prepared(trainer, data, start, warnings)
 
 
 def refuse_undeclared(recipe: Recipe, data: DataReport, output: Path) -> None:

@@ -1,60 +1,74 @@
-"""Processes that wait for each other before their group opens."""
+"""Processes that wait for each other before their group opens, and fail together."""
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from inplace_ttt.errors import InPlaceTTTError, NotSoError
-from inplace_ttt.training.meeting import Meeting
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training.meeting import Meeting, OtherFailed
 
 
-def stores(count: int) -> list[TCPStore]:
-    """Of processes that give up on the store after half a second."""
+def meet(world: int, act: Callable[[Meeting], Any]) -> tuple[dict[int, Any], dict[int, BaseException]]:
+    """What each of so many processes gives back, or fails with. They give up on the store after half a second."""
     first = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=0.5), wait_for_workers=False)
-    others = [TCPStore("127.0.0.1", first.port, None, False, timedelta(seconds=0.5), wait_for_workers=False) for _ in range(count - 1)]
-    return [first, *others]
+    others = [TCPStore("127.0.0.1", first.port, None, False, timedelta(seconds=0.5), wait_for_workers=False) for _ in range(world - 1)]
+    given: dict[int, Any] = {}
+    failed: dict[int, BaseException] = {}
+
+    def process(rank: int, store: TCPStore) -> None:
+        meeting = Meeting(store, rank, world)
+        try:
+            with meeting.failing_together():
+                given[rank] = act(meeting)
+        except BaseException as error:
+            failed[rank] = error
+
+    stores = [first, *others]  # held: process 0's store serves the others until the last has left
+    threads = [threading.Thread(target=process, args=pair) for pair in enumerate(stores)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return given, failed
 
 
 def test_a_wait_is_longer_than_any_time_out() -> None:
     """One process prepares for three times what a store or a group would wait; no other goes on without it, nor gives up."""
-    left: dict[int, float] = {}
 
-    def prepare(rank: int, store: TCPStore) -> None:
-        with Meeting(store, rank, 3).preparing():
-            time.sleep(1.5 if rank == 1 else 0)
-        left[rank] = time.perf_counter()
+    def prepare(meeting: Meeting) -> tuple[float, list[Any]]:
+        time.sleep(1.5 if meeting.rank == 1 else 0)
+        return time.perf_counter(), meeting.gather("prepared", {"rank": meeting.rank})
 
     began = time.perf_counter()
-    pairs = list(enumerate(stores(3)))  # held: process 0's store serves the others until the last has left
-    threads = [threading.Thread(target=prepare, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(left) == [0, 1, 2] and min(left.values()) - began >= 1.5
+    given, failed = meet(3, prepare)
+    assert not failed and time.perf_counter() - began >= 1.5
+    assert all(values == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for _, values in given.values()) and len(given) == 3
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_nobody_waits_for_one_that_failed(failing: int) -> None:
-    found: dict[int, BaseException] = {}
+    """It alone says why, whichever it is; the others end with its exit code."""
 
-    def prepare(rank: int, store: TCPStore) -> None:
-        try:
-            with Meeting(store, rank, 2).preparing():
-                if rank == failing:
-                    raise InPlaceTTTError("there is no file x.")
-        except InPlaceTTTError as error:
-            found[rank] = error
+    def prepare(meeting: Meeting) -> None:
+        if meeting.rank == failing:
+            raise InPlaceTTTError("there is no file x.")
+        meeting.gather("prepared")
 
-    pairs = list(enumerate(stores(2)))
-    threads = [threading.Thread(target=prepare, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert str(found[failing]) == "there is no file x."
-    assert isinstance(found[1 - failing], NotSoError)
-    assert str(found[1 - failing]) == f"process {failing} of the run cannot start: there is no file x."
+    _, failed = meet(2, prepare)
+    assert str(failed[failing]) == "there is no file x." and not isinstance(failed[failing], OtherFailed)
+    other = failed[1 - failing]
+    assert isinstance(other, OtherFailed) and other.exit_code == 2
+
+
+def test_of_many_that_fail_one_speaks() -> None:
+    def prepare(meeting: Meeting) -> None:
+        raise SystemExit(143)
+
+    _, failed = meet(4, prepare)
+    silent = [error for error in failed.values() if isinstance(error, OtherFailed)]
+    assert len(failed) == 4 and len(silent) == 3 and {error.exit_code for error in silent} == {143}

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from inplace_ttt import cli, load
 from inplace_ttt.errors import NotSoError
 from inplace_ttt.training import launch
 from inplace_ttt.training.guards import MOST_SKIPPED, SkippedSteps
-from inplace_ttt.training.recipe import load_recipe
 
 from .runs import checkpoint, documents, finish, recipe_file, start, trained, weights
 
@@ -70,20 +68,6 @@ def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None
             inside = name.removeprefix("base_model.model.").replace("ttt.conv", "ttt.modules_to_save.default.conv")
             (found,) = (p for n, p in parameters.items() if n.endswith(inside))
             torch.testing.assert_close(found, tensor)
-
-
-def test_a_lock_that_a_killed_build_left_is_named(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Before any process starts: DeepSpeed would wait for it without end."""
-    lock = tmp_path / "builds" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
-    file = recipe_file(tmp_path, made / "model", made / "text")
-    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: SimpleNamespace(returncode=7))
-    assert launch.launch(load_recipe(str(file)), [str(file)]) == 7
-    assert f"{lock} is the lock of a build" in caplog.text
 
 
 @pytest.mark.parametrize("processes", [1, 2])

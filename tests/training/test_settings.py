@@ -104,7 +104,11 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (changed("  train: book.txt", "  train: []"), "line 6, data.train", "name at least one file"),
         (changed("output: out", "output: out\ndeepspeed: 4"), "line 11, deepspeed", "there is no ZeRO stage 4"),
         (changed("output: out", "output: out\ndeepspeed: zero9.json"), "line 11, deepspeed", "zero9.json: No such file"),
-        (changed("output: out", "output: out\nparallel: {nodes: 2}"), "line 11, parallel.hostfile", "2 nodes need a hostfile"),
+        (
+            changed("output: out", "output: out\nparallel: {sequence_parallel: 2}"),
+            "line 11, parallel.sequence_parallel",
+            "2 does not divide 1 processes",
+        ),
         (
             changed("output: out", "output: out\nparallel: {processes: 4, sequence_parallel: 3}"),
             "line 11, parallel.sequence_parallel",
@@ -177,7 +181,7 @@ def test_overrides(override: str, section: str, name: str, value: Any, tmp_path:
         ("surgery.chunks=1", "--set, surgery.chunks: there is no such setting"),
         ("surgery.eta=-1", "recipe.yaml line 3, surgery: eta must be a number of at least 0"),
         ("optimisation.stepz=1", "--set, optimisation.stepz: there is no such setting"),
-        ("parallel.nodes=2", "--set, parallel.hostfile: 2 nodes need a hostfile"),
+        ("parallel.sequence_parallel=2", "--set, parallel.sequence_parallel: 2 does not divide 1 processes"),
         ("output.folder=x", "--set output.folder=x: output is not a section"),
     ],
 )

@@ -1,0 +1,279 @@
+"""The state of a run, as its output holds it: who writes there, which checkpoints are whole, where to go on, whether it is finished.
+
+Whatever moment a run is killed at, the output stands for one state:
+
+- a checkpoint counts once its file `complete` is there, which names every file of it with its size, the recipe, and what has been;
+- a file `.from-scratch` says that all checkpoints beside it are of a run that was given up, and are still to be removed;
+- a run is finished once `train_report.json` says that it has run all steps, which is written after `final/`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..errors import InPlaceTTTError
+from ..files.folders import disk_errors
+from ..files.json_files import read_json
+from ..files.locks import output_lock
+from ..files.schema import from_values
+from .meeting import Meeting
+from .recipe import Recipe
+from .recipe_changes import changes, refuse_other_results
+
+logger = logging.getLogger(__name__)
+
+REPORT, FINAL, LOG = "train_report.json", "final", "log.jsonl"
+_COMPLETE, _GIVEN_UP, _SHOWN = "complete", ".from-scratch", ".process-"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says in its file `complete`. files: those of it on this disk, with their bytes. facts: what it was made by.
+
+    changes: settings that were changed at an earlier resume. skipped_steps: so far.
+    """
+
+    files: dict[str, int]
+    facts: dict[str, Any]
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, as all its processes have agreed.
+
+    place: the lowest rank that sees this process's output; leads: it is this one, which looks after the files there. one_disk: all
+    see the same. checkpoint: where the run goes on, after `done` steps. report: that of the run where it is finished.
+    """
+
+    place: int
+    leads: bool
+    one_disk: bool
+    checkpoint: Path | None = None
+    done: int = 0
+    report: dict[str, Any] | None = None
+
+
+@contextmanager
+def held(output: Path) -> Iterator[None]:
+    """The output as one run's own; the lock goes with this process. Raises InPlaceTTTError while another run has it."""
+    with disk_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
+    with output_lock(output):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                output.rmdir()  # where nothing came of it
+
+
+def finished(recipe: Recipe) -> dict[str, Any] | None:
+    """The report of a run that has been trained to its end; None where steps remain. Raises InPlaceTTTError where it was another run."""
+    output = Path(recipe.output)
+    if not (output / FINAL).is_dir() or not (output / REPORT).is_file() or (output / _GIVEN_UP).exists():
+        return None
+    try:
+        report = read_json(output / REPORT, "the run's report")
+        steps, old = int(report["steps"]), dict(report["recipe"])
+    except (InPlaceTTTError, KeyError, TypeError, ValueError):
+        return None
+    if steps < recipe.steps:
+        return None
+    if steps > recipe.steps:
+        raise _too_far(str(output), steps, recipe)
+    refuse_other_results(old, recipe, str(output))
+    return report
+
+
+def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
+    """Find the newest checkpoint that is whole on every disk of the run. Changes nothing; `settle` does, once nothing is refused any more.
+
+    Raises InPlaceTTTError where there are checkpoints and none is whole, naming who lacks what.
+    """
+    output = Path(recipe.output)
+    place = _place(meeting, output)
+    leads, report = place == meeting.rank, None
+    mine: dict[str, Any] = {"place": place, "host": socket.gethostname(), "finished": False, "whole": [], "broken": {}}
+    if resume:
+        if meeting.rank == 0:
+            report = finished(recipe)
+            mine["finished"] = report is not None
+        if leads and not (output / _GIVEN_UP).exists():
+            faults = {step: fault(folder) for step, folder in _folders(output).items() if (folder / _COMPLETE).exists()}
+            mine["whole"] = [step for step, problem in faults.items() if problem is None]
+            mine["broken"] = {str(step): problem for step, problem in faults.items() if problem is not None}
+    views = meeting.gather("checkpoints", mine)
+    leaders = {rank: view for rank, view in enumerate(views) if view["place"] == rank}
+    start = Start(place, leads, one_disk=len(leaders) == 1)
+    if views[0]["finished"]:
+        return Start(place, leads, start.one_disk, report=report or {})
+    step = _newest(output, leaders, meeting.rank == 0)
+    if step is None:
+        return start
+    if step > recipe.steps:
+        raise _too_far(str(_folder(output, step)), step, recipe)
+    return Start(place, leads, start.one_disk, _folder(output, step), step)
+
+
+def settle(start: Start, output: Path, from_scratch: bool) -> None:
+    """Leave in the output what the run begins with: no other checkpoint than whole ones up to that, no log of steps still to come."""
+    if not start.leads:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    if from_scratch:
+        (output / _GIVEN_UP).touch()
+    given_up = (output / _GIVEN_UP).exists()
+    for step, folder in _folders(output).items():
+        whole = (folder / _COMPLETE).exists() and fault(folder) is None
+        if given_up or step > start.done or not whole:
+            if not (given_up or (folder / _COMPLETE).exists()):  # of others `agree` has spoken
+                logger.warning("%s was not written to its end and is removed", folder)
+            (folder / _COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+    if given_up:
+        (output / REPORT).unlink(missing_ok=True)
+    for left in output.glob(f"{_SHOWN}*"):
+        left.unlink(missing_ok=True)
+    _shorten_log(output / LOG, 0 if given_up else start.done)
+    (output / _GIVEN_UP).unlink(missing_ok=True)
+
+
+def files_in(folder: Path) -> dict[str, int]:
+    """The files of a checkpoint that are to be seen from here, with their bytes."""
+    found = (Path(root) / name for root, _, names in os.walk(folder) for name in names if not name.startswith(_COMPLETE))
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in found}
+
+
+def mark_complete(folder: Path, saved: Saved) -> None:
+    """From here on the checkpoint counts."""
+    partial = folder / f"{_COMPLETE}.partial"
+    partial.write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
+    partial.replace(folder / _COMPLETE)
+
+
+def read_saved(folder: Path) -> Saved:
+    """Raises InPlaceTTTError where the checkpoint does not say what it is."""
+    file = folder / _COMPLETE
+    return from_values(Saved, read_json(file, "it does not say what it holds"), str(file))
+
+
+def made_by(start: Start, facts: dict[str, Any]) -> Saved:
+    """What the run's checkpoints will say, but for their files. Raises InPlaceTTTError where what it goes on from was made otherwise."""
+    if start.checkpoint is None:
+        return Saved({}, facts)
+    before = read_saved(start.checkpoint)
+    new = [{"after_step": start.done, **change} for change in changes(before.facts, facts, str(start.checkpoint))]
+    return Saved({}, facts, [*before.changes, *new], before.skipped_steps)
+
+
+def fault(folder: Path) -> str | None:
+    """What a checkpoint on this disk lacks, by the names and sizes of its files; None where nothing."""
+    try:
+        saved = read_saved(folder)
+    except InPlaceTTTError as error:
+        return str(error).rstrip(".")
+    try:
+        here = files_in(folder)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    for name, size in saved.files.items():
+        if name not in here:
+            return f"it lacks {name}"
+        if here[name] != size:
+            return f"{name} has {here[name]:,} bytes instead of {size:,}"
+    return None
+
+
+def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint on this disk that was written to its end."""
+    marked = {step: folder for step, folder in _folders(Path(output)).items() if (folder / _COMPLETE).exists()}
+    return marked[max(marked)] if marked else None
+
+
+def _place(meeting: Meeting, output: Path) -> int:
+    """The lowest rank whose output this process sees; the first process of each node shows a file there."""
+    on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0) == meeting.world
+    if on_one_node:
+        return 0
+    name = f"{_SHOWN}{uuid.uuid4().hex}" if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    try:
+        if name is not None:
+            with disk_errors(output):
+                output.mkdir(parents=True, exist_ok=True)
+                (output / name).touch()
+        shown = meeting.gather("shown", name)
+        seen = [rank for rank, shows in enumerate(shown) if shows is not None and (output / shows).exists()]
+        meeting.gather("seen")
+        return min(seen, default=meeting.rank)
+    finally:
+        if name is not None:
+            (output / name).unlink(missing_ok=True)
+
+
+def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int | None:
+    """The newest step whose checkpoint is whole in every place, None where there are none at all."""
+    known = {int(step) for view in leaders.values() for step in [*view["whole"], *view["broken"]]}
+    usable = known.intersection(*(view["whole"] for view in leaders.values()))
+    lacking = {step: _who_lacks(leaders, step) for step in known - usable}
+    if known and not usable:
+        newest = max(known)
+        raise InPlaceTTTError(
+            f"{_folder(output, newest)} is not whole, nor is any other checkpoint: {lacking[newest]}; bring it back, or start "
+            "anew with --from-scratch."
+        )
+    if not usable:
+        return None
+    step = max(usable)
+    for broken in sorted(other for other in lacking if other > step and says):
+        logger.warning("%s is not whole: %s; the run goes on from %s", _folder(output, broken), lacking[broken], _folder(output, step))
+    return step
+
+
+def _who_lacks(leaders: dict[int, dict[str, Any]], step: int) -> str:
+    rank, view = next((rank, view) for rank, view in leaders.items() if step not in view["whole"])
+    problem = view["broken"].get(str(step), "it is not there")
+    return problem if len(leaders) == 1 else f"on {view['host']}, which process {rank} reads from, {problem}"
+
+
+def _too_far(where: str, steps: int, recipe: Recipe) -> InPlaceTTTError:
+    return InPlaceTTTError(
+        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise optimisation.steps, name another output, or "
+        "start anew with --from-scratch."
+    )
+
+
+def _folder(output: Path, step: int) -> Path:
+    return output / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def _folders(output: Path) -> dict[int, Path]:
+    """Whatever has a checkpoint's name, by its step."""
+    found = ((folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    return {int(step): folder for step, folder in sorted(found) if step.isdecimal() and folder.is_dir()}
+
+
+def _shorten_log(log: Path, done: int) -> None:
+    """A run that goes on writes the lines of its steps again."""
+    if not log.is_file():
+        return
+    kept = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # the last line may be half of one
+            if json.loads(line)["step"] <= done:
+                kept.append(f"{line}\n")
+    partial = log.with_name(f".{log.name}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(log)

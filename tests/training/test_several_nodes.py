@@ -1,0 +1,92 @@
+"""Processes that see no common disk, as those of several nodes may: each in a folder of its own, all with the same recipe."""
+
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.run_state import last_checkpoint
+from inplace_ttt.training.worker import meet
+
+from .forked import Forked
+from .runs import checkpoint, documents, environments, finish, one_process, recipe_file, weights
+
+
+def one_node(arguments: list[str]) -> int:
+    """One process, in the folder of its node."""
+    os.chdir(os.environ["NODE"])
+    return one_process(arguments)
+
+
+def start(file: Path, nodes: list[Path], *settings: str, flags: tuple[str, ...] = ()) -> Forked:
+    """A process on each node."""
+    told = environments(len(nodes))
+    for environment, node in zip(told, nodes, strict=True):
+        environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE": str(node)}
+    arguments = [str(file), *flags, *(part for setting in settings for part in ("--set", setting))]
+    return Forked(functools.partial(one_node, arguments), told)
+
+
+@pytest.fixture(params=[1, 3], ids=["zero1", "zero3"])
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Eight steps, whose output is a folder of each node."""
+    sections = {"optimisation": {"steps": 8}, "parallel": {"processes": 2}, "output": "out", "deepspeed": request.param}
+    monitor = {"save_every": 2, "keep": 2}
+    return recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), monitor=monitor, **sections)
+
+
+def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -> None:
+    """Checkpoints and their rotation on every disk; what one of them lacks is not gone on from; what none has whole is refused."""
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    finish(start(recipe, nodes))
+    kept = [{folder.name for folder in (node / "out").glob("checkpoint-*")} for node in nodes]
+    assert kept == [{"checkpoint-6", "checkpoint-8"}] * 2 and not (nodes[1] / "out" / "final").exists()
+    whole = weights(nodes[0] / "out" / "final")
+    shutil.rmtree(nodes[0] / "out" / "final")
+    shutil.rmtree(nodes[1] / "out" / "checkpoint-8")
+
+    log = finish(start(recipe, nodes))
+    assert log.count("checkpoint-8 is not whole: on ") == 1 and "which process 1 reads from, it is not there; the run goes on from" in log
+    report = json.loads((nodes[0] / "out" / "train_report.json").read_text())
+    assert report["resumed_from"].endswith("checkpoint-6") and report["steps"] == 8
+    again = weights(nodes[0] / "out" / "final")
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+
+    shutil.rmtree(nodes[0] / "out" / "final")
+    for folder in (nodes[1] / "out").glob("checkpoint-*"):
+        (folder / "rng_state_1.pth").unlink()
+    log = finish(start(recipe, nodes), code=2)
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt: error"))
+    assert (
+        "checkpoint-8 is not whole, nor is any other checkpoint: on " in line and "which process 1 reads from, it lacks rng_state_1" in line
+    )
+    finish(start(recipe, nodes, "optimisation.steps=1", flags=("--from-scratch",)))
+    assert all(last_checkpoint(node / "out") == node / "out" / "checkpoint-1" for node in nodes)
+
+
+def test_a_refusal_on_another_node_is_said(tmp_path: Path) -> None:
+    """Once, by the process that knows, and with its exit code; the others neither wait nor speak."""
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    documents(nodes[0] / "text")
+    recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), Path("text"), output="out", parallel={"processes": 2})
+    log = finish(start(recipe, nodes), code=2)
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt: error"))
+    assert "text" in line and "Traceback" not in log, log
+
+
+def test_srun_alone_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, tmp_path / "model", tmp_path / "text"))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    with pytest.raises(InPlaceTTTError, match="let it start torchrun, once a node"):
+        meet(recipe)
