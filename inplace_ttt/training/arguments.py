@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -52,18 +53,19 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         ignore_data_skip=True,  # the rows start where the run stopped
         remove_unused_columns=False,
         label_names=["labels"],
+        ddp_timeout=round(60 * recipe.parallel.timeout_minutes),
         seed=o.seed,
         disable_tqdm=False,
     )
 
 
-def open_group(meeting: Meeting) -> None:
+def open_group(meeting: Meeting, recipe: Recipe) -> None:
     """The run's process group, made known to DeepSpeed."""
     import deepspeed
-    from deepspeed.constants import default_pg_timeout
 
-    meeting.open_group("nccl" if torch.cuda.is_available() else "gloo", default_pg_timeout)
-    deepspeed.init_distributed(auto_mpi_discovery=False)
+    timeout = timedelta(minutes=recipe.parallel.timeout_minutes)
+    meeting.open_group("nccl" if torch.cuda.is_available() else "gloo", timeout)
+    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout)
 
 
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:

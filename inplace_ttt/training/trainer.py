@@ -27,6 +27,7 @@ from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
 from .parameters import parameter_groups, schedule
 from .recipe import Recipe
+from .row_order import save_position
 
 _COMPLETE = "complete"
 
@@ -171,6 +172,7 @@ class FastWeightTrainer(Trainer):
         if self.args.should_save:
             if isinstance(self.model, PreTrainedModel):
                 verify_saved(folder, self.model)
+            save_position(self.train_dataset, self.recipe, self.state.global_step, folder)
             (folder / _COMPLETE).write_text("")
             rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.recipe.monitor.keep)
         _barrier()

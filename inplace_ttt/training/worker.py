@@ -91,7 +91,7 @@ def prepare(recipe: Recipe, resume: bool, audit: bool) -> Prepared:
         data = build_data(recipe, tokenizer, config_of(shape).chunk_size)
         if audit and recipe.audit.profile is not None and checkpoint is None and rank == 0:
             refuse_undeclared(recipe, data.report, output)
-    open_group(meeting)
+    open_group(meeting, recipe)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe)
     model = build_model(recipe)
@@ -110,7 +110,7 @@ def prepare(recipe: Recipe, resume: bool, audit: bool) -> Prepared:
         checkpoint,
         model=model,
         args=arguments,
-        train_dataset=with_repeated_passages(rows_to_come(data.train, recipe, done), recipe.data.repeat, recipe.data.seed),
+        train_dataset=with_repeated_passages(rows_to_come(data.train, recipe, done, checkpoint), recipe.data.repeat, recipe.data.seed),
         eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,

@@ -1,5 +1,7 @@
 """L8 for whole runs: however a recipe is split over processes, stages and micro-steps, it is one run."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +120,18 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
 
 
 def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
-    """As the recipes for GPUs read: the first process hands out every row."""
+    """As the recipes for GPUs read: the first process hands out every row. Taken up from a checkpoint it goes on, bit for bit."""
     settings = ("parallel.processes=2", "optimisation.accumulation=1", "data.shuffle=false")
-    agree(recipe, plain_run(load_recipe(recipe, settings)), tmp_path / "out", (*settings, "data.streaming=true"))
+    streamed, out = (*settings, "data.streaming=true", "monitor.save_every=2"), tmp_path / "out"
+    agree(recipe, plain_run(load_recipe(recipe, settings)), out, streamed)
+    whole = weights(out / "final")
+    assert json.loads((out / "checkpoint-2" / "rows.json").read_text())["rows"] == 4
+    for later in ("final", "checkpoint-3"):
+        shutil.rmtree(out / later)
+    report, _ = trained(recipe, f"output={out}", *streamed)
+    assert report["resumed_from"] == str(out / "checkpoint-2")
+    resumed = weights(out / "final")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
