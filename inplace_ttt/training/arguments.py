@@ -60,10 +60,15 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def open_group(meeting: Meeting, recipe: Recipe) -> None:
-    """The run's process group, made known to DeepSpeed."""
+    """The run's process group, made known to DeepSpeed. Its time-out is that of the groups made later too.
+
+    DeepSpeed and accelerate reduce gradients in groups of their own, which take torch's default; no argument of theirs reaches it.
+    """
     import deepspeed
+    from torch.distributed import distributed_c10d
 
     timeout = timedelta(minutes=recipe.parallel.timeout_minutes)
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     meeting.open_group("nccl" if torch.cuda.is_available() else "gloo", timeout)
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout)
 
