@@ -73,6 +73,16 @@ def open_group(meeting: Meeting, recipe: Recipe) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout)
 
 
+def accumulates_in_float32(recipe: Recipe) -> bool:
+    """Where micro-steps' gradients add up in float32: bfloat16 would lose a bit of each sum.
+
+    Under ZeRO 2 and 3 unless the DeepSpeed settings say otherwise. ZeRO 0 cannot, and ZeRO 1 would keep all gradients on each device.
+    """
+    types = recipe.deepspeed_settings().get("data_types")
+    asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else "fp32"
+    return recipe.model.dtype == "float32" or (recipe.zero_stage >= 2 and asked in ("fp32", "float32", "float"))
+
+
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     """The recipe's DeepSpeed settings, with what follows from the recipe filled in."""
     settings = json.loads(json.dumps(recipe.deepspeed_settings()))
@@ -80,6 +90,8 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
         settings.setdefault(name, "auto")
     settings.setdefault("bf16", {"enabled": "auto"})
+    if accumulates_in_float32(recipe):
+        settings.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     if zero.get("stage", 0) == 3:
         zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
     if zero.get("offload_optimizer"):
