@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
 from ..surgery import fast_weights
 from .guards import GradientTap, check_gradient, check_writes, note
-from .recipe import Recipe
+from .speed import Speed
 
 _ROWS_TO_CHOOSE_FROM = 16
 
@@ -43,22 +42,23 @@ class EtaWarmup(TrainerCallback):
 
 
 class LayerMonitor(TrainerCallback):
-    """At each step that is logged: writes and gradients of every TTT layer, tokens/s; all of it into `log.jsonl`."""
+    """At each step that is logged: writes and gradients of every TTT layer, and how fast the steps were; all of it into `log.jsonl`."""
 
-    def __init__(self, recipe: Recipe, gradients: GradientTap, warnings: list[str], file: Path | None) -> None:
-        self.recipe, self.gradients, self.warnings, self.file = recipe, gradients, warnings, file
+    def __init__(self, speed: Speed, gradients: GradientTap, warnings: list[str], file: Path | None) -> None:
+        self.recipe, self.speed, self.gradients, self.warnings, self.file = speed.recipe, speed, gradients, warnings, file
         self.writes: dict[int, WriteHealth] = {}
         self.watching = contextlib.ExitStack()
-        self.since: tuple[float, int] | None = None
+        self.since: tuple[int, float] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.since is None:
-            self.since = time.perf_counter(), state.global_step
+            self.since = state.global_step, self.speed.clock.read()
         if (state.global_step + 1) % args.logging_steps == 0 or state.global_step == 0:
             self.watching.enter_context(observed(kwargs["model"], self.writes))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watching.close()
+        self.speed.after_step(state.global_step)
         if (state.global_step % args.logging_steps == 0 or state.global_step == 1) and dist.is_initialized():
             self.writes = _worst(self.writes, args.device)
         check_writes(self.writes, self.recipe.monitor.stop_write_ratio, self.warnings)
@@ -67,9 +67,8 @@ class LayerMonitor(TrainerCallback):
         if logs is None:
             return
         if "loss" in logs and self.since is not None:
-            seconds, steps = time.perf_counter() - self.since[0], state.global_step - self.since[1]
-            logs["tokens_per_second"] = round(steps * self.recipe.rows_per_step * self.recipe.data.sequence_length / seconds, 1)
-            self.since = None
+            logs.update(self.speed.since(self.since))
+            self.since = self.speed.last
             check_gradient(float(logs.get("grad_norm", 0.0)), self.warnings)
             for index, health in self.writes.items():
                 logs[f"state_ratio/{index}"] = health.state_ratio
@@ -87,15 +86,16 @@ class LayerMonitor(TrainerCallback):
 class DiagnoseCallback(TrainerCallback):
     """Every so many steps the diagnosis of one document, always the same, written to `folder`/step-N; nothing of it reaches the run."""
 
-    def __init__(self, recipe: Recipe, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path) -> None:
-        self.recipe, self.ids, self.gradients, self.warnings, self.folder = recipe, ids, gradients, warnings, folder
+    def __init__(self, speed: Speed, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path) -> None:
+        self.recipe, self.clock, self.ids = speed.recipe, speed.clock, ids
+        self.gradients, self.warnings, self.folder = gradients, warnings, folder
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.recipe.monitor.diagnose_every:
             return
         o, name = self.recipe.optimisation, f"step-{state.global_step}"
         rates = Rates(o.conv_learning_rate or o.learning_rate, o.proj_learning_rate or o.learning_rate, o.learning_rate)
-        with self.gradients.paused():
+        with self.clock.paused(), self.gradients.paused():
             diagnosis = diagnose(kwargs["model"], {"input_ids": self.ids}, learning_rates=rates, name=f"{self.recipe.output}, {name}")
         try:
             write_report(diagnosis, self.folder / name, overwrite=True)

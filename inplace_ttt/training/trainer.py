@@ -28,6 +28,7 @@ from .held_out import held_out_sums
 from .parameters import parameter_groups, schedule
 from .recipe import Recipe
 from .row_order import save_position
+from .speed import Clock
 
 _COMPLETE = "complete"
 
@@ -35,8 +36,8 @@ _COMPLETE = "complete"
 class FastWeightTrainer(Trainer):
     """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
 
-    def __init__(self, recipe: Recipe, resumes_from: Path | None = None, **kwargs: Any) -> None:
-        self.recipe, self.resumes_from, self.skipped = recipe, resumes_from, SkippedSteps()
+    def __init__(self, recipe: Recipe, resumes_from: Path | None, clock: Clock, **kwargs: Any) -> None:
+        self.recipe, self.resumes_from, self.clock, self.skipped = recipe, resumes_from, clock, SkippedSteps()
         super().__init__(**kwargs)
         self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
 
@@ -137,9 +138,10 @@ class FastWeightTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Held-out loss, a mean over tokens, and accuracy with writes (`eval_loss`), without (`eval_off_loss`), and on minus off."""
         rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
-        metrics = self._held_out(rows, name)
-        with ttt_disabled(self.model):
-            metrics |= self._held_out(rows, f"{name}_off")
+        with self.clock.paused():
+            metrics = self._held_out(rows, name)
+            with ttt_disabled(self.model):
+                metrics |= self._held_out(rows, f"{name}_off")
         metrics[f"{name}_difference"] = metrics[f"{name}_loss"] - metrics[f"{name}_off_loss"]
         metrics[f"{name}_seconds"] = round(time.perf_counter() - began, 1)
         self.log(metrics)
@@ -165,7 +167,8 @@ class FastWeightTrainer(Trainer):
         """As the Trainer does, then checked and marked as complete; only then older ones go."""
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
-            super()._save_checkpoint(model, trial)
+            with self.clock.paused():
+                super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise InPlaceTTTError(f"cannot save {folder}: {error}; free some space, and resume from the last complete one.") from None
         _barrier()

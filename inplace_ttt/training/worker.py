@@ -19,6 +19,7 @@ from .audit import audit_recipe, write_report
 from .batches import collate
 from .data import TrainingData, build_data
 from .data_report import DataReport
+from .flops import device_peak, model_flops
 from .guards import FirstStep, GradientTap
 from .meeting import Meeting
 from .model import build_model, meta_model
@@ -27,6 +28,7 @@ from .packages import check_packages
 from .recipe import Recipe
 from .repeated_passages import with_repeated_passages
 from .row_order import rows_to_come
+from .speed import Clock, Speed
 from .trainer import FastWeightTrainer, last_checkpoint, remove_incomplete
 from .ulysses import check_sharing, sdpa_sees_documents, ulysses_in_evaluation
 
@@ -53,6 +55,7 @@ def run(recipe: Recipe, *, resume: bool = True, audit: bool = True) -> dict[str,
         "steps": state.global_step,
         "final_loss": next((log["loss"] for log in reversed(state.log_history) if "loss" in log), result.training_loss),
         "evaluation": {key: value for key, value in evaluation.items() if isinstance(value, (int, float))},
+        "speed": ready.speed.of_run(),
         "seconds": round(time.perf_counter() - began, 1),
         "resumed_from": str(ready.checkpoint) if ready.checkpoint else None,
         "data": ready.data.report.to_dict(),
@@ -70,6 +73,7 @@ class Prepared:
     """A run that can start. checkpoint: where it goes on from. warnings: what is said of it, until its end."""
 
     trainer: FastWeightTrainer
+    speed: Speed
     data: TrainingData
     checkpoint: Path | None
     warnings: list[str]
@@ -105,18 +109,21 @@ def prepare(recipe: Recipe, resume: bool, audit: bool) -> Prepared:
             logger.warning("%s was not written to its end and is removed", folder)
     warnings = list(data.report.warnings)
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
+    micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
+    speed = Speed(recipe, Clock(), model_flops(recipe, shape) * micro_steps, device_peak(recipe))
     trainer = FastWeightTrainer(
         recipe,
         checkpoint,
+        speed.clock,
         model=model,
         args=arguments,
         train_dataset=with_repeated_passages(rows_to_come(data.train, recipe, done, checkpoint), recipe.data.repeat, recipe.data.seed),
         eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,
-        callbacks=callbacks(recipe, model, data.train if held_out is None else held_out, warnings, rank == 0),
+        callbacks=callbacks(speed, model, data.train if held_out is None else held_out, warnings, rank == 0),
     )
-    return Prepared(trainer, data, checkpoint, warnings)
+    return Prepared(trainer, speed, data, checkpoint, warnings)
 
 
 def _rank(recipe: Recipe) -> int:
@@ -152,12 +159,13 @@ def read_tokenizer(recipe: Recipe) -> Any:
         raise InPlaceTTTError(f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); set model.tokenizer.") from None
 
 
-def callbacks(recipe: Recipe, model: Any, rows: Any, warnings: list[str], main: bool) -> list[TrainerCallback]:
+def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bool) -> list[TrainerCallback]:
     """What watches the run; `rows` has the document of every diagnosis."""
-    output, gradients = Path(recipe.output), GradientTap(model)
+    recipe, gradients = speed.recipe, GradientTap(model)
+    output = Path(recipe.output)
     found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.optimisation.eta_warmup_steps) else []
-    found += [FirstStep(gradients, warnings), LayerMonitor(recipe, gradients, warnings, output / "log.jsonl" if main else None)]
+    found += [FirstStep(gradients, warnings), LayerMonitor(speed, gradients, warnings, output / "log.jsonl" if main else None)]
     if recipe.monitor.diagnose_every and main:
         document = document_to_diagnose(rows, config_of(model).chunk_size)
-        found.append(DiagnoseCallback(recipe, document, gradients, warnings, output / "diagnose"))
+        found.append(DiagnoseCallback(speed, document, gradients, warnings, output / "diagnose"))
     return found

@@ -16,9 +16,10 @@ from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
-from inplace_ttt.training.monitor import EtaWarmup
+from inplace_ttt.training.monitor import EtaWarmup, LayerMonitor
 from inplace_ttt.training.parameters import parameter_groups, schedule
-from inplace_ttt.training.recipe import Optimisation
+from inplace_ttt.training.recipe import Data, Model, Optimisation, Recipe
+from inplace_ttt.training.speed import Clock, Speed
 
 
 def step(model: nn.Module, length: int = 30) -> None:
@@ -124,13 +125,11 @@ def test_groups_and_schedules() -> None:
 
 
 def test_the_log_is_json_lines(tmp_path: Path) -> None:
-    from inplace_ttt.training.monitor import LayerMonitor
-    from inplace_ttt.training.recipe import Data, Model, Recipe
-
     recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2), "out", surgery=InPlaceTTTConfig())
     model, args = converted("llama"), SimpleNamespace(logging_steps=1)
     tap = GradientTap(model)
-    monitor = LayerMonitor(recipe, tap, [], tmp_path / "log.jsonl")
+    speed = Speed(recipe, Clock(), flops=10**12, peak=1e15)
+    monitor = LayerMonitor(speed, tap, [], tmp_path / "log.jsonl")
     state = SimpleNamespace(global_step=0)
     monitor.on_step_begin(args, state, None, model=model)
     step(model)
@@ -140,3 +139,20 @@ def test_the_log_is_json_lines(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line["step"] == 1 and line["tokens_per_second"] > 0 and [layer["layer"] for layer in line["layers"]] == [0, 2]
     assert set(line["layers"][0]["gradients"]) == {"conv", "proj", "weight"} and line["layers"][0]["chunks"] == 4
+
+
+def test_the_speed_is_that_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first, and without evaluation and saving, which are as long as many steps."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    recipe = Recipe(Model(path="x"), Data(train=["x"], sequence_length=100), Optimisation(steps=5, accumulation=2), "out")
+    speed = Speed(recipe, Clock(), flops=8 * 10**12, peak=1e13)
+    assert speed.of_run() == {}
+    for step in range(1, 6):
+        now[0] += 30 if step == 1 else 2
+        speed.after_step(step)
+        if step == 1:
+            assert speed.of_run() == {}
+        with speed.clock.paused():
+            now[0] += 50
+    assert speed.of_run() == {"step_seconds": 2, "tokens_per_second": 100, "model_tflops_per_device": 4, "mfu": 0.4}
