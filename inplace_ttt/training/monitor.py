@@ -18,11 +18,11 @@ from transformers import TrainerCallback
 from ..diagnostics.diagnosis import diagnose
 from ..diagnostics.gradients import Rates
 from ..diagnostics.report import write_report
-from ..diagnostics.writes import WriteHealth, longest_document, observed
+from ..diagnostics.writes import WriteHealth, longest_document, observed, watched
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
 from ..surgery import fast_weights
-from .guards import GradientTap, check_gradient, check_writes, note
+from .guards import GradientTap, check_gradient, check_ratios, check_writes, note
 from .speed import Speed
 
 _ROWS_TO_CHOOSE_FROM = 16
@@ -42,26 +42,41 @@ class EtaWarmup(TrainerCallback):
 
 
 class LayerMonitor(TrainerCallback):
-    """At each step that is logged: writes and gradients of every TTT layer, and how fast the steps were; all of it into `log.jsonl`."""
+    """At each step that is logged: writes and gradients of every TTT layer, and how fast the steps were; all of it into `log.jsonl`.
+
+    At every other step how far the first micro-step's longest document moves each layer's weight; the run stops where that is too far.
+    """
 
     def __init__(self, speed: Speed, gradients: GradientTap, warnings: list[str], file: Path | None) -> None:
         self.recipe, self.speed, self.gradients, self.warnings, self.file = speed.recipe, speed, gradients, warnings, file
         self.writes: dict[int, WriteHealth] = {}
+        self.ratios: dict[int, Tensor] = {}
         self.watching = contextlib.ExitStack()
         self.since: tuple[int, float] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.since is None:
             self.since = state.global_step, self.speed.clock.read()
-        if (state.global_step + 1) % args.logging_steps == 0 or state.global_step == 0:
-            self.watching.enter_context(observed(kwargs["model"], self.writes))
+        model, logs = kwargs["model"], (state.global_step + 1) % args.logging_steps == 0 or state.global_step == 0
+        self.watching.enter_context(observed(model, self.writes) if logs else watched(model, self.ratios))
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.ratios:
+            self.watching.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watching.close()
         self.speed.after_step(state.global_step)
         if (state.global_step % args.logging_steps == 0 or state.global_step == 1) and dist.is_initialized():
             self.writes = _worst(self.writes, args.device)
-        check_writes(self.writes, self.recipe.monitor.stop_write_ratio, self.warnings)
+        limit = self.recipe.monitor.stop_write_ratio
+        check_writes(self.writes, limit, self.warnings)
+        if self.ratios:
+            found = torch.stack(list(self.ratios.values()))
+            if dist.is_initialized():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            check_ratios(dict(zip(self.ratios, found.tolist(), strict=True)), limit)
+            self.ratios.clear()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs is None:

@@ -50,7 +50,7 @@ class Speed:
         self.first = self.first or self.last
 
     def since(self, then: tuple[int, float]) -> dict[str, float]:
-        """Of the steps after `then`: seconds a step, tokens a second, and for each device operations a second, and their part of its peak."""
+        """Of the steps after `then`: seconds a step, tokens a second; of each device operations a second and their part of its peak."""
         assert self.last is not None
         steps = self.last[0] - then[0]
         seconds = (self.last[1] - then[1]) / steps

@@ -1,5 +1,6 @@
 """Guards and monitors on small models, without a launcher."""
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,42 @@ def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     assert health.state_ratio == pytest.approx(ratio.item(), rel=1e-4)
     assert health.write_ratio == pytest.approx(0.5 * max(d.norm() for d in kept).item() / layer.weight.norm().item(), rel=1e-4)
     assert layer.fast.observer is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "eta", "stops"),
+    [
+        ({}, 0.5, False),
+        ({"clip": {"tau": 1e-3, "when": "always"}}, 0.5, False),
+        ({"damping": 1.0}, 0.5, False),
+        ({}, 1e4, True),
+        ({}, float("inf"), True),
+        ({"clip": {"tau": 10.0, "when": "always"}}, 1e6, True),
+    ],
+    ids=str,
+)
+def test_writes_are_guarded_at_every_step(rule: dict[str, Any], eta: float, stops: bool, tmp_path: Path) -> None:
+    """Also where nothing is logged; from the first micro-step alone, once. What is guarded is what is reported at the others."""
+    model = converted("llama", eta=0.5, **rule)
+    for layer in fast_weights(model).values():
+        layer.fast.eta = eta
+    found: dict[int, WriteHealth] = {}
+    with observed(model, found):
+        step(model)
+    recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2, accumulation=2), "out", surgery=InPlaceTTTConfig())
+    monitor = LayerMonitor(Speed(recipe, Clock(), 1, None), GradientTap(model), [], None)
+    args, state = SimpleNamespace(logging_steps=10), SimpleNamespace(global_step=4)
+    monitor.on_step_begin(args, state, None, model=model)
+    step(model)
+    monitor.on_substep_end(args, state, None, model=model)
+    if not stops:
+        assert {index: float(ratio) for index, ratio in monitor.ratios.items()} == pytest.approx(
+            {index: health.state_ratio for index, health in found.items()}, rel=1e-4
+        )
+    assert all(layer.fast.observer is None for layer in fast_weights(model).values())
+    state.global_step = 5
+    with pytest.raises(NotSoError, match="the writes of one document move the weight by") if stops else contextlib.nullcontext():
+        monitor.on_step_end(args, state, None, model=model)
 
 
 def test_eta_rises_to_its_own_value() -> None:
