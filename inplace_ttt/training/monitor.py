@@ -20,6 +20,8 @@ from ..diagnostics.gradients import Rates
 from ..diagnostics.report import write_report
 from ..diagnostics.writes import WriteHealth, longest_document, observed, watched
 from ..errors import InPlaceTTTError
+from ..evaluation.comparison import compare
+from ..evaluation.protocol import Protocol
 from ..layout import ChunkLayout
 from ..surgery import fast_weights
 from .guards import GradientTap, check_gradient, check_ratios, check_writes, note
@@ -120,15 +122,57 @@ class DiagnoseCallback(TrainerCallback):
             note(self.warnings, f"{name}: {finding.message} ({finding.id}); {finding.kind.remedy}")
 
 
+class CompareCallback(TrainerCallback):
+    """Every so many steps, and before the first: do writes help, and by their own document? A line in `file` under "comparison".
+
+    Before the first step of a fresh conversion `off` is the base's loss.
+    """
+
+    def __init__(self, speed: Speed, documents: list[Tensor], file: Path) -> None:
+        self.recipe, self.clock, self.documents, self.file = speed.recipe, speed.clock, documents, file
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self._compare(kwargs["model"], 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.recipe.monitor.compare_every == 0:
+            self._compare(kwargs["model"], state.global_step)
+
+    def _compare(self, model: Any, step: int) -> None:
+        window = self.recipe.model.window
+        protocol = Protocol() if window is None else Protocol(window.size, window.sinks)
+        with self.clock.paused():
+            model.eval()
+            found = compare(model, self.documents, protocol).to_dict()
+            model.train()
+        line = {"step": step, "comparison": {name: found[name] for name in ("on", "off", "foreign", "difference", "memory", "drift")}}
+        with self.file.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> list[Tensor]:
+    """The longest document [T] of each row that has one in which something reads what was written. Raises where there is none."""
+    longest = (_longest_document(row, chunk_size) for row in rows)
+    found = [ids for ids in longest if len(ids) > chunk_size + 1]
+    if not found:
+        raise InPlaceTTTError(
+            f"no held-out document has more than {chunk_size + 1} tokens, so monitor.compare_every has nothing to compare."
+        )
+    return found
+
+
 def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Tensor:
     """The start [1, n] of the longest document among the first rows: 2,048 tokens, or four chunks and one token if that is more."""
-    longest: list[int] = []
-    for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM):
-        ids = torch.as_tensor(row["input_ids"])
-        _, (start, stop) = longest_document(ChunkLayout.from_position_ids(torch.as_tensor(row["position_ids"])[None], chunk_size))
-        if stop - start > len(longest):
-            longest = ids[start:stop].tolist()
-    return torch.tensor([longest[: max(2048, 4 * chunk_size + 1)]], dtype=torch.int64)
+    longest = max((_longest_document(row, chunk_size) for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM)), key=len)
+    return longest[None, : max(2048, 4 * chunk_size + 1)]
+
+
+def _longest_document(row: dict[str, Any], chunk_size: int) -> Tensor:
+    """The token ids [T], int64, of a row's longest document."""
+    layout = ChunkLayout.from_position_ids(torch.as_tensor(row["position_ids"])[None], chunk_size)
+    _, (start, stop) = longest_document(layout)
+    return torch.as_tensor(row["input_ids"], dtype=torch.int64)[start:stop]
 
 
 def _worst(writes: dict[int, WriteHealth], device: torch.device) -> dict[int, WriteHealth]:

@@ -156,12 +156,16 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Monitor:
-    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a diagnosis, checkpoints."""
+    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a diagnosis, checkpoints.
+
+    compare_every: held-out documents with writes on, off, and with another document's (what `evaluate` says of a checkpoint).
+    """
 
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_rows: int = 8
     diagnose_every: int = 0
+    compare_every: int = 0
     save_every: int = 500
     keep: int = 2
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
@@ -169,7 +173,7 @@ class Monitor:
 
     def __post_init__(self) -> None:
         at_least(1, self, "log_every", "save_every", "keep", "evaluate_rows")
-        at_least(0, self, "evaluate_every", "diagnose_every")
+        at_least(0, self, "evaluate_every", "diagnose_every", "compare_every")
 
 
 @dataclass(frozen=True)
@@ -225,11 +229,14 @@ class Recipe:
             "monitor",
             f"save_every x accumulation must be a multiple of sequence_parallel = {shared}, so that a resumed run meets the same rows",
         )
-        require(
-            not self.monitor.diagnose_every or (stage <= 2 and shared == 1),
-            "monitor",
-            "diagnose_every needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
-        )
+        for name in ("diagnose_every", "compare_every"):
+            require(
+                not getattr(self.monitor, name) or (stage <= 2 and shared == 1),
+                "monitor",
+                f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
+            )
+        held_out = self.data.validation or self.data.validation_documents
+        require(not self.monitor.compare_every or bool(held_out), "monitor", "compare_every needs held-out documents; set data.validation")
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
         require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
 

@@ -56,11 +56,13 @@ class Speed:
         seconds = (self.last[1] - then[1]) / steps
         of_device = self.flops / self.recipe.parallel.world / seconds
         found = {
-            "step_seconds": round(seconds, 4),
-            "tokens_per_second": round(self.recipe.rows_per_step * self.recipe.data.sequence_length / seconds, 1),
-            "model_tflops_per_device": round(of_device / 1e12, 4),
+            "step_seconds": seconds,
+            "tokens_per_second": self.recipe.rows_per_step * self.recipe.data.sequence_length / seconds,
+            "model_tflops_per_device": of_device / 1e12,
         }
-        return found if self.peak is None else {**found, "mfu": round(of_device / self.peak, 4)}
+        if self.peak is not None:
+            found["mfu"] = of_device / self.peak
+        return {name: float(f"{value:.4g}") for name, value in found.items()}
 
     def of_run(self) -> dict[str, float]:
         """Without its first step; empty where there is no other."""

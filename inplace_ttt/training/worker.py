@@ -23,7 +23,7 @@ from .flops import device_peak, model_flops
 from .guards import FirstStep, GradientTap
 from .meeting import Meeting
 from .model import build_model, meta_model
-from .monitor import DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose
+from .monitor import CompareCallback, DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose, documents_to_compare
 from .packages import check_packages
 from .recipe import Recipe
 from .repeated_passages import with_repeated_passages
@@ -168,4 +168,6 @@ def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bo
     if recipe.monitor.diagnose_every and main:
         document = document_to_diagnose(rows, config_of(model).chunk_size)
         found.append(DiagnoseCallback(speed, document, gradients, warnings, output / "diagnose"))
+    if recipe.monitor.compare_every and main:
+        found.append(CompareCallback(speed, documents_to_compare(rows, config_of(model).chunk_size), output / "log.jsonl"))
     return found
