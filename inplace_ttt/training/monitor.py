@@ -157,7 +157,7 @@ def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> lis
     found = [ids for ids in longest if len(ids) > chunk_size + 1]
     if not found:
         raise InPlaceTTTError(
-            f"no held-out document has more than {chunk_size + 1} tokens, so monitor.compare_every has nothing to compare."
+            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_every has nothing to read; give longer ones."
         )
     return found
 

@@ -55,7 +55,7 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
     by_hand = compare(load(made / "model", dtype=torch.float32), documents_to_compare(held_out, CHUNK), Protocol())
     assert first["difference"] == pytest.approx(by_hand.to_dict()["difference"], abs=1e-5) and first["off"] != second["off"]
     assert abs(second["difference"]["mean"]) > 1e-4 and second["memory"]["n"] == second["difference"]["n"] > 1
-    assert 0 < diagnosed["speed"]["step_seconds"] < 5 and diagnosed["speed"]["model_tflops_per_device"] > 0
+    assert diagnosed["speed"]["step_seconds"] > 0 and diagnosed["speed"]["model_tflops_per_device"] > 0
 
 
 @pytest.mark.parametrize(
