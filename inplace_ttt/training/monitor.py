@@ -141,7 +141,7 @@ class CompareCallback(TrainerCallback):
 
     def _compare(self, model: Any, step: int) -> None:
         window = self.recipe.model.window
-        protocol = Protocol() if window is None else Protocol(window.size, window.sinks)
+        protocol = Protocol(batch_size=2) if window is None else Protocol(window.size, window.sinks, batch_size=2)
         with self.clock.paused():
             model.eval()
             found = compare(model, self.documents, protocol).to_dict()
@@ -157,7 +157,8 @@ def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> lis
     found = [ids for ids in longest if len(ids) > chunk_size + 1]
     if not found:
         raise InPlaceTTTError(
-            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_every has nothing to read; give longer ones."
+            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_every has nothing to read; "
+            "give longer ones."
         )
     return found
 

@@ -237,6 +237,13 @@ class Recipe:
             )
         held_out = self.data.validation or self.data.validation_documents
         require(not self.monitor.compare_every or bool(held_out), "monitor", "compare_every needs held-out documents; set data.validation")
+        checkpoint = self.deepspeed_settings().get("checkpoint")
+        universal = isinstance(checkpoint, dict) and bool(checkpoint.get("load_universal"))
+        require(
+            not universal or stage in (1, 2),
+            "deepspeed",
+            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; go on with the number of processes that the run had",
+        )
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
         require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
 
