@@ -22,8 +22,10 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
 
     steps, read = _rows_read(recipe, recipe.steps), _rows_read(recipe, steps_done)
     if isinstance(train, RowStream):
+        o, parallel = recipe.optimisation, recipe.parallel
+        ahead = 4 * parallel.world * o.batch_size * max(o.accumulation, parallel.sequence_parallel)  # of the step that is saved
         kept = None if checkpoint is None else checkpoint / _POSITION
-        return train.from_row(Position.from_dict(json.loads(kept.read_text())) if kept is not None and kept.exists() else read)
+        return train.from_row(_position(kept) if kept is not None and kept.exists() else read, ahead)
     if not len(train):
         raise InPlaceTTTError("the data gives no row to train on; give longer documents or a smaller data.sequence_length.")
     epochs = range(-(-steps // len(train)))
@@ -42,6 +44,13 @@ def save_position(rows: Any, recipe: Recipe, steps_done: int, checkpoint: Path) 
     if isinstance(rows, RowStream):
         position = rows.position(_rows_read(recipe, steps_done))
         (checkpoint / _POSITION).write_text(json.dumps(position.to_dict()))
+
+
+def _position(file: Path) -> Position:
+    try:
+        return Position.from_dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InPlaceTTTError(f"{file} cannot be read ({error}); remove it, and the rows before it are read again.") from None
 
 
 def _rows_read(recipe: Recipe, steps: int) -> int:

@@ -29,8 +29,6 @@ BLOCK = 64
 """Documents of a source that change places with each other where it is shuffled; so do its files, or the parts it is stored in."""
 _BATCH = 8
 """Documents of a source that are tokenised at a time."""
-_REACH = 4096
-"""Rows back that a stream knows its position; those who read it are a few batches ahead of the step that is saved."""
 
 Row: TypeAlias = dict[str, list[int]]
 Document: TypeAlias = dict[str, Any]
@@ -180,6 +178,7 @@ class RowStream(IterableDataset):
     """Packed rows of documents. endless: start again at the end. transform: applied to each row as it comes.
 
     start: the position of the first row; or the number of rows before it, which are then made and dropped.
+    reach: how many of the last rows it knows the position of.
     """
 
     documents: Documents
@@ -189,15 +188,22 @@ class RowStream(IterableDataset):
     endless: bool = False
     start: Position | int = 0
     transform: Callable[[Row], Row] | None = None
-    _known: deque[Position] = field(default_factory=lambda: deque(maxlen=_REACH), init=False, repr=False)
+    reach: int = 64
+    _known: deque[Position] = field(init=False, repr=False)
 
-    def from_row(self, start: Position | int) -> RowStream:
+    def __post_init__(self) -> None:
+        self._known = deque(maxlen=self.reach + 1)
+
+    def from_row(self, start: Position | int, reach: int = 64) -> RowStream:
         """The same rows without an end, from there on."""
-        return dataclasses.replace(self, endless=True, start=start)
+        return dataclasses.replace(self, endless=True, start=start, reach=reach)
 
     def position(self, rows: int) -> Position:
-        """Where the row after so many rows begins; they have to be among the last that were read."""
-        return next(position for position in reversed(self._known) if position.rows == rows)
+        """Where the row after so many rows begins. Raises LookupError where that is not among the last `reach` that were read."""
+        found = next((position for position in reversed(self._known) if position.rows == rows), None)
+        if found is None:
+            raise LookupError(f"the row after {rows} is not among the last {self.reach} that were read")
+        return found
 
     def __iter__(self) -> Iterator[Row]:
         start, dropped = (Position(), self.start) if isinstance(self.start, int) else (self.start, 0)

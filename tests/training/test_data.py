@@ -21,6 +21,7 @@ from inplace_ttt.training import streams
 from inplace_ttt.training.data import build_data
 from inplace_ttt.training.data_settings import Data, Recall
 from inplace_ttt.training.recipe import Model, Optimisation, Parallel, Recipe
+from inplace_ttt.training.row_order import rows_to_come, save_position
 from inplace_ttt.training.streams import Position
 from inplace_ttt.training.tokenising import tokenise
 
@@ -93,6 +94,18 @@ class TestOrder:
             assert sum(read) <= 12 < 30
         assert list(itertools.islice(again.from_row(Position.from_dict(positions[7])), 33)) == rows[7:]
         assert list(itertools.islice(again.from_row(7), 33)) == rows[7:], "an old checkpoint without a position"
+        with pytest.raises(LookupError, match="the row after 4 is not among the last 2"):
+            list(itertools.islice(short := again.from_row(0, 2), 9)) and short.position(4)
+
+    def test_a_position_that_is_damaged_is_named(self, build: Any, folder: Path, tmp_path: Path) -> None:
+        stream, given = build(folder, streaming=True).train, recipe(Data(train=["x"]))
+        rows = rows_to_come(stream, given, 1)
+        first = list(itertools.islice(rows, 3))
+        save_position(rows, given, 2, tmp_path)
+        assert list(itertools.islice(rows_to_come(stream, given, 2, tmp_path), 2)) == first[1:]
+        (tmp_path / "rows.json").write_text('{"rows": 2, "places": [{"nothing": 1}], "used": 0}')
+        with pytest.raises(InPlaceTTTError, match=r"rows\.json cannot be read .*; remove it, and the rows before it are read again\.$"):
+            rows_to_come(stream, given, 2, tmp_path)
         assert "shuffle buffer" not in caplog.text
 
 
