@@ -84,10 +84,8 @@ def run(form: str, args: argparse.Namespace, folder: Path) -> float:
 def measure(form: str, file: str) -> float:
     """From the end of one step to the end of the next; on one thread of a CPU in seconds of the processor, which others do not lengthen."""
     import torch
-    from transformers import Trainer, TrainerCallback
+    from transformers import TrainerCallback
 
-    from inplace_ttt.surgery import revert
-    from inplace_ttt.training.batches import collate
     from inplace_ttt.training.recipe import load_recipe
     from inplace_ttt.training.worker import prepare
 
@@ -99,15 +97,33 @@ def measure(form: str, file: str) -> float:
             ends.append(clock())
             control.should_save = False
 
-    ready = prepare(load_recipe(file), resume=False, audit=False)
-    trainer: Trainer = ready.trainer
-    if form != "ours":
-        model = ready.trainer.model if form == "trainer" else revert(ready.trainer.model)
-        trainer = Trainer(model=model, args=ready.trainer.args, train_dataset=ready.trainer.train_dataset, data_collator=collate)
+    recipe = load_recipe(file)
+    trainer = prepare(recipe, resume=False, audit=False).trainer if form == "ours" else plain(recipe, converted=form == "trainer")
     trainer.add_callback(Ends())
     trainer._save_checkpoint = lambda *args, **kwargs: None  # type: ignore[method-assign]
     trainer.train()
     return statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
+def plain(recipe: Any, converted: bool) -> Any:
+    """transformers' Trainer on the rows of the recipe."""
+    from transformers import AutoTokenizer, Trainer
+
+    from inplace_ttt.surgery import config_of, revert
+    from inplace_ttt.training.arguments import open_group, training_arguments
+    from inplace_ttt.training.batches import collate
+    from inplace_ttt.training.data import build_data
+    from inplace_ttt.training.meeting import Meeting
+    from inplace_ttt.training.model import build_model
+    from inplace_ttt.training.row_order import rows_to_come
+
+    meeting = Meeting.by_environment()
+    open_group(meeting, recipe)
+    settings = training_arguments(recipe)
+    model = build_model(recipe)
+    data = build_data(recipe, AutoTokenizer.from_pretrained(recipe.model.path), config_of(model).chunk_size)
+    model = model if converted else revert(model)
+    return Trainer(model=model, args=settings, train_dataset=rows_to_come(data.train, recipe), data_collator=collate)
 
 
 if __name__ == "__main__":
