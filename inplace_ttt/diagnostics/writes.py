@@ -94,6 +94,38 @@ def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
+    """Within it the first forward leaves the `state_ratio` of every layer in `found`, and nothing waits for the device."""
+
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
+        if layer.fast.layer not in found:
+            found[layer.fast.layer] = state_ratio(layer, z, v, context)
+
+    with observing(model, observe):
+        yield
+
+
+@torch.no_grad()
+def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+    """η‖S‖/‖W0‖ after the longest document, float32 []: infinite where S is not finite, 0 where W0 does not show.
+
+    Where every chunk writes all of its delta, S is one product in the model's own dtype, a small part of what the layer computes.
+    """
+    layout, w0 = context.part(layer.chunk_size), layer.matrix()
+    if layer.tau() is None and layer.fast.config.damping is None and z.dtype != torch.float16:
+        row, (start, stop) = longest_document(layout)
+        complete = slice(start, stop - (stop - start) % layout.chunk_size)
+        state = (v[row, complete].T @ z[row, complete]).to(state_dtype(z.dtype))
+    else:
+        state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=state_dtype(z.dtype))
+        for _ in _deltas(layer, z, v, layout, state):
+            pass
+    size = _size(layer, state)
+    scale = 0.0 if w0 is None else layer.eta / torch.linalg.vector_norm(w0, dtype=state.dtype)
+    return torch.where(size.isfinite(), scale * size, math.inf).float()
+
+
 @torch.no_grad()
 def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> WriteHealth:
     """Health of a layer's writes with keys [B, T, h] and targets [B, T, d], while its weight is at hand."""
@@ -103,7 +135,8 @@ def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContex
         largest = torch.maximum(largest, _size(layer, delta))
         clipped, chunks = clipped + int(factor < 1), chunks + 1
     scale = _scale(layer, state.dtype)
-    return WriteHealth(chunks, scale * float(_size(layer, state)), scale * float(largest), clipped / max(1, chunks))
+    size = float(_size(layer, state))
+    return WriteHealth(chunks, scale * size if math.isfinite(size) else math.inf, scale * float(largest), clipped / max(1, chunks))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -55,18 +56,34 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
         ignore_data_skip=True,  # the rows start where the run stopped
         remove_unused_columns=False,
         label_names=["labels"],
+        ddp_timeout=round(60 * recipe.parallel.timeout_minutes),
         seed=o.seed,
         disable_tqdm=False,
     )
 
 
-def open_group(meeting: Meeting) -> None:
-    """The run's process group, made known to DeepSpeed."""
-    import deepspeed
-    from deepspeed.constants import default_pg_timeout
+def open_group(meeting: Meeting, recipe: Recipe) -> None:
+    """The run's process group, made known to DeepSpeed. Its time-out is that of the groups made later too.
 
-    meeting.open_group("nccl" if torch.cuda.is_available() else "gloo", default_pg_timeout)
-    deepspeed.init_distributed(auto_mpi_discovery=False)
+    DeepSpeed and accelerate reduce gradients in groups of their own, which take torch's default; no argument of theirs reaches it.
+    """
+    import deepspeed
+    from torch.distributed import distributed_c10d
+
+    timeout = timedelta(minutes=recipe.parallel.timeout_minutes)
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    meeting.open_group("nccl" if torch.cuda.is_available() else "gloo", timeout)
+    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout)
+
+
+def accumulates_in_float32(recipe: Recipe) -> bool:
+    """Where micro-steps' gradients add up in float32: bfloat16 would lose a bit of each sum.
+
+    Under ZeRO 2 and 3 unless the DeepSpeed settings say otherwise. ZeRO 0 cannot, and ZeRO 1 would keep all gradients on each device.
+    """
+    types = recipe.deepspeed_settings().get("data_types")
+    asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else "fp32"
+    return recipe.model.dtype == "float32" or (recipe.zero_stage >= 2 and asked in ("fp32", "float32", "float"))
 
 
 def deepspeed_config(recipe: Recipe, one_disk: bool = True) -> dict[str, Any]:
@@ -76,6 +93,8 @@ def deepspeed_config(recipe: Recipe, one_disk: bool = True) -> dict[str, Any]:
     for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
         settings.setdefault(name, "auto")
     settings.setdefault("bf16", {"enabled": "auto"})
+    if accumulates_in_float32(recipe):
+        settings.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     if zero.get("stage", 0) == 3:
         zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
     if not one_disk:

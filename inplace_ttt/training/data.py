@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,36 +16,37 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InPlaceTTTError
 from ..tasks.recall import recall_data
 from .data_report import DataReport, Tally, make_report
+from .data_settings import Data
+from .mixture import Given, describe, mixed
 from .packing import count, lay_out, pack
-from .recipe import Data, Recipe
-from .sources import TOKENS, Source, find, open_source, read_error, root_cause
+from .recipe import Recipe
+from .sources import TOKENS, Source, find, open_source, root_cause
+from .streams import Documents, RowStream, open_stream
 from .tokenising import digest_of, token_features, tokenise
 from .ulysses import check_sharing
 
 if TYPE_CHECKING:
     import numpy as np
-    from datasets import Dataset, Features, IterableDataset
+    from datasets import Dataset, Features
 
-SHUFFLE_BUFFER = 64
-"""Documents of a source that a stream holds to shuffle them; the files of a source are shuffled too."""
 SAMPLED_ROWS = 16
 """Rows of a stream that its report counts."""
 _FORMAT = 1
 """Part of every cache key; raise it when the same input gives other tokens or rows."""
 _BATCH = 32
 """Documents, or rows, handled at a time: one may have a million tokens."""
-_STREAM_BATCH = 4
+_BYTES_A_PROCESS = 32_000_000
+"""Of a source, that make another process worth its start."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """train and validation: rows with input_ids, position_ids and labels, each a list of `sequence_length` integers.
 
-    train is a stream where the recipe says so; its rows come in the same order every time, so that skipping the rows that
-    were read resumes it exactly (and so does its state_dict).
+    train is a stream where the recipe says so; its rows come in the same order every time.
     """
 
-    train: Dataset | IterableDataset
+    train: Dataset | RowStream
     validation: Dataset | None
     report: DataReport
 
@@ -129,7 +132,8 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
 
     data = job.recipe.data
     sources, held_sources = find(data.train, data.format, "train"), find(data.validation, data.format, "validation")
-    documents = concatenate_datasets([_tokenised(job, source, cache) for source in sources])
+    tokenised = [_tokenised(job, source, cache) for source in sources]
+    documents, source_ends = concatenate_datasets(tokenised), np.cumsum([len(part) for part in tokenised])
     order, empty = _order(documents, data.shuffle, data.seed)
     if held_sources:
         held = concatenate_datasets([_tokenised(job, source, cache) for source in held_sources])
@@ -146,9 +150,15 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
         elif chosen[index]:
             sha.update(digest.encode())
     order = order[~np.isin(order, repeated)]
-    lengths, held_lengths = (np.fromiter(_column(d, "length"), np.int64)[o] for d, o in ((documents, order), (held, held_order)))
+    all_lengths, held_lengths = np.fromiter(_column(documents, "length"), np.int64), np.fromiter(_column(held, "length"), np.int64)
+    if data.weights:
+        own = np.searchsorted(source_ends, order, side="right")
+        orders = [order[own == number] for number in range(len(sources))]
+        order = mixed(orders, all_lengths, data.weights, data.seed if data.shuffle else None)
+    lengths, held_lengths = all_lengths[order], held_lengths[held_order]
     counts = count(lengths.tolist(), data.sequence_length, job.chunk_size, job.align)
-    tally = Tally(len(order), empty, len(repeated), sha.hexdigest())
+    mixture = _mixture(sources, data, lengths, np.searchsorted(source_ends, order, side="right"))
+    tally = Tally(len(order), empty, len(repeated), sha.hexdigest(), mixture=mixture)
     report = make_report(job.recipe, counts, tally, [*sources, *held_sources], _sizes(held_lengths.tolist(), job))
     validation = _rows(job, held, held_order, held_lengths, cache) if len(held_order) else None
     return TrainingData(_rows(job, documents, order, lengths, cache), validation, report)
@@ -177,8 +187,10 @@ def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np
 
 def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
     """Its documents as input_ids, length and digest; from the cache where they were tokenised before."""
-    records, column = open_source(source, job.recipe.data, streaming=False)
+    data = job.recipe.data
+    records, column = open_source(source, data, streaming=False)
     key = _key(_FORMAT, records._fingerprint, column, job.tokenizer_key)
+    processes = data.processes or min(os.cpu_count() or 1, records.data.nbytes // _BYTES_A_PROCESS)
     return records.map(
         functools.partial(tokenise, column=column, tokenizer=job.tokenizer, source=source.name),
         batched=True,
@@ -186,6 +198,7 @@ def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
         writer_batch_size=_BATCH,
         remove_columns=[column],
         features=token_features(),
+        num_proc=min(processes, len(records)) if processes > 1 else None,
         new_fingerprint=key,
         cache_file_name=str(cache / f"inplace-ttt-tokens-{key}.arrow"),
         desc=f"Tokenising {source.name}",
@@ -229,77 +242,43 @@ def _pack_rows(plan: Mapping[str, list[int]], documents: Dataset, length: int, p
 
 def _streamed(job: _Job) -> TrainingData:
     """Rows made while training; only validation is made beforehand."""
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
     data, length = job.recipe.data, job.recipe.data.sequence_length
     sources, held_sources = find(data.train, data.format, "train"), find(data.validation, data.format, "validation")
-    documents = _stream(job, sources, data.shuffle)
-    kept = _stream(job, held_sources, False) if held_sources else documents.take(data.validation_documents)
-    held = list(_readable(kept, held_sources or sources, data))
-    make_rows = functools.partial(pack, row_length=length, pad_token=job.pad_token, align=job.align)
-    reader = _Reader(documents, sources, data, frozenset(document["digest"] for document in held), make_rows)
-    rows = list(make_rows(document[TOKENS] for document in held))
+
+    def stream(sources: list[Source], shuffle: bool, **settings: Any) -> Documents:
+        return Documents(tuple(open_stream(source, data, job.tokenizer, shuffle) for source in sources), data, **settings)
+
+    documents = stream(sources, data.shuffle, weights=data.weights, turns=data.shuffle)
+    kept = stream(held_sources, False).read() if held_sources else itertools.islice(documents.read(), data.validation_documents)
+    held = [document for _, _, document in kept]
+    digests = frozenset(document["digest"] for document in held)
+    documents = dataclasses.replace(documents, wanted=lambda document: document["digest"] not in digests)
+    rows = list(pack((document[TOKENS] for document in held), length, job.pad_token, job.align))
     validation = Dataset.from_list(rows, features=_row_features()) if rows else None
-    sizes = _sizes([document["length"] for document in held], job)
-    lengths, sha, room = [], hashlib.sha256(), SAMPLED_ROWS * length
-    for document in reader.documents_to_train_on():
+    lengths, of_source, sha, room = [], [], hashlib.sha256(), SAMPLED_ROWS * length
+    for _, source, document in documents.read():
         lengths.append(document["length"])
+        of_source.append(source)
         sha.update(document["digest"].encode())
         room -= document["length"]
         if room <= 0:
             break
+    tally = Tally(len(lengths), sha256=sha.hexdigest(), sampled=room <= 0, mixture=_mixture(sources, data, lengths, of_source))
     counts = count(lengths, length, job.chunk_size, job.align)
-    tally = Tally(len(lengths), sha256=sha.hexdigest(), sampled=room <= 0)
+    sizes = _sizes([document["length"] for document in held], job)
     report = make_report(job.recipe, counts, tally, [*sources, *held_sources], sizes)
-    return TrainingData(IterableDataset.from_generator(reader, features=_row_features()), validation, report)
+    return TrainingData(RowStream(documents, length, job.pad_token, job.align), validation, report)
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """The rows of a stream, from its start whenever it is called."""
+def _mixture(sources: Sequence[Source], data: Data, lengths: Iterable[int], of_source: Iterable[int]) -> list[dict[str, Any]]:
+    """What the report says of each source, from documents' lengths and the numbers of their sources."""
+    import numpy as np
 
-    documents: IterableDataset
-    sources: list[Source]
-    data: Data
-    held: frozenset[str]
-    make_rows: Callable[[Iterable[Sequence[int]]], Iterator[dict[str, np.ndarray]]]
-
-    def documents_to_train_on(self) -> Iterator[dict[str, Any]]:
-        return (d for d in _readable(self.documents, self.sources, self.data) if d["digest"] not in self.held)
-
-    def __call__(self) -> Iterator[dict[str, list[int]]]:
-        for row in self.make_rows(document[TOKENS] for document in self.documents_to_train_on()):
-            yield {name: values.tolist() for name, values in row.items()}
-
-
-def _stream(job: _Job, sources: Iterable[Source], shuffle: bool) -> IterableDataset:
-    """Documents that are not empty as input_ids, length and digest, tokenised as they are read; shuffled sources take turns."""
-    from datasets import concatenate_datasets, interleave_datasets
-
-    streams = []
-    for source in sources:
-        records, column = open_source(source, job.recipe.data, streaming=True)
-        if shuffle:
-            records = records.shuffle(seed=job.recipe.data.seed, buffer_size=SHUFFLE_BUFFER)
-        to_tokens = functools.partial(tokenise, column=column, tokenizer=job.tokenizer, source=source.name)
-        streams.append(records.map(to_tokens, batched=True, batch_size=_STREAM_BATCH, remove_columns=[column], features=token_features()))
-    stopping: Any = "all_exhausted_without_replacement"
-    documents = interleave_datasets(streams, stopping_strategy=stopping) if shuffle else concatenate_datasets(streams)
-    return documents.filter(_has_tokens)
-
-
-def _has_tokens(document: Mapping[str, Any]) -> bool:
-    return document["length"] > 0
-
-
-def _readable(documents: IterableDataset, sources: Sequence[Source], data: Data) -> Iterator[dict[str, Any]]:
-    """The documents of a stream; where it breaks off, the error names the file."""
-    try:
-        yield from documents
-    except InPlaceTTTError:
-        raise
-    except Exception as error:
-        raise read_error(sources, data, error) from None
+    sizes, numbers = np.fromiter(lengths, np.int64), np.fromiter(of_source, np.int64)
+    given = [Given(int((numbers == n).sum()), int(sizes[numbers == n].sum())) for n in range(len(sources))]
+    return describe(sources, data.weights, given)
 
 
 def _sizes(lengths: list[int], job: _Job) -> dict[str, int] | None:

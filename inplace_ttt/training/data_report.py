@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InPlaceTTTError
@@ -24,6 +24,7 @@ class DataReport:
     writes: chunks whose delta a later token of the same piece reads. chunks_per_piece: min, median, max.
     padding: tokens of padding. sha256: of the token ids, documents in the order of their sources.
     repeated: training documents left out because they stand in validation. sampled: the counts are those of a stream's start.
+    mixture: of each source of training its documents, tokens, share of the tokens, and the share that data.weights ask for.
     """
 
     documents: int
@@ -42,6 +43,7 @@ class DataReport:
     chunks_per_piece: dict[str, int]
     sha256: str
     sources: list[dict[str, Any]]
+    mixture: list[dict[str, Any]]
     validation: dict[str, int] | None
     sampled: bool
     warnings: list[str]
@@ -60,6 +62,7 @@ class Tally:
     repeated: int = 0
     sha256: str = ""
     sampled: bool = False
+    mixture: list[dict[str, Any]] = field(default_factory=list)
 
 
 def make_report(
@@ -114,6 +117,7 @@ def make_report(
         chunks_per_piece={"min": min(counts.chunks), "median": counts.median_chunks, "max": longest},
         sha256=tally.sha256,
         sources=[source.describe() for source in sources],
+        mixture=tally.mixture,
         validation=validation,
         sampled=tally.sampled,
         warnings=warnings,

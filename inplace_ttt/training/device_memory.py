@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments import accumulates_in_float32
 from .meta_step import StepCost
 from .recipe import Recipe
 
@@ -63,14 +64,14 @@ class DeviceMemory:
 
 
 def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluation: int = 0) -> DeviceMemory:
-    """Under DeepSpeed: the weights' dtype for weights and gradients, float32 masters and two float32 moments.
+    """Under DeepSpeed: the weights' dtype for weights, and for gradients where they are not summed in float32; float32 masters and moments.
 
     evaluation: bytes of one batch of held-out rows beside the weights; 0 where nothing is held out.
     """
     settings: Mapping[str, Any] = recipe.deepspeed_settings().get("zero_optimization", {})
     stage, ranks = recipe.zero_stage, recipe.parallel.world
     size = 4 if recipe.model.dtype == "float32" else 2
-    own_gradients = size * model.trained // (ranks if stage >= 2 else 1)
+    own_gradients = (4 if accumulates_in_float32(recipe) else size) * model.trained // (ranks if stage >= 2 else 1)
     masters = 12 if stage or size == 2 else 8
     optimiser = masters * model.trained // (ranks if stage else 1)
     parameters = size * model.parameters // (ranks if stage == 3 else 1) + model.buffers

@@ -93,12 +93,8 @@ def check_state_precision(model: nn.Module) -> None:
 
 def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[str]) -> None:
     """Warn where the update norm exceeds ‖W0‖; stop where it is above `limit` times ‖W0‖, or not a number."""
+    check_ratios({index: health.state_ratio for index, health in writes.items()}, limit)
     for index, health in writes.items():
-        if health.state_ratio > limit or math.isinf(health.state_ratio):
-            raise NotSoError(
-                f"layer {index}: the writes of one document move the weight by {health.state_ratio:.3g} of its norm, above the limit of "
-                f"{limit:g} (monitor.stop_write_ratio); lower eta, warm it up, or clip the writes (surgery.clip)."
-            )
         if health.state_ratio > _WRITE_RATIO:
             note(
                 warnings,
@@ -106,6 +102,16 @@ def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[st
             )
         if not health.chunks:
             note(warnings, f"layer {index}: a forward completed no chunk; its rows do not train conv and P.")
+
+
+def check_ratios(ratios: dict[int, float], limit: float) -> None:
+    """Stop where writes move a layer's weight by more than `limit` of its norm; not a number is not known."""
+    for index, ratio in ratios.items():
+        if ratio > limit or math.isinf(ratio):
+            raise NotSoError(
+                f"layer {index}: the writes of one document move the weight by {ratio:.3g} of its norm, above the limit of "
+                f"{limit:g} (monitor.stop_write_ratio); lower eta, warm it up, or clip the writes (surgery.clip)."
+            )
 
 
 def check_gradient(norm: float, warnings: list[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +18,14 @@ from transformers import TrainerCallback
 from ..diagnostics.diagnosis import diagnose
 from ..diagnostics.gradients import Rates
 from ..diagnostics.report import write_report
-from ..diagnostics.writes import WriteHealth, longest_document, observed
+from ..diagnostics.writes import WriteHealth, longest_document, observed, watched
 from ..errors import InPlaceTTTError
+from ..evaluation.comparison import compare
+from ..evaluation.protocol import Protocol
 from ..layout import ChunkLayout
 from ..surgery import fast_weights
-from .guards import GradientTap, check_gradient, check_writes, note
-from .recipe import Recipe
+from .guards import GradientTap, check_gradient, check_ratios, check_writes, note
+from .speed import Speed
 
 _ROWS_TO_CHOOSE_FROM = 16
 
@@ -43,33 +44,48 @@ class EtaWarmup(TrainerCallback):
 
 
 class LayerMonitor(TrainerCallback):
-    """At each step that is logged: writes and gradients of every TTT layer, tokens/s; all of it into `log.jsonl`."""
+    """At each step that is logged: writes and gradients of every TTT layer, and how fast the steps were; all of it into `log.jsonl`.
 
-    def __init__(self, recipe: Recipe, gradients: GradientTap, warnings: list[str], file: Path | None) -> None:
-        self.recipe, self.gradients, self.warnings, self.file = recipe, gradients, warnings, file
+    At every other step how far the first micro-step's longest document moves each layer's weight; the run stops where that is too far.
+    """
+
+    def __init__(self, speed: Speed, gradients: GradientTap, warnings: list[str], file: Path | None) -> None:
+        self.recipe, self.speed, self.gradients, self.warnings, self.file = speed.recipe, speed, gradients, warnings, file
         self.writes: dict[int, WriteHealth] = {}
+        self.ratios: dict[int, Tensor] = {}
         self.watching = contextlib.ExitStack()
-        self.since: tuple[float, int] | None = None
+        self.since: tuple[int, float] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.since is None:
-            self.since = time.perf_counter(), state.global_step
-        if (state.global_step + 1) % args.logging_steps == 0 or state.global_step == 0:
-            self.watching.enter_context(observed(kwargs["model"], self.writes))
+            self.since = state.global_step, self.speed.clock.read()
+        model, logs = kwargs["model"], (state.global_step + 1) % args.logging_steps == 0 or state.global_step == 0
+        self.watching.enter_context(observed(model, self.writes) if logs else watched(model, self.ratios))
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.ratios:
+            self.watching.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watching.close()
+        self.speed.after_step(state.global_step)
         if (state.global_step % args.logging_steps == 0 or state.global_step == 1) and dist.is_initialized():
             self.writes = _worst(self.writes, args.device)
-        check_writes(self.writes, self.recipe.monitor.stop_write_ratio, self.warnings)
+        limit = self.recipe.monitor.stop_write_ratio
+        check_writes(self.writes, limit, self.warnings)
+        if self.ratios:
+            found = torch.stack(list(self.ratios.values()))
+            if dist.is_initialized():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            check_ratios(dict(zip(self.ratios, found.tolist(), strict=True)), limit)
+            self.ratios.clear()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs is None:
             return
         if "loss" in logs and self.since is not None:
-            seconds, steps = time.perf_counter() - self.since[0], state.global_step - self.since[1]
-            logs["tokens_per_second"] = round(steps * self.recipe.rows_per_step * self.recipe.data.sequence_length / seconds, 1)
-            self.since = None
+            logs.update(self.speed.since(self.since))
+            self.since = self.speed.last
             check_gradient(float(logs.get("grad_norm", 0.0)), self.warnings)
             for index, health in self.writes.items():
                 logs[f"state_ratio/{index}"] = health.state_ratio
@@ -87,15 +103,16 @@ class LayerMonitor(TrainerCallback):
 class DiagnoseCallback(TrainerCallback):
     """Every so many steps the diagnosis of one document, always the same, written to `folder`/step-N; nothing of it reaches the run."""
 
-    def __init__(self, recipe: Recipe, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path) -> None:
-        self.recipe, self.ids, self.gradients, self.warnings, self.folder = recipe, ids, gradients, warnings, folder
+    def __init__(self, speed: Speed, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path) -> None:
+        self.recipe, self.clock, self.ids = speed.recipe, speed.clock, ids
+        self.gradients, self.warnings, self.folder = gradients, warnings, folder
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.recipe.monitor.diagnose_every:
             return
         o, name = self.recipe.optimisation, f"step-{state.global_step}"
         rates = Rates(o.conv_learning_rate or o.learning_rate, o.proj_learning_rate or o.learning_rate, o.learning_rate)
-        with self.gradients.paused():
+        with self.clock.paused(), self.gradients.paused():
             diagnosis = diagnose(kwargs["model"], {"input_ids": self.ids}, learning_rates=rates, name=f"{self.recipe.output}, {name}")
         try:
             write_report(diagnosis, self.folder / name, overwrite=True)
@@ -105,15 +122,58 @@ class DiagnoseCallback(TrainerCallback):
             note(self.warnings, f"{name}: {finding.message} ({finding.id}); {finding.kind.remedy}")
 
 
+class CompareCallback(TrainerCallback):
+    """Every so many steps, and before the first: do writes help, and by their own document? A line in `file` under "comparison".
+
+    Before the first step of a fresh conversion `off` is the base's loss.
+    """
+
+    def __init__(self, speed: Speed, documents: list[Tensor], file: Path) -> None:
+        self.recipe, self.clock, self.documents, self.file = speed.recipe, speed.clock, documents, file
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self._compare(kwargs["model"], 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.recipe.monitor.compare_every == 0:
+            self._compare(kwargs["model"], state.global_step)
+
+    def _compare(self, model: Any, step: int) -> None:
+        window = self.recipe.model.window
+        protocol = Protocol(batch_size=2) if window is None else Protocol(window.size, window.sinks, batch_size=2)
+        with self.clock.paused():
+            model.eval()
+            found = compare(model, self.documents, protocol).to_dict()
+            model.train()
+        line = {"step": step, "comparison": {name: found[name] for name in ("on", "off", "foreign", "difference", "memory", "drift")}}
+        with self.file.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> list[Tensor]:
+    """The longest document [T] of each row that has one in which something reads what was written. Raises where there is none."""
+    longest = (_longest_document(row, chunk_size) for row in rows)
+    found = [ids for ids in longest if len(ids) > chunk_size + 1]
+    if not found:
+        raise InPlaceTTTError(
+            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_every has nothing to read; "
+            "give longer ones."
+        )
+    return found
+
+
 def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Tensor:
     """The start [1, n] of the longest document among the first rows: 2,048 tokens, or four chunks and one token if that is more."""
-    longest: list[int] = []
-    for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM):
-        ids = torch.as_tensor(row["input_ids"])
-        _, (start, stop) = longest_document(ChunkLayout.from_position_ids(torch.as_tensor(row["position_ids"])[None], chunk_size))
-        if stop - start > len(longest):
-            longest = ids[start:stop].tolist()
-    return torch.tensor([longest[: max(2048, 4 * chunk_size + 1)]], dtype=torch.int64)
+    longest = max((_longest_document(row, chunk_size) for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM)), key=len)
+    return longest[None, : max(2048, 4 * chunk_size + 1)]
+
+
+def _longest_document(row: dict[str, Any], chunk_size: int) -> Tensor:
+    """The token ids [T], int64, of a row's longest document."""
+    layout = ChunkLayout.from_position_ids(torch.as_tensor(row["position_ids"])[None], chunk_size)
+    _, (start, stop) = longest_document(layout)
+    return torch.as_tensor(row["input_ids"], dtype=torch.int64)[start:stop]
 
 
 def _worst(writes: dict[int, WriteHealth], device: torch.device) -> dict[int, WriteHealth]:

@@ -54,6 +54,13 @@ def pack(documents: Iterable[Sequence[int]], row_length: int, pad_token: int, al
 
     Labels are not shifted: transformers shifts them.
     """
+    return (row for _, row in pack_pieces(documents, row_length, pad_token, align))
+
+
+def pack_pieces(
+    documents: Iterable[Sequence[int]], row_length: int, pad_token: int, align: int = 1
+) -> Iterator[tuple[list[Piece], dict[str, np.ndarray]]]:
+    """The same rows, each with what stands in it. When a row comes, no document beyond its last was taken."""
     held: dict[int, Sequence[int]] = {}
 
     def lengths() -> Iterator[int]:
@@ -62,7 +69,7 @@ def pack(documents: Iterable[Sequence[int]], row_length: int, pad_token: int, al
             yield len(tokens)
 
     for row in lay_out(lengths(), row_length, align):
-        yield _fill(row, held, row_length, pad_token, align)
+        yield row, _fill(row, held, row_length, pad_token, align)
         for number in [number for number in held if number < row[-1].document]:
             del held[number]
 

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..config import InPlaceTTTConfig
-from ..families import features
 from ..surgery import config_of, fast_weights
 from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory
+from .flops import attention_flops, fast_weight_flops, fast_weight_sizes
 from .meta_step import StepCost, evaluation_cost, step_cost
 from .model import meta_model
 from .recipe import Recipe
@@ -80,14 +80,16 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         layers=text.num_hidden_layers,
         queries=width * heads,
         keys=width * max(kv_heads, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
-        fast_weights=tuple(features(layer)[::-1] for layer in layers.values()),
+        fast_weights=fast_weight_sizes(model),
     )
     step = step_cost(recipe)
     holds_out = bool(recipe.data.validation or recipe.data.validation_documents)
     memory = deepspeed_memory(recipe, size, step, evaluation_cost(recipe) if holds_out else 0)
     checkpoint, final = checkpoint_bytes(recipe, size)
     checkpoints = min(recipe.monitor.keep + 1, recipe.steps // recipe.monitor.save_every)  # a new one stands before an old one goes
-    flops = step.product_flops + _attention_flops(recipe, text, size)
+    again = int(recipe.optimisation.gradient_checkpointing)
+    # Eager attention's are products already.
+    flops = step.product_flops + (0 if recipe.model.attention == "eager" else attention_flops(recipe, text, 3 + again))
     micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
     tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
     return TrainingPlan(
@@ -117,36 +119,9 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         chunks_per_row=-(-recipe.data.sequence_length // ttt.chunk_size),
         flops_per_step=flops * micro_steps,
         flops=flops * micro_steps * recipe.steps,
-        fast_weight_flops=fast_weight_flops(recipe, size) / flops,
+        fast_weight_flops=fast_weight_flops(recipe, size.fast_weights, again) / flops,
         warnings=[*_will_not_train(recipe, ttt, text), *_will_not_fit(recipe, memory, step, device_memory)],
     )
-
-
-def _attention_flops(recipe: Recipe, text: PreTrainedConfig, size: ModelSize) -> int:
-    """Of scores and values, for one device's micro-step; rows are taken as one document. Eager attention's are products already."""
-    if recipe.model.attention == "eager":
-        return 0
-    length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * size.layers
-    pairs = 0
-    for kind in kinds:
-        reach = min(window, length) if window and kind == "sliding_attention" else length
-        pairs += length * reach - reach * (reach - 1) // 2
-    passes = 3 + recipe.optimisation.gradient_checkpointing  # the backward is two
-    return 4 * size.queries * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
-
-
-def fast_weight_flops(recipe: Recipe, size: ModelSize) -> int:
-    """What TTT adds to the products of a device's micro-step: writing and, beside W0, reading S; P; and their backward.
-
-    In float32 W0 + ηS is applied in one product, so reading is no more than the plain linear; else S is applied beside W0.
-    """
-    fused = recipe.model.dtype == "float32"
-    again = int(recipe.optimisation.gradient_checkpointing)  # which recomputes no plain linear at a layer's end, but all of TTT
-    forwards = 1 + again
-    tokens = recipe.optimisation.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel
-    of_state = forwards * (1 if fused else 2) + again + (3 if fused else 5)
-    return sum(2 * tokens * (of_state * d * h + (forwards + 2) * d * d) for d, h in size.fast_weights)
 
 
 def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:

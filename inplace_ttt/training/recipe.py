@@ -15,12 +15,11 @@ from ..files.json_files import parse_json
 from ..files.paths import name_problem, require_regular
 from ..files.schema import WrongSetting, at_least, at_most, require
 from ..files.settings import read_settings
+from .data_settings import MOST, Data
 
-_MOST, _MOST_LAYERS = 2**31 - 1, 4096
+_MOST_LAYERS = 4096
 _LAYERS = re.compile(r"(^|_)layers?$")
 """Values of a model's config that count its layers: each takes time to build, even without weights."""
-_MOST_TOKENS = 2**24
-"""Of a row."""
 
 
 @dataclass(frozen=True)
@@ -58,79 +57,13 @@ class Model:
         require(self.config is None or "model_type" in self.config, "config", "config needs model_type")
         for table in (self.config or {}, self.overrides):
             for name, value in table.items():
-                least = _MOST_LAYERS if _LAYERS.search(name) else _MOST
+                least = _MOST_LAYERS if _LAYERS.search(name) else MOST
                 require(not isinstance(value, (int, float)) or abs(value) <= least, "config", f"{name} must be at most {least:,}")
         require(self.window is None or self.attention == "sdpa", "window", f"has no effect with {self.attention} attention")
 
     @property
     def tokenizer_path(self) -> str:
         return self.tokenizer or self.path or ""
-
-
-@dataclass(frozen=True)
-class Recall:
-    """The synthetic recall task instead of text: key-value pairs, asked for again beyond the attention window."""
-
-    pairs: int = 16
-    vocabulary: int = 128
-    rows: int = 4096
-
-    def __post_init__(self) -> None:
-        at_least(1, self, "pairs", "vocabulary", "rows")
-        at_most(_MOST, self, "pairs", "vocabulary", "rows")
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """Passages that stand twice: in a `share` of the rows, `length` tokens come again `gap` tokens later in their document."""
-
-    share: float = 0.5
-    length: int = 512
-    gap: int = 1024
-
-    def __post_init__(self) -> None:
-        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
-        at_least(1, self, "length")
-        at_least(0, self, "gap")
-
-
-@dataclass(frozen=True)
-class Data:
-    """Documents, and how they become rows; or the synthetic `recall` task.
-
-    train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
-    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
-    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
-    repeat: rows with a passage that comes again beyond the attention window, which teach the fast weight to recall; training rows only.
-    sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
-    """
-
-    train: list[str] = field(default_factory=list)
-    validation: list[str] = field(default_factory=list)
-    validation_documents: int = 0
-    format: Literal["auto", "text", "json", "parquet", "arrow", "hub"] = "auto"
-    text_field: str = "text"
-    split: str = "train"
-    sequence_length: int = 32768
-    streaming: bool = False
-    shuffle: bool = True
-    seed: int = 0
-    cache: str | None = None
-    recall: Recall | None = None
-    repeat: Repeat | None = None
-
-    def __post_init__(self) -> None:
-        require(self.repeat is None or self.recall is None, "repeat", "has no effect on recall")
-        if self.repeat is not None:
-            least = 2 * self.repeat.length + self.repeat.gap
-            require(least <= self.sequence_length, "repeat", f"takes {least} tokens, sequence_length is {self.sequence_length}")
-        require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
-        require(not (self.train and self.recall), "recall", "has no effect beside train")
-        at_least(2, self, "sequence_length")
-        at_most(_MOST_TOKENS, self, "sequence_length")
-        at_least(0, self, "validation_documents", "seed")
-        at_most(2**32 - 1, self, "seed")
-        require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")
 
 
 @dataclass(frozen=True)
@@ -198,14 +131,19 @@ class Optimisation:
 @dataclass(frozen=True)
 class Parallel:
     """processes: on each node, one a device. sequence_parallel: ranks that share one row (Ulysses). nodes: several machines,
-    those of the hostfile where `inplace-ttt train` starts them."""
+    those of the hostfile where `inplace-ttt train` starts them.
+
+    timeout_minutes: how long a process waits for another one in a collective operation before the run ends.
+    """
 
     processes: int = 1
     sequence_parallel: int = 1
     nodes: int = 1
     hostfile: str | None = None
+    timeout_minutes: float = 30.0
 
     def __post_init__(self) -> None:
+        require(0 < self.timeout_minutes <= 100_000, "timeout_minutes", "must be above 0 and at most 100,000")
         at_least(1, self, "processes", "sequence_parallel", "nodes")
         at_most(65536, self, "processes", "sequence_parallel", "nodes")
         world = self.processes * self.nodes
@@ -218,12 +156,16 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Monitor:
-    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a diagnosis, checkpoints."""
+    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a diagnosis, checkpoints.
+
+    compare_every: held-out documents with writes on, off, and with another document's (what `evaluate` says of a checkpoint).
+    """
 
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_rows: int = 8
     diagnose_every: int = 0
+    compare_every: int = 0
     save_every: int = 500
     keep: int = 2
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
@@ -231,7 +173,7 @@ class Monitor:
 
     def __post_init__(self) -> None:
         at_least(1, self, "log_every", "save_every", "keep", "evaluate_rows")
-        at_least(0, self, "evaluate_every", "diagnose_every")
+        at_least(0, self, "evaluate_every", "diagnose_every", "compare_every")
 
 
 @dataclass(frozen=True)
@@ -287,10 +229,20 @@ class Recipe:
             "monitor",
             f"save_every x accumulation must be a multiple of sequence_parallel = {shared}, so that a resumed run meets the same rows",
         )
+        for name in ("diagnose_every", "compare_every"):
+            require(
+                not getattr(self.monitor, name) or (stage <= 2 and shared == 1),
+                "monitor",
+                f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
+            )
+        held_out = self.data.validation or self.data.validation_documents
+        require(not self.monitor.compare_every or bool(held_out), "monitor", "compare_every needs held-out documents; set data.validation")
+        checkpoint = self.deepspeed_settings().get("checkpoint")
+        universal = isinstance(checkpoint, dict) and bool(checkpoint.get("load_universal"))
         require(
-            not self.monitor.diagnose_every or (stage <= 2 and shared == 1),
-            "monitor",
-            "diagnose_every needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
+            not universal or stage in (1, 2),
+            "deepspeed",
+            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; go on with the number of processes that the run had",
         )
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
         require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +17,9 @@ from .recipe import Recipe
 NO_EFFECT = (
     "output",  # checkpoints lie in it, wherever it has been moved
     "parallel.hostfile",
+    "parallel.timeout_minutes",
+    "deepspeed.checkpoint*",  # how a checkpoint is read and written
+    "data.processes",
     "data.cache",
     "data.validation",  # a document that it takes out of training shows in DOCUMENTS
     "monitor.*",  # all of it takes effect, none of it on the weights
@@ -42,6 +46,9 @@ TAKES_EFFECT = (
 )
 """Settings that may change from one start to the next. All others would be ignored (the seed of weights that are there already), do
 not fit the checkpoint (processes, dtype, ZeRO stage, what is trained), or change which rows come next (batch, row length, data)."""
+
+_RESHARDED = ("parallel.processes x nodes", "optimisation.accumulation", "optimisation.batch_size", "deepspeed.zero_optimization*")
+"""What may change besides, with as many rows a step, where a run goes on from a checkpoint that DeepSpeed made universal."""
 
 _BY_CONTENT = ("model.path", "model.tokenizer", "model.config*", "model.overrides*")
 _BY_TOKENS = ("data.train", "data.format", "data.text_field", "data.split", "data.validation_documents")
@@ -73,12 +80,18 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
     new = {DOCUMENTS: old.get(DOCUMENTS), **new}
     by_content = _BY_CONTENT if new.get("data.streaming") else (*_BY_CONTENT, *_BY_TOKENS)  # of a stream only the start is known
     different = list(_differing(old, new, (*NO_EFFECT, *by_content)))
-    if fixed := [change for change in different if not _matches(change["setting"], TAKES_EFFECT)]:
+    resharded = new.get("deepspeed.checkpoint.load_universal") and _rows_a_step(old) == _rows_a_step(new)
+    may = (*TAKES_EFFECT, *_RESHARDED) if resharded else TAKES_EFFECT
+    if fixed := [change for change in different if not _matches(change["setting"], may)]:
         raise InPlaceTTTError(
             f"{where} was trained with {_said(fixed)}: that cannot change within a run; put it back, name another output, or start anew "
             "with --from-scratch."
         )
     return different
+
+
+def _rows_a_step(facts: Facts) -> int:
+    return math.prod(facts[key] for key in ("parallel.processes x nodes", "optimisation.accumulation", "optimisation.batch_size"))
 
 
 def refuse_other_results(old: Mapping[str, Any], recipe: Recipe, where: str) -> None:

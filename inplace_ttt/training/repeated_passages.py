@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import random
 from typing import Any
 from zlib import crc32
@@ -11,16 +13,17 @@ import torch
 from ..diagnostics.writes import longest_document
 from ..layout import ChunkLayout
 from ..tasks.passages import Passage
-from .recipe import Repeat
+from .data_settings import Repeat
+from .streams import RowStream
 
 
 def with_repeated_passages(rows: Any, settings: Repeat | None, seed: int) -> Any:
     """A dataset of rows (stored or streamed), with passages repeated as they are read. Row by row a function of its tokens and the seed."""
     if settings is None:
         return rows
-    if hasattr(rows, "with_transform"):
-        return rows.with_transform(lambda batch: _transposed([repeat_passage(row, settings, seed) for row in _rows(batch)]))
-    return rows.map(repeat_passage, fn_kwargs={"settings": settings, "seed": seed})
+    if isinstance(rows, RowStream):
+        return dataclasses.replace(rows, transform=functools.partial(repeat_passage, settings=settings, seed=seed))
+    return rows.with_transform(lambda batch: _transposed([repeat_passage(row, settings, seed) for row in _rows(batch)]))
 
 
 def repeat_passage(row: dict[str, Any], settings: Repeat, seed: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import InPlaceTTTError
-from .recipe import Data
+from .data_settings import Data
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

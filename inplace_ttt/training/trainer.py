@@ -31,16 +31,18 @@ from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
 from .parameters import group_settings, parameter_groups, schedule
 from .recipe import Recipe
+from .row_order import save_position
 from .run_state import FINAL, Saved, Start, files_in, last_checkpoint, mark_complete
+from .speed import Clock
 from .stopping import Stopping
 
 
 class FastWeightTrainer(Trainer):
     """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
 
-    def __init__(self, recipe: Recipe, start: Start, made_by: Saved, stopping: Stopping, **kwargs: Any) -> None:
+    def __init__(self, recipe: Recipe, start: Start, made_by: Saved, clock: Clock, stopping: Stopping, **kwargs: Any) -> None:
         """made_by: what every checkpoint will say, but for its files."""
-        self.recipe, self.run_start, self.made_by, self.stopping = recipe, start, made_by, stopping
+        self.recipe, self.run_start, self.made_by, self.clock, self.stopping = recipe, start, made_by, clock, stopping
         self.resumes_from, self.skipped = start.checkpoint, SkippedSteps(made_by.skipped_steps)
         super().__init__(**kwargs)
         self.add_callback(stopping)
@@ -176,9 +178,10 @@ class FastWeightTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Held-out loss, a mean over tokens, and accuracy with writes (`eval_loss`), without (`eval_off_loss`), and on minus off."""
         rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
-        metrics = self._held_out(rows, name)
-        with ttt_disabled(self.model):
-            metrics |= self._held_out(rows, f"{name}_off")
+        with self.clock.paused():
+            metrics = self._held_out(rows, name)
+            with ttt_disabled(self.model):
+                metrics |= self._held_out(rows, f"{name}_off")
         metrics[f"{name}_difference"] = metrics[f"{name}_loss"] - metrics[f"{name}_off_loss"]
         metrics[f"{name}_seconds"] = round(time.perf_counter() - began, 1)
         self.log(metrics)
@@ -203,10 +206,12 @@ class FastWeightTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer does, then checked and marked as complete; only then older ones go."""
         folder, start = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.run_start
-        with _saving(folder, "free some space, and resume from the last complete one"):
+        with self.clock.paused(), _saving(folder, "free some space, and resume from the last complete one"):
             super()._save_checkpoint(model, trial)
             if start.leads and not self.args.should_save:
                 self._save_common_files(folder)
+            if self.args.should_save:
+                save_position(self.train_dataset, self.recipe, self.state.global_step, folder)
         _barrier()
         files = files_in(folder) if self.is_local_process_zero() or start.leads else {}
         seen = [files for place, files in _from_all((start.place, files)) if place == start.place]

@@ -23,16 +23,18 @@ from .audit import audit_recipe, write_report
 from .batches import collate
 from .data import TrainingData, build_data
 from .data_report import DataReport
+from .flops import device_peak, model_flops
 from .guards import FirstStep, GradientTap
 from .meeting import Meeting
 from .model import build_model, meta_model
-from .monitor import DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose
+from .monitor import CompareCallback, DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose, documents_to_compare
 from .packages import check_packages
 from .recipe import Recipe
 from .recipe_changes import DOCUMENTS, facts_of
 from .repeated_passages import with_repeated_passages
 from .row_order import rows_to_come
 from .run_state import REPORT, Start, agree, held, made_by, settle
+from .speed import Clock, Speed
 from .stopping import LAUNCHER, STOPPED, Stopping
 from .trainer import FastWeightTrainer
 from .ulysses import check_sharing, sdpa_sees_documents, ulysses_in_evaluation
@@ -90,6 +92,7 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
         "steps": state.global_step,
         "final_loss": next((log["loss"] for log in reversed(state.log_history) if "loss" in log), result.training_loss),
         "evaluation": {key: value for key, value in evaluation.items() if isinstance(value, (int, float))},
+        "speed": ready.speed.of_run(),
         "seconds": round(time.perf_counter() - began, 1),
         "resumed_from": str(start.checkpoint) if start.checkpoint else None,
         "changes": trainer.made_by.changes,
@@ -109,6 +112,7 @@ class Prepared:
     """A run that can start. warnings: what is said of it, until its end."""
 
     trainer: FastWeightTrainer
+    speed: Speed
     data: TrainingData
     start: Start
     warnings: list[str]
@@ -128,7 +132,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     if audit and recipe.audit.profile is not None and main and is_new:
         refuse_undeclared(recipe, data.report, output)
     meeting.gather("prepared")
-    open_group(meeting)
+    open_group(meeting, recipe)
     settle(start, output, from_scratch=not resume)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe, start.one_disk)
@@ -140,11 +144,14 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
         ulysses_in_evaluation()
     warnings = list(data.report.warnings)
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
-    rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1))  # where all is done, rows that nobody reads
+    rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1), start.checkpoint)  # where all is done, nobody reads them
+    micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
+    speed = Speed(recipe, Clock(), model_flops(recipe, shape) * micro_steps, device_peak(recipe))
     trainer = FastWeightTrainer(
         recipe,
         start,
         made,
+        speed.clock,
         Stopping(every=shared // math.gcd(shared, recipe.optimisation.accumulation)),
         model=model,
         args=arguments,
@@ -152,9 +159,9 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
         eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,
-        callbacks=callbacks(recipe, model, data.train if held_out is None else held_out, warnings, main),
+        callbacks=callbacks(speed, model, data.train if held_out is None else held_out, warnings, main),
     )
-    return Prepared(trainer, data, start, warnings)
+    return Prepared(trainer, speed, data, start, warnings)
 
 
 def refuse_undeclared(recipe: Recipe, data: DataReport, output: Path) -> None:
@@ -178,12 +185,15 @@ def read_tokenizer(recipe: Recipe) -> Any:
         raise InPlaceTTTError(f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); set model.tokenizer.") from None
 
 
-def callbacks(recipe: Recipe, model: Any, rows: Any, warnings: list[str], main: bool) -> list[TrainerCallback]:
+def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bool) -> list[TrainerCallback]:
     """What watches the run; `rows` has the document of every diagnosis."""
-    output, gradients = Path(recipe.output), GradientTap(model)
+    recipe, gradients = speed.recipe, GradientTap(model)
+    output = Path(recipe.output)
     found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.optimisation.eta_warmup_steps) else []
-    found += [FirstStep(gradients, warnings), LayerMonitor(recipe, gradients, warnings, output / "log.jsonl" if main else None)]
+    found += [FirstStep(gradients, warnings), LayerMonitor(speed, gradients, warnings, output / "log.jsonl" if main else None)]
     if recipe.monitor.diagnose_every and main:
         document = document_to_diagnose(rows, config_of(model).chunk_size)
-        found.append(DiagnoseCallback(recipe, document, gradients, warnings, output / "diagnose"))
+        found.append(DiagnoseCallback(speed, document, gradients, warnings, output / "diagnose"))
+    if recipe.monitor.compare_every and main:
+        found.append(CompareCallback(speed, documents_to_compare(rows, config_of(model).chunk_size), output / "log.jsonl"))
     return found

@@ -1,5 +1,6 @@
 """From documents to rows: order, split, cache, report, streams."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -16,8 +17,13 @@ from transformers import PreTrainedTokenizerFast, default_data_collator
 import inplace_ttt.training.data as data_module
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
+from inplace_ttt.training import streams
 from inplace_ttt.training.data import build_data
-from inplace_ttt.training.recipe import Data, Model, Optimisation, Parallel, Recall, Recipe
+from inplace_ttt.training.data_settings import Data, Recall
+from inplace_ttt.training.recipe import Model, Optimisation, Parallel, Recipe
+from inplace_ttt.training.row_order import rows_to_come, save_position
+from inplace_ttt.training.streams import Position
+from inplace_ttt.training.tokenising import tokenise
 
 from .corpus import CHUNK, LENGTH, LENGTHS, PAD, documents, recipe, texts, tokens
 
@@ -61,17 +67,46 @@ class TestOrder:
     def test_a_stream_reads_as_the_file_does(self, build: Any, folder: Path) -> None:
         assert list(build(folder, streaming=True).train) == list(build(folder).train)
 
-    def test_a_stream_resumes_where_it_was(self, build: Any, folder: Path) -> None:
-        stream = build(folder, streaming=True, shuffle=True).train
-        rows = list(stream)
-        iterator = iter(stream)
-        for _ in range(4):
-            next(iterator)
-        state = json.loads(json.dumps(stream.state_dict()))
-        resumed = build(folder, streaming=True, shuffle=True).train
-        resumed.load_state_dict(state)
-        assert list(resumed) == rows[4:]
-        assert list(build(folder, streaming=True, shuffle=True).train.skip(4)) == rows[4:]
+    @pytest.mark.parametrize("kind", ["text", "jsonl", "weights", "in order"])
+    def test_a_stream_goes_on_from_any_row_at_once(
+        self, build: Any, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Also in later passes. It tokenises what the row needs, and no more than a batch of each source that was read before."""
+        monkeypatch.setattr(streams, "_BATCH", 2)
+        names: Any = folder
+        if kind != "text":
+            texts_of = [file.read_text() for file in sorted(folder.rglob("[a-j].txt"))]
+            names = [folder / "one.jsonl", folder / "two.jsonl"]
+            for name, part in zip(names, (texts_of[:6], texts_of[6:]), strict=True):
+                name.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        settings = {"weights": [0.8, 0.2]} if kind == "weights" else {}
+        stream = build(names, streaming=True, shuffle=kind != "in order", validation_documents=1, **settings).train
+        whole = stream.from_row(0)
+        rows = list(itertools.islice(whole, 40))  # more than three passes
+        assert len({str(row) for row in rows}) > 12
+        positions = [json.loads(json.dumps(whole.position(n).to_dict())) for n in range(40)]
+        read: list[int] = []
+        monkeypatch.setattr(streams, "tokenise", lambda batch, **settings: read.append(len(batch["text"])) or tokenise(batch, **settings))
+        again = build(names, streaming=True, shuffle=kind != "in order", validation_documents=1, **settings).train
+        for n in range(0, 40, 3):
+            read.clear()
+            assert list(itertools.islice(again.from_row(Position.from_dict(positions[n])), 1)) == rows[n : n + 1]
+            assert sum(read) <= 12 < 30
+        assert list(itertools.islice(again.from_row(Position.from_dict(positions[7])), 33)) == rows[7:]
+        assert list(itertools.islice(again.from_row(7), 33)) == rows[7:], "an old checkpoint without a position"
+        with pytest.raises(LookupError, match="the row after 4 is not among the last 2"):
+            list(itertools.islice(short := again.from_row(0, 2), 9)) and short.position(4)
+        assert "shuffle buffer" not in caplog.text
+
+    def test_a_position_that_is_damaged_is_named(self, build: Any, folder: Path, tmp_path: Path) -> None:
+        stream, given = build(folder, streaming=True).train, recipe(Data(train=["x"]))
+        rows = rows_to_come(stream, given, 1)
+        first = list(itertools.islice(rows, 3))
+        save_position(rows, given, 2, tmp_path)
+        assert list(itertools.islice(rows_to_come(stream, given, 2, tmp_path), 2)) == first[1:]
+        (tmp_path / "rows.json").write_text('{"rows": 2, "places": [{"nothing": 1}], "used": 0}')
+        with pytest.raises(InPlaceTTTError, match=r"rows\.json cannot be read .*; remove it, and the rows before it are read again\.$"):
+            rows_to_come(stream, given, 2, tmp_path)
 
 
 class TestHeldOut:
@@ -103,9 +138,8 @@ class TestHeldOut:
     def test_a_later_epoch_of_a_stream_keeps_out_of_validation(self, build: Any, folder: Path) -> None:
         found = build(folder, validation_documents=3, shuffle=True, streaming=True)
         held = documents(found.validation)
-        for epoch in range(4):
-            found.train.set_epoch(epoch)
-            assert not [document for document in documents(found.train) if document in held]
+        passes = documents(itertools.islice(found.train.from_row(0), 50))
+        assert len(passes) > 28 and not [document for document in passes if document in held]
 
     def test_nothing_left_is_refused(self, build: Any, folder: Path) -> None:
         with pytest.raises(InPlaceTTTError, match="holds 10 documents out of 10"):
@@ -123,6 +157,18 @@ class TestCache:
         assert again.report == first.report
         longer = build(folder, shuffle=True, validation_documents=2, sequence_length=64)
         assert {len(row["labels"]) for row in longer.train} == {64}
+
+    def test_several_processes_make_the_same(self, build: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The cache of one is the cache of the other; what is wrong with a document is said in one sentence by either."""
+        one, two = build(folder, shuffle=True), build(folder, shuffle=True, processes=2, cache=str(tmp_path / "another"))
+        assert list(one.train) == list(two.train) and one.report == two.report
+        assert len(list((tmp_path / "another").glob("inplace-ttt-tokens-*_of_00002.arrow"))) == 2
+        monkeypatch.setattr(data_module, "tokenise", lambda *_, **__: pytest.fail("tokenised again"))
+        assert list(build(folder, shuffle=True, cache=str(tmp_path / "another")).train) == list(two.train)
+        monkeypatch.undo()
+        (folder / "numbers.jsonl").write_text('{"text": 3}\n' * 4)
+        with pytest.raises(InPlaceTTTError, match=r"^the field 'text' of \S*numbers.jsonl holds int, not text; set data\.text_field\.$"):
+            build(folder / "numbers.jsonl", processes=2)
 
     def test_outlives_the_process(self, build: Any, folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         first = build(folder)

@@ -5,14 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from inplace_ttt import load
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.training.monitor import document_to_diagnose
+from inplace_ttt.evaluation.comparison import compare
+from inplace_ttt.evaluation.protocol import Protocol
+from inplace_ttt.training.data import build_data
+from inplace_ttt.training.monitor import document_to_diagnose, documents_to_compare
+from inplace_ttt.training.recipe import load_recipe
 
 from .recipes import tiny_recipe
 from .runs import CHUNK, checkpoint, documents, logged, recipe_file, trained, weights
 
-EVERY = "monitor.diagnose_every=2"
+EVERY = ("monitor.diagnose_every=2", "monitor.compare_every=2")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
     recipe = recipe_file(tmp_path, made / "model", made / "text", data={"validation_documents": 2})
     settings = (f"deepspeed={stage}", f"parallel.processes={processes}")
     plain, _ = trained(recipe, *settings, f"output={tmp_path}/plain")
-    diagnosed, _ = trained(recipe, *settings, EVERY, f"output={tmp_path}/diagnosed")
+    diagnosed, _ = trained(recipe, *settings, *EVERY, f"output={tmp_path}/diagnosed")
     before, after = weights(Path(plain["output"])), weights(Path(diagnosed["output"]))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for key in ("loss", "grad_norm", "layers"):
@@ -42,13 +48,31 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
     assert not [finding for finding in found["findings"] if finding["severity"] == "severe"], found["findings"]
     assert not (tmp_path / "plain" / "diagnose").exists()
 
+    lines = [json.loads(line) for line in (tmp_path / "diagnosed" / "log.jsonl").read_text().splitlines()]
+    first, second = (line["comparison"] for line in lines if "comparison" in line)
+    given = load_recipe(recipe)
+    held_out = build_data(given, AutoTokenizer.from_pretrained(made / "model"), CHUNK).validation
+    by_hand = compare(load(made / "model", dtype=torch.float32), documents_to_compare(held_out, CHUNK), Protocol(batch_size=2))
+    assert first["difference"] == pytest.approx(by_hand.to_dict()["difference"], abs=1e-5) and first["off"] != second["off"]
+    assert abs(second["difference"]["mean"]) > 1e-4 and second["memory"]["n"] == second["difference"]["n"] > 1
+    assert diagnosed["speed"]["step_seconds"] > 0 and diagnosed["speed"]["model_tflops_per_device"] > 0
+
 
 @pytest.mark.parametrize(
     "settings", [("deepspeed=3",), ("deepspeed=1", "parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4")]
 )
 def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(InPlaceTTTError, match="diagnose_every needs whole weights and whole rows on a process"):
-        tiny_recipe(tmp_path, EVERY, *settings)
+    for every in EVERY:
+        with pytest.raises(InPlaceTTTError, match="_every needs whole weights and whole rows on a process"):
+            tiny_recipe(tmp_path, every, *settings)
+
+
+def test_a_comparison_needs_documents(tmp_path: Path) -> None:
+    with pytest.raises(InPlaceTTTError, match=r"compare_every needs held-out documents; set data\.validation"):
+        tiny_recipe(tmp_path, "monitor.compare_every=2")
+    row = {"input_ids": list(range(17)), "position_ids": list(range(17))}
+    with pytest.raises(InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so that monitor\.compare_every"):
+        documents_to_compare([row], CHUNK)
 
 
 def test_the_longest_document_is_diagnosed() -> None:

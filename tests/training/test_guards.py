@@ -1,5 +1,6 @@
 """Guards and monitors on small models, without a launcher."""
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
-from inplace_ttt.training.monitor import EtaWarmup
+from inplace_ttt.training.monitor import EtaWarmup, LayerMonitor
 from inplace_ttt.training.parameters import parameter_groups, schedule
-from inplace_ttt.training.recipe import Optimisation
+from inplace_ttt.training.recipe import Data, Model, Optimisation, Recipe
+from inplace_ttt.training.speed import Clock, Speed
 
 
 def step(model: nn.Module, length: int = 30) -> None:
@@ -99,6 +101,42 @@ def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     assert layer.fast.observer is None
 
 
+@pytest.mark.parametrize(
+    ("rule", "eta", "stops"),
+    [
+        ({}, 0.5, False),
+        ({"clip": {"tau": 1e-3, "when": "always"}}, 0.5, False),
+        ({"damping": 1.0}, 0.5, False),
+        ({}, 1e4, True),
+        ({}, float("inf"), True),
+        ({"clip": {"tau": 10.0, "when": "always"}}, 1e6, True),
+    ],
+    ids=str,
+)
+def test_writes_are_guarded_at_every_step(rule: dict[str, Any], eta: float, stops: bool, tmp_path: Path) -> None:
+    """Also where nothing is logged; from the first micro-step alone, once. What is guarded is what is reported at the others."""
+    model = converted("llama", eta=0.5, **rule)
+    for layer in fast_weights(model).values():
+        layer.fast.eta = eta
+    found: dict[int, WriteHealth] = {}
+    with observed(model, found):
+        step(model)
+    recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2, accumulation=2), "out", surgery=InPlaceTTTConfig())
+    monitor = LayerMonitor(Speed(recipe, Clock(), 1, None), GradientTap(model), [], None)
+    args, state = SimpleNamespace(logging_steps=10), SimpleNamespace(global_step=4)
+    monitor.on_step_begin(args, state, None, model=model)
+    step(model)
+    monitor.on_substep_end(args, state, None, model=model)
+    if not stops:
+        assert {index: float(ratio) for index, ratio in monitor.ratios.items()} == pytest.approx(
+            {index: health.state_ratio for index, health in found.items()}, rel=1e-4
+        )
+    assert all(layer.fast.observer is None for layer in fast_weights(model).values())
+    state.global_step = 5
+    with pytest.raises(NotSoError, match="the writes of one document move the weight by") if stops else contextlib.nullcontext():
+        monitor.on_step_end(args, state, None, model=model)
+
+
 def test_eta_rises_to_its_own_value() -> None:
     model = converted("llama", eta=(0.5, 2.0))
     warmup, seen = EtaWarmup(3), []
@@ -124,13 +162,11 @@ def test_groups_and_schedules() -> None:
 
 
 def test_the_log_is_json_lines(tmp_path: Path) -> None:
-    from inplace_ttt.training.monitor import LayerMonitor
-    from inplace_ttt.training.recipe import Data, Model, Recipe
-
     recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2), "out", surgery=InPlaceTTTConfig())
     model, args = converted("llama"), SimpleNamespace(logging_steps=1)
     tap = GradientTap(model)
-    monitor = LayerMonitor(recipe, tap, [], tmp_path / "log.jsonl")
+    speed = Speed(recipe, Clock(), flops=10**12, peak=1e15)
+    monitor = LayerMonitor(speed, tap, [], tmp_path / "log.jsonl")
     state = SimpleNamespace(global_step=0)
     monitor.on_step_begin(args, state, None, model=model)
     step(model)
@@ -140,3 +176,20 @@ def test_the_log_is_json_lines(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line["step"] == 1 and line["tokens_per_second"] > 0 and [layer["layer"] for layer in line["layers"]] == [0, 2]
     assert set(line["layers"][0]["gradients"]) == {"conv", "proj", "weight"} and line["layers"][0]["chunks"] == 4
+
+
+def test_the_speed_is_that_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first, and without evaluation and saving, which are as long as many steps."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    recipe = Recipe(Model(path="x"), Data(train=["x"], sequence_length=100), Optimisation(steps=5, accumulation=2), "out")
+    speed = Speed(recipe, Clock(), flops=8 * 10**12, peak=1e13)
+    assert speed.of_run() == {}
+    for step in range(1, 6):
+        now[0] += 30 if step == 1 else 2
+        speed.after_step(step)
+        if step == 1:
+            assert speed.of_run() == {}
+        with speed.clock.paused():
+            now[0] += 50
+    assert speed.of_run() == {"step_seconds": 2, "tokens_per_second": 100, "model_tflops_per_device": 4, "mfu": 0.4}

@@ -1,16 +1,27 @@
 """Processes that wait for each other before their group opens, and fail together."""
 
+import functools
+import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from deepspeed.utils import groups
 from torch.distributed import TCPStore
 
 from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training.arguments import open_group
 from inplace_ttt.training.meeting import Meeting, OtherFailed
+from inplace_ttt.training.recipe import load_recipe
+
+from .forked import Forked
+from .recipes import write_recipe
+from .runs import environments
 
 
 def meet(world: int, act: Callable[[Meeting], Any]) -> tuple[dict[int, Any], dict[int, BaseException]]:
@@ -72,3 +83,25 @@ def test_of_many_that_fail_one_speaks() -> None:
     _, failed = meet(4, prepare)
     silent = [error for error in failed.values() if isinstance(error, OtherFailed)]
     assert len(failed) == 4 and len(silent) == 3 and {error.exit_code for error in silent} == {143}
+
+
+def test_the_timeout_is_the_recipes(tmp_path: Path) -> None:
+    """Also in the group of its own in which DeepSpeed reduces gradients: one process never comes, and the other says so at once."""
+    write_recipe(tmp_path, parallel={"processes": 2, "timeout_minutes": 0.02})
+    code, log = Forked(functools.partial(wait_in_deepspeeds_group, str(tmp_path / "tiny.yaml")), environments(2)).wait(60)
+    assert code == 3 and "WAITED" in log, log
+    assert 1 <= float(log.split("WAITED ")[1].split()[0]) < 10
+
+
+def wait_in_deepspeeds_group(recipe: str) -> int:
+    open_group(Meeting.by_environment(), load_recipe(recipe))
+    group = groups._clone_world_group()
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+    began = time.perf_counter()
+    try:
+        dist.barrier(group)
+    except RuntimeError:
+        print("WAITED", time.perf_counter() - began)
+        return 3
+    return 0

@@ -8,9 +8,9 @@ import pytest
 
 from inplace_ttt import InPlaceTTTConfig
 from inplace_ttt.training.device_memory import ModelSize, single_process_memory
+from inplace_ttt.training.flops import attention_flops, fast_weight_flops, model_flops
 from inplace_ttt.training.meta_step import evaluation_cost, step_cost
 from inplace_ttt.training.model import meta_model
-from inplace_ttt.training.plan import fast_weight_flops
 from inplace_ttt.training.recipe import Recipe
 
 from . import measured_step
@@ -62,8 +62,20 @@ def test_a_steps_products_by_hand(tmp_path: Path) -> None:
     d, h, kv, tokens = 256, 1024, 128, 1024
     weights = 4 * (2 * d * d + 2 * d * kv + 3 * d * h) + 4096 * d
     plain = 6 * tokens * weights
-    ttt = fast_weight_flops(recipe, size_of(recipe))
+    ttt = fast_weight_flops(recipe, size_of(recipe).fast_weights, 0)
     assert step_cost(recipe).product_flops == pytest.approx(plain + ttt, rel=0.03)
+
+
+@pytest.mark.parametrize("train", ["all", "ttt", "lora"])
+def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: str, tmp_path: Path) -> None:
+    """Whatever is trained; and it stays that where a step recomputes."""
+    recipe = small_recipe(tmp_path, "bfloat16", False)
+    recipe = dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, train=train))
+    model = meta_model(recipe)
+    needed = model_flops(recipe, model)
+    assert needed == pytest.approx(step_cost(recipe).product_flops + attention_flops(recipe, model.config, 3), rel=0.03)
+    again = dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, gradient_checkpointing=True))
+    assert model_flops(again, model) == needed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,7 +83,7 @@ def test_a_steps_products_by_hand(tmp_path: Path) -> None:
 def test_what_a_fast_weight_adds_to_the_products(dtype: str, checkpointing: bool, tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, dtype, checkpointing)
     one, two = (step_cost(dataclasses.replace(recipe, surgery=InPlaceTTTConfig(layers=layers, chunk_size=32))) for layers in ((1,), (1, 2)))
-    expected = fast_weight_flops(recipe, dataclasses.replace(size_of(recipe), fast_weights=((256, 1024),)))
+    expected = fast_weight_flops(recipe, ((256, 1024),), int(checkpointing))
     assert two.product_flops - one.product_flops == pytest.approx(expected, rel=0.05)
 
 

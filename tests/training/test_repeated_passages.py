@@ -8,9 +8,11 @@ import torch
 from datasets import Dataset
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.training.data_settings import Data, Repeat
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.recipe import Repeat
 from inplace_ttt.training.repeated_passages import repeat_passage, with_repeated_passages
+from inplace_ttt.training.sources import find
+from inplace_ttt.training.streams import Documents, RowStream, open_stream
 
 from .recipes import CONFIG, tiny_recipe
 
@@ -48,10 +50,13 @@ def test_no_document_has_room() -> None:
     assert all(repeat_passage(r, Repeat(1.0, 10, 15), 0) == r for r in short)
 
 
-def test_stored_and_streamed_rows_are_the_same() -> None:
+def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
     rows = Dataset.from_list([row([64], seed) for seed in range(12)])
     stored = list(with_repeated_passages(rows, REPEAT, 3))
-    streamed = list(with_repeated_passages(rows.to_iterable_dataset(), REPEAT, 3))
+    rows.select_columns(["input_ids"]).to_parquet(tmp_path / "a.parquet")
+    data = Data(train=[str(tmp_path / "a.parquet")])
+    opened = open_stream(find(data.train, "auto", "train")[0], data, range(100), shuffle=False)
+    streamed = list(with_repeated_passages(RowStream(Documents((opened,), data), 64, 0, 1), REPEAT, 3))
     assert stored == streamed == [repeat_passage(r, REPEAT, 3) for r in rows] != list(rows)
     assert with_repeated_passages(rows, None, 3) is rows
 

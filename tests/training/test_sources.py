@@ -8,12 +8,13 @@ from typing import Any
 
 import datasets
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerFast
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training.data import build_data
-from inplace_ttt.training.recipe import Data
+from inplace_ttt.training.data_settings import Data
+from inplace_ttt.training.streams import RowStream
 
 from .corpus import CHUNK, EOS, LENGTH, LENGTHS, PAD, documents, recipe, texts, tokens
 
@@ -52,7 +53,7 @@ KINDS = ("jsonl", "json list", "jsonl.gz", "parquet", "saved", "saved splits", "
 def test_every_format_gives_the_same_rows(build: Any, folder: Path, tmp_path: Path, kind: str, streaming: bool) -> None:
     (tmp_path / "other").mkdir()
     found = build(write(tmp_path / "other", kind), streaming=streaming)
-    assert isinstance(found.train, IterableDataset if streaming else Dataset)
+    assert isinstance(found.train, RowStream if streaming else Dataset)
     assert list(found.train) == list(build(folder).train)
     assert documents(found.train) == [tokens(text) for text in texts()]
 

@@ -1,5 +1,7 @@
 """L8 for whole runs: however a recipe is split over processes, stages and micro-steps, it is one run."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +120,38 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
 
 
 def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
-    """As the recipes for GPUs read: the first process hands out every row."""
+    """As the recipes for GPUs read: the first process hands out every row. Taken up from a checkpoint it goes on, bit for bit."""
     settings = ("parallel.processes=2", "optimisation.accumulation=1", "data.shuffle=false")
-    agree(recipe, plain_run(load_recipe(recipe, settings)), tmp_path / "out", (*settings, "data.streaming=true"))
+    streamed, out = (*settings, "data.streaming=true", "monitor.save_every=2"), tmp_path / "out"
+    agree(recipe, plain_run(load_recipe(recipe, settings)), out, streamed)
+    whole = weights(out / "final")
+    assert json.loads((out / "checkpoint-2" / "rows.json").read_text())["rows"] == 4
+    for later in ("final", "checkpoint-3"):
+        shutil.rmtree(out / later)
+    report, _ = trained(recipe, f"output={out}", *streamed)
+    assert report["resumed_from"] == str(out / "checkpoint-2")
+    resumed = weights(out / "final")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_steps_add_up_in_float32(stage: int, recipe: Path, tmp_path: Path) -> None:
+    """The norm of four micro-steps' bfloat16 gradients, summed in float32; each sum in bfloat16 would lose up to 2⁻⁹ of itself."""
+    settings = ("model.dtype=bfloat16", "optimisation.accumulation=4", "optimisation.steps=1", f"deepspeed={stage}")
+    trained(recipe, f"output={tmp_path}/out", "monitor.evaluate_every=0", *settings)
+    given = load_recipe(recipe, settings)
+    data = build_data(given, AutoTokenizer.from_pretrained(str(given.model.path)), 16)
+    rows, model = rows_to_come(data.train, given), load(str(given.model.path), dtype=torch.bfloat16).train()
+    batches = [collate([rows[number]]) for number in range(4)]
+    targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    for batch in batches:
+        model(**batch, use_cache=False, num_items_in_batch=targets).loss.backward()
+        for name, parameter in model.named_parameters():
+            sums[name] += parameter.grad
+            parameter.grad = None
+    norm = torch.stack([total.norm() for total in sums.values()]).norm()
+    assert logged(tmp_path / "out", "grad_norm") == pytest.approx([norm.item()], rel=2e-5)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

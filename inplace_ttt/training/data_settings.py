@@ -1,0 +1,91 @@
+"""What a recipe says of its data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..files.schema import at_least, at_most, require
+
+MOST = 2**31 - 1
+"""Of any number that sizes something."""
+_MOST_TOKENS = 2**24
+"""Of a row."""
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The synthetic recall task instead of text: key-value pairs, asked for again beyond the attention window."""
+
+    pairs: int = 16
+    vocabulary: int = 128
+    rows: int = 4096
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "pairs", "vocabulary", "rows")
+        at_most(MOST, self, "pairs", "vocabulary", "rows")
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Passages that stand twice: in a `share` of the rows, `length` tokens come again `gap` tokens later in their document."""
+
+    share: float = 0.5
+    length: int = 512
+    gap: int = 1024
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
+        at_least(1, self, "length")
+        at_least(0, self, "gap")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Documents, and how they become rows; or the synthetic `recall` task.
+
+    train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
+    weights: of the tokens, what share each entry of `train` is to have; without, every document is read once a pass.
+    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
+    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
+    repeat: rows with a passage that comes again beyond the attention window, which teach the fast weight to recall; training rows only.
+    sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
+    """
+
+    train: list[str] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    validation: list[str] = field(default_factory=list)
+    validation_documents: int = 0
+    format: Literal["auto", "text", "json", "parquet", "arrow", "hub"] = "auto"
+    text_field: str = "text"
+    split: str = "train"
+    sequence_length: int = 32768
+    streaming: bool = False
+    shuffle: bool = True
+    seed: int = 0
+    cache: str | None = None
+    processes: int | None = None
+    recall: Recall | None = None
+    repeat: Repeat | None = None
+
+    def __post_init__(self) -> None:
+        require(self.repeat is None or self.recall is None, "repeat", "has no effect on recall")
+        if self.repeat is not None:
+            least = 2 * self.repeat.length + self.repeat.gap
+            require(least <= self.sequence_length, "repeat", f"takes {least} tokens, sequence_length is {self.sequence_length}")
+        require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
+        require(not (self.train and self.recall), "recall", "has no effect beside train")
+        if self.weights:
+            named, given = len(self.train), len(self.weights)
+            require(named > 1, "weights", "has no effect on fewer than two entries of train")
+            require(given == named, "weights", f"must be one for each entry of train: {given} given, {named} entries")
+            require(all(0 < weight < math.inf for weight in self.weights), "weights", "must all be above 0 and finite")
+        at_least(1, self, "processes")
+        at_most(1024, self, "processes")
+        require(self.processes is None or not self.streaming, "processes", "has no effect on streaming")
+        at_least(2, self, "sequence_length")
+        at_most(_MOST_TOKENS, self, "sequence_length")
+        at_least(0, self, "validation_documents", "seed")
+        at_most(2**32 - 1, self, "seed")
+        require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")

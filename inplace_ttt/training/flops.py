@@ -1,0 +1,76 @@
+"""Operations of a micro-step, from shapes alone: what a model needs, and what TTT adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from ..families import features
+from ..surgery import fast_weights
+from .recipe import Recipe
+from .ulysses import attention_heads
+
+_PEAKS = {"B200": 2250, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70}
+"""Of devices by a part of their name, the first that fits: 10¹² operations a second, dense, bfloat16 in and float32 sums."""
+
+
+def model_flops(recipe: Recipe, model: nn.Module) -> int:
+    """One device's micro-step without recomputation: what the model asks for, whichever way it is computed.
+
+    A linear map is 2 operations a token and weight, and as many for each gradient that is needed: of its input where something
+    before it learns, of its weight where that learns.
+    """
+    text, tokens, linear, learns = model.config.get_text_config(), tokens_of(recipe), 0, False  # type: ignore[union-attr, operator]
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, (nn.Linear, Conv1D)):
+            linear += 2 * tokens * module.weight.numel() * (1 + learns + module.weight.requires_grad)
+        learns = learns or any(parameter.requires_grad for parameter in own)
+    return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, fast_weight_sizes(model), again=0)
+
+
+def tokens_of(recipe: Recipe) -> int:
+    """Of one device and micro-step."""
+    return recipe.optimisation.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel
+
+
+def fast_weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """(d, h) of each TTT layer."""
+    return tuple(features(layer)[::-1] for layer in fast_weights(model).values())
+
+
+def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
+    """Of scores and values, for one device's micro-step of so many passes (a backward is two); rows are taken as one document."""
+    heads, _ = attention_heads(text)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
+    pairs = 0
+    for kind in kinds:
+        reach = min(window, length) if window and kind == "sliding_attention" else length
+        pairs += length * reach - reach * (reach - 1) // 2
+    return 4 * width * heads * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
+
+
+def fast_weight_flops(recipe: Recipe, sizes: tuple[tuple[int, int], ...], again: int) -> int:
+    """What TTT adds to the products of a device's micro-step: writing and, beside W0, reading S; P; and their backward.
+
+    In float32 W0 + ηS is applied in one product, so reading is no more than the plain linear; else S is applied beside W0.
+    again: 1 where the forward is recomputed, which computes no plain linear at a layer's end again, but all of TTT.
+    """
+    fused = recipe.model.dtype == "float32"
+    forwards = 1 + again
+    of_state = forwards * (1 if fused else 2) + again + (3 if fused else 5)
+    return sum(2 * tokens_of(recipe) * (of_state * d * h + (forwards + 2) * d * d) for d, h in sizes)
+
+
+def device_peak(recipe: Recipe) -> float | None:
+    """Operations a second that this process's device is sold with, in the recipe's precision; None where that is not known."""
+    if recipe.model.dtype != "bfloat16" or not torch.cuda.is_available():
+        return None
+    name: Any = torch.cuda.get_device_name()
+    return next((1e12 * peak for part, peak in _PEAKS.items() if part in name), None)
