@@ -1,9 +1,12 @@
 """`torchrun -m inplace_ttt.training RECIPE`, or by DeepSpeed's launcher: one process of a run."""
 
 import argparse
+import atexit
 import logging
 import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 from ..errors import InPlaceTTTError
 from .meeting import OtherFailed
@@ -40,5 +43,19 @@ def main() -> int:
     return 0
 
 
+def end(code: int) -> NoReturn:
+    """End this process without taking the interpreter down, where threads of a group whose other processes have gone now and then abort:
+    a run that has finished would then be reported as failed."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+    end(code)

@@ -209,6 +209,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no series after this time")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, would ignore it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _CONTEXT.set_forkserver_preload(["inplace_ttt.training.worker", "accelerate.utils.deepspeed", "datasets", "transformers.models.llama"])
