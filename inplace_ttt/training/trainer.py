@@ -64,7 +64,7 @@ class FastWeightTrainer(Trainer):
 
                 optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
             else:
-                optimizer = torch.optim.AdamW(groups, **options)
+                optimizer = torch.optim.AdamW(groups, fused=True, **options)
             self.optimizer = optimizer
         return self.optimizer
 
