@@ -12,6 +12,12 @@ from .reading import Checkpoint
 
 def verify_saved(folder: Path, model: PreTrainedModel) -> None:
     """Raises InPlaceTTTError naming the first tensor that is missing or not of the model's shape (ZeRO-3 can save empty ones)."""
+    if problem := lacking(folder, model):
+        raise InPlaceTTTError(f"{folder} {problem} after saving; do not use it; check the DeepSpeed settings.")
+
+
+def lacking(folder: Path, model: PreTrainedModel) -> str | None:
+    """What keeps a checkpoint from being `model`, on any device, as the end of a sentence; None where nothing does."""
     saved = Checkpoint.open(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     for name, parameter in model.named_parameters():
@@ -19,7 +25,8 @@ def verify_saved(folder: Path, model: PreTrainedModel) -> None:
         if name not in saved.weight_map:
             if name in tied:
                 continue
-            raise InPlaceTTTError(f"{folder} lacks {name} after saving; do not use it; check the DeepSpeed settings.")
+            return f"lacks {name}"
         shape, _ = saved.shape_and_dtype(name)
         if list(shape) != wanted:
-            raise InPlaceTTTError(f"{name} in {folder} is {list(shape)} instead of {wanted}; do not use it; check the DeepSpeed settings.")
+            return f"holds {name} as {list(shape)} instead of {wanted}"
+    return None

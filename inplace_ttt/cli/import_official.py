@@ -8,7 +8,9 @@ from typing import Any
 from ..checkpoint.official import is_official_tensor, read_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
+from ..checkpoint.saved_tensors import lacking
 from ..checkpoint.writing import write_full
+from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path
 
@@ -28,6 +30,8 @@ def run(args: argparse.Namespace) -> Result:
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         keep = lambda name: not is_official_tensor(name)  # noqa: E731
         write_full(folder, imported.checkpoint, imported.plan, imported.tensors, origin, keep)
+        if problem := lacking(folder, imported.plan.model):
+            raise InPlaceTTTError(f"{args.path} {problem}: half a checkpoint, which could not be loaded.")
     return {
         "output": str(args.out),
         "layers": list(imported.plan.config.layers),

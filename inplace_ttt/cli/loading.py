@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..checkpoint.adapter import is_adapter, read_adapter
 from ..checkpoint.loading import load, load_base
 from ..errors import InPlaceTTTError, reported
+from ..files.text import require_known_ids
 from ..layer.quantised import readable_parameters
 
 
@@ -37,11 +38,9 @@ def tokenizer_of(path: str, base: str | None = None, model: PreTrainedModel | No
     source = (base or read_adapter(path)[1]["name_or_path"]) if is_adapter(path) else path
     with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        largest = max(tokenizer.get_vocab().values(), default=0)
         tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])  # its settings are looked at when it is used
-    rows = None if model is None else model.get_input_embeddings().num_embeddings
-    if rows is not None and largest >= rows:
-        raise InPlaceTTTError(f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model knows {rows}.")
+    if model is not None:
+        require_known_ids(tokenizer, model, source)
     return tokenizer
 
 

@@ -38,6 +38,14 @@ def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tens
     return torch.tensor([ids[:tokens]], dtype=torch.int64)
 
 
+def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:
+    """Refuse a tokenizer that gives ids which the model has no embedding for. Special tokens, which no text holds, may lie beyond."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    largest = max(set(tokenizer.get_vocab().values()) - special, default=0)
+    if largest >= (known := model.get_input_embeddings().num_embeddings):
+        raise InPlaceTTTError(f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model knows {known}.")
+
+
 def files_in(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The files named, and for a folder the .txt files in it and below, sorted."""
     found: list[Path] = []

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import new_file
+from ..files.text import require_known_ids
 from ..surgery import config_of
 from .arguments import open_group, training_arguments
 from .audit import audit_recipe, write_report
@@ -125,7 +126,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     facts = facts_of(recipe, shape)
     made_by(start, facts)  # refuses what it can before the data is read, which may take hours
     check_sharing(recipe, config_of(shape).chunk_size, shape.config)
-    tokenizer = read_tokenizer(recipe)
+    tokenizer = read_tokenizer(recipe, shape)
     data = build_data(recipe, tokenizer, config_of(shape).chunk_size)
     made = made_by(start, {**facts, DOCUMENTS: data.report.sha256})
     is_new = start.checkpoint is None or any(change["after_step"] == start.done for change in made.changes)
@@ -175,14 +176,17 @@ def refuse_undeclared(recipe: Recipe, data: DataReport, output: Path) -> None:
         )
 
 
-def read_tokenizer(recipe: Recipe) -> Any:
-    """The recipe's tokenizer; None for data that needs none."""
+def read_tokenizer(recipe: Recipe, model: PreTrainedModel) -> Any:
+    """The recipe's tokenizer, refused where it is another model's than `model`, on any device; None for data that needs none."""
     if recipe.data.recall is not None:
         return None
+    path = recipe.model.tokenizer_path
     try:
-        return AutoTokenizer.from_pretrained(recipe.model.tokenizer_path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise InPlaceTTTError(f"{recipe.model.tokenizer_path} has no tokenizer ({one_line(error)}); set model.tokenizer.") from None
+        raise InPlaceTTTError(f"{path} has no tokenizer ({one_line(error)}); set model.tokenizer.") from None
+    require_known_ids(tokenizer, model, path)
+    return tokenizer
 
 
 def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bool) -> list[TrainerCallback]:

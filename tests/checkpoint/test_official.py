@@ -133,6 +133,19 @@ def test_bad_official_checkpoints(keys: dict[str, object], message: str, tmp_pat
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize(("name", "message"), [("model.norm.weight", "lacks"), ("model.layers.1.mlp.up_proj.weight", "holds")])
+def test_an_import_can_be_loaded(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tensor of the base is missing, or another model's."""
+    official = write_official(tmp_path / "official")
+    tensors = load_file(official / "model.safetensors")
+    tensors[name] = tensors[name][:-1]
+    if message == "lacks":
+        del tensors[name]
+    save_file(tensors, official / "model.safetensors", {"format": "pt"})
+    assert cli.main(["import-official", str(official), str(tmp_path / "ours")]) == 2
+    assert f"{official} {message} {name}" in capsys.readouterr().err and not (tmp_path / "ours").exists()
+
+
 @pytest.mark.parametrize(
     ("family", "arguments", "reason"),
     [

@@ -145,6 +145,17 @@ def test_a_tokenizer_larger_than_its_model(folder: Path, tmp_path: Path) -> None
         assert "has the tokenizer of another model" in refused(folder, command)
 
 
+def test_special_tokens_beyond_the_embeddings(folder: Path) -> None:
+    """As Gemma 3's for images: no text holds them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "ttt")
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image {i}>" for i in range(99)]})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "ttt" / name).unlink()
+    tokenizer.save_pretrained(folder / "ttt")
+    outcome = run(in_folder(folder, "evaluate ttt --text text.txt".split()), folder)
+    assert outcome.code == 0, outcome
+
+
 def test_a_base_that_is_written_over_is_noticed(world: Path, tmp_path: Path) -> None:
     """Its shards are hard links: a copy over the base is a change of the converted checkpoint."""
     base = tmp_path / "base"

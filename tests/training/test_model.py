@@ -10,15 +10,17 @@ import torch
 from models import distance, logits, random_ids, turn_writer_on
 from peft import PeftModel
 from safetensors.torch import load_file
+from tiny import word_level
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, load, revert, save_adapter
 from inplace_ttt.surgery import config_of, fast_weights
 from inplace_ttt.training.model import build_model, meta_model
 from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.worker import read_tokenizer
 
 from . import zero3_worker
 from .forked import Forked
-from .recipes import CONFIG, tiny_recipe
+from .recipes import CONFIG, VALUES, tiny_recipe
 from .runs import environments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
@@ -41,6 +43,17 @@ def saved(tmp_path: Path) -> dict[str, Path]:
 def at(path: Path, **more: Any) -> dict[str, Any]:
     """Sections for a model in a folder."""
     return {"model": {"path": str(path), "dtype": "float32", **more}, "surgery": None}
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Its ids have no embedding, where the first batch would end in an IndexError."""
+    recipe = tiny_recipe(tmp_path, model={**VALUES["model"], "tokenizer": str(tmp_path / "words")})
+    known = CONFIG["vocab_size"]
+    word_level(f"t{i}" for i in range(3, known)).save_pretrained(tmp_path / "words")
+    assert len(read_tokenizer(recipe, meta_model(recipe))) == known
+    word_level(f"t{i}" for i in range(3, known + 5)).save_pretrained(tmp_path / "words")
+    with pytest.raises(InPlaceTTTError, match=f"words has the tokenizer of another model: it gives ids up to {known + 4}"):
+        read_tokenizer(recipe, meta_model(recipe))
 
 
 def test_from_scratch_starts_as_a_fresh_conversion(tmp_path: Path) -> None:
