@@ -77,7 +77,7 @@ def main() -> int:
     print(f"   loss of the text past the first chunk: {losses['on']:.4f} with writes, {losses['off']:.4f} without")
     print("   (an untrained target generator does not help; it shows the mechanism, not the gain)")
 
-    title("6. Train conv and P for ten steps: DeepSpeed's launcher, two processes")
+    title("6. Train conv and P for ten steps: DeepSpeed, two processes")
     recipe = Path(__file__).parents[1] / "recipes" / "smollm2-demo-cpu.yaml"
     settings = [f"model.path={args.model}", f"data.train={args.text}", f"output={work / 'trained'}"]
     trained = cli("train", recipe, "--from-scratch", *(part for setting in settings for part in ("--set", setting)))["evaluation"]

@@ -152,7 +152,7 @@ def test_special_tokens_beyond_the_embeddings(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "ttt" / name).unlink()
     tokenizer.save_pretrained(folder / "ttt")
-    outcome = run(in_folder(folder, "evaluate ttt --text text.txt".split()), folder)
+    outcome = run(in_folder(folder, ["evaluate", "ttt", "--text", "text.txt"]), folder)
     assert outcome.code == 0, outcome
 
 
