@@ -24,10 +24,11 @@ from .recipes import write_recipe
 from .runs import environments
 
 
-def meet(world: int, act: Callable[[Meeting], Any]) -> tuple[dict[int, Any], dict[int, BaseException]]:
-    """What each of so many processes gives back, or fails with. They give up on the store after half a second."""
-    first = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=0.5), wait_for_workers=False)
-    others = [TCPStore("127.0.0.1", first.port, None, False, timedelta(seconds=0.5), wait_for_workers=False) for _ in range(world - 1)]
+def meet(world: int, act: Callable[[Meeting], Any], patience: float = 30) -> tuple[dict[int, Any], dict[int, BaseException]]:
+    """What each of so many processes gives back, or fails with. They give up on the store after `patience` seconds."""
+    limit = timedelta(seconds=patience)
+    first = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    others = [TCPStore("127.0.0.1", first.port, None, False, limit, wait_for_workers=False) for _ in range(world - 1)]
     given: dict[int, Any] = {}
     failed: dict[int, BaseException] = {}
 
@@ -52,12 +53,12 @@ def test_a_wait_is_longer_than_any_time_out() -> None:
     """One process prepares for three times what a store or a group would wait; no other goes on without it, nor gives up."""
 
     def prepare(meeting: Meeting) -> tuple[float, list[Any]]:
-        time.sleep(1.5 if meeting.rank == 1 else 0)
+        time.sleep(3 if meeting.rank == 1 else 0)
         return time.perf_counter(), meeting.gather("prepared", {"rank": meeting.rank})
 
     began = time.perf_counter()
-    given, failed = meet(3, prepare)
-    assert not failed and time.perf_counter() - began >= 1.5
+    given, failed = meet(3, prepare, patience=1)
+    assert not failed and time.perf_counter() - began >= 3
     assert all(values == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for _, values in given.values()) and len(given) == 3
 
 
