@@ -152,22 +152,30 @@ def _synchronize(device: str) -> None:
 
 def _peak_bytes(run: Callable[[], object], device: str) -> int:
     """Peak memory of a run beyond what was held before it."""
-    gc.collect()
     if device.startswith("cuda"):
+        gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts again from here
+        peak_starts_again()
     except OSError:
         raise InPlaceTTTError("the peak memory of a run on the CPU is read from Linux's /proc; bench there, or on a GPU.") from None
-    before = _status("VmRSS")
+    before = memory_status("VmRSS")
     run()
-    return _status("VmHWM") - before
+    return memory_status("VmHWM") - before
 
 
-def _status(field: str) -> int:
+def peak_starts_again() -> None:
+    """From here on VmHWM is this process's peak. Raises OSError where there is no Linux to say so."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_status(field: str) -> int:
+    """Bytes that Linux says this process holds (VmRSS), or held at its peak (VmHWM)."""
+
     def lines() -> Iterator[str]:
         with open("/proc/self/status", encoding="ascii") as file:
             yield from file

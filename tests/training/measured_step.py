@@ -2,26 +2,16 @@
 
 import ctypes
 import gc
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from inplace_ttt.ops.benchmark import memory_status, peak_starts_again
 from inplace_ttt.training.held_out import held_out_sums
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe import Recipe, load_recipe
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-
-
-def status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-
-def peak_starts_again() -> None:
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def train(recipe: Recipe, steps: int = 3) -> tuple[int, int]:
@@ -39,10 +29,10 @@ def train(recipe: Recipe, steps: int = 3) -> tuple[int, int]:
         model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    trained = status("VmHWM")
+    trained = memory_status("VmHWM")
     peak_starts_again()
     held_out_sums(model.eval(), {"input_ids": ids, "position_ids": positions}, ids)
-    return trained, status("VmHWM")
+    return trained, memory_status("VmHWM")
 
 
 def main(file: str, settings: tuple[str, ...] = ()) -> None:
@@ -51,6 +41,6 @@ def main(file: str, settings: tuple[str, ...] = ()) -> None:
     assert libc.mallopt(_MMAP_THRESHOLD, 65536) and libc.mallopt(_TRIM_THRESHOLD, 65536)
     train(load_recipe(file, settings), steps=1)  # what libraries take once
     gc.collect()
-    before = status("VmRSS")
+    before = memory_status("VmRSS")
     trained, evaluated = train(load_recipe(file, settings))
     print("PEAKS", trained - before, evaluated - before)

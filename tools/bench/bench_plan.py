@@ -9,7 +9,6 @@ besides (libraries, threads, the communication's buffers) is measured on the sam
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import socket
@@ -137,8 +136,10 @@ def measure(file: str) -> None:
     """One process of a run, to the end of an evaluation after its last step."""
     from transformers import TrainerCallback
 
+    from inplace_ttt.ops.benchmark import memory_status, peak_starts_again
     from inplace_ttt.training.recipe import load_recipe
-    from inplace_ttt.training.worker import prepare
+    from inplace_ttt.training.run_state import agree
+    from inplace_ttt.training.worker import meet, prepare
 
     class LastStep(TrainerCallback):
         peak = 0
@@ -147,27 +148,18 @@ def measure(file: str) -> None:
             peak_starts_again()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            LastStep.peak = status("VmHWM")
+            LastStep.peak = memory_status("VmHWM")
             control.should_save = False
 
-    ready = prepare(load_recipe(file), resume=False, audit=False)
+    recipe = load_recipe(file)
+    meeting = meet(recipe)
+    ready = prepare(recipe, meeting, agree(recipe, meeting, resume=False), resume=False, audit=False)
     ready.trainer.add_callback(LastStep())
     ready.trainer._save_checkpoint = lambda *args, **kwargs: None
     ready.trainer.train()
     peak_starts_again()
     ready.trainer.evaluate()
-    print("PEAKS", json.dumps({"training": LastStep.peak, "evaluation": status("VmHWM")}))
-
-
-def status(field: str) -> int:
-    """Bytes, from what Linux says of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-
-def peak_starts_again() -> None:
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
+    print("PEAKS", json.dumps({"training": LastStep.peak, "evaluation": memory_status("VmHWM")}))
 
 
 if __name__ == "__main__":

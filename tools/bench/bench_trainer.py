@@ -87,7 +87,8 @@ def measure(form: str, file: str) -> float:
     from transformers import TrainerCallback
 
     from inplace_ttt.training.recipe import load_recipe
-    from inplace_ttt.training.worker import prepare
+    from inplace_ttt.training.run_state import agree
+    from inplace_ttt.training.worker import meet, prepare
 
     clock = time.process_time if not torch.cuda.is_available() and torch.get_num_threads() == 1 else time.perf_counter
     ends: list[float] = []
@@ -98,7 +99,11 @@ def measure(form: str, file: str) -> float:
             control.should_save = False
 
     recipe = load_recipe(file)
-    trainer = prepare(recipe, resume=False, audit=False).trainer if form == "ours" else plain(recipe, converted=form == "trainer")
+    if form == "ours":
+        meeting = meet(recipe)
+        trainer = prepare(recipe, meeting, agree(recipe, meeting, resume=False), resume=False, audit=False).trainer
+    else:
+        trainer = plain(recipe, converted=form == "trainer")
     trainer.add_callback(Ends())
     trainer._save_checkpoint = lambda *args, **kwargs: None  # type: ignore[method-assign]
     trainer.train()
