@@ -14,6 +14,7 @@ from .errors import InPlaceTTTError
 Target = Literal["embeddings", "hidden_states"]
 Conv = Literal["lookahead", "causal"]
 ClipWhen = Literal["inference", "always"]
+Rule = Literal["sum", "least_squares"]
 
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "decode_updates"}
 _EVERY = re.compile(r"every:([1-9]\d{0,8})")
@@ -61,25 +62,33 @@ class DeltaClip:
 
 @dataclass(frozen=True)
 class KeyWhitening:
-    """Extension, not in the paper: keys K = s (Σ + ρI)^(-1/2) Z, with Σ = mean of z zᵀ over a calibration text.
+    """Extension, not in the paper: keys K = s (Λ + ρI)^(-1/2) Uᵀ (Z - μ) of r numbers, in place of the h of Z.
 
-    The down-projection's inputs lie in few directions, so that raw keys collide and every read returns a mixture of all
-    writes. s makes the mean of ‖k‖² one: a key that was written once reads its own target back with weight about one.
+    U, Λ are the r largest directions and variances of the down-projection's input over a calibration text, and μ is its mean.
+    These inputs lie in few directions, so that raw keys collide and every read returns a mixture of all writes. s makes the
+    mean of ‖k‖² one: a key that was written once reads its own target back with weight about one.
 
-    rank: directions of Σ that are whitened one by one, the largest first; the rest share one scale. All of them without one.
-    ridge: ρ as a fraction of Σ's mean eigenvalue.
+    rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.
+    ridge: ρ as a fraction of the mean variance.
     """
 
-    rank: int | None = None
+    rank: int | float | None = None
     ridge: float = 0.1
 
     def __post_init__(self) -> None:
         _require(
-            self.rank is None or (type(self.rank) is int and self.rank >= 1),
-            f"whitening.rank must be an integer of at least 1, or left out for all directions, got {self.rank!r}.",
+            self.rank is None or (type(self.rank) is int and self.rank >= 1) or (type(self.rank) is float and 0 < self.rank <= 1),
+            "whitening.rank must be an integer of at least 1, a fraction of the model's width from above 0 to 1.0, or left out for all "
+            f"directions, got {self.rank!r}.",
         )
         _require(_is_number(self.ridge) and self.ridge > 0, f"whitening.ridge must be a number above 0, got {self.ridge!r}.")
         _require_size("whitening.ridge", self.ridge)
+
+    def directions(self, d: int, h: int) -> int:
+        """r for a down-projection from h to d."""
+        if self.rank is None:
+            return h
+        return min(h, self.rank if isinstance(self.rank, int) else max(1, round(self.rank * d)))
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,13 @@ class InPlaceTTTConfig:
     decode_updates: tokens read one at a time into a non-empty cache (generated ones) write too.
 
     Extensions, which the paper does not have:
+    rule: what is read of everything written: "sum" is the paper's S = Σ VᵀZ; "least_squares" the M that minimises
+    Σ ‖V - ZMᵀ‖² + λ‖M‖², from that sum and the one of ZᵀZ.
+    damping: λ of least squares.
     whitening: whitened keys, or None for the paper's.
     standardised: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
     to the size of the layer's residual stream, as measured on a text.
     calibrated_proj: P starts as the map from the next token's source to what would have lowered the loss, as measured on a text.
-    damping: λ of error-correcting writes (V - ZSᵀ)ᵀ(ZZᵀ + λI)⁻¹Z in place of VᵀZ, or None for the paper's.
     """
 
     layers: str | tuple[int, ...] = "every:6"
@@ -113,10 +124,11 @@ class InPlaceTTTConfig:
     clip: DeltaClip | None = None
     detach_target: bool = False
     decode_updates: bool = True
+    rule: Rule = "sum"
+    damping: float | None = None
     whitening: KeyWhitening | None = None
     standardised: bool = False
     calibrated_proj: bool = False
-    damping: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "eta"):
@@ -158,9 +170,16 @@ class InPlaceTTTConfig:
             self.whitening is None or isinstance(self.whitening, KeyWhitening),
             f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
         )
+        _require(self.rule in get_args(Rule), f"rule must be one of {get_args(Rule)}, got {self.rule!r}.")
         _require(
             self.damping is None or (_is_number(self.damping) and self.damping > 0),
-            f"damping must be a number above 0, or left out for the paper's writes, got {self.damping!r}.",
+            f"damping must be a number above 0, or left out of the paper's rule, got {self.damping!r}.",
+        )
+        _require(
+            (self.rule == "least_squares") == (self.damping is not None),
+            "rule='least_squares' needs damping, its λ."
+            if self.damping is None
+            else f"damping is the λ of rule='least_squares', and the rule is {self.rule!r}; set the rule too, or leave damping out.",
         )
         _require_size("damping", self.damping)
         for name in ("detach_target", "decode_updates", "standardised", "calibrated_proj"):
@@ -237,5 +256,13 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     # The public reference code's recommended configuration.
     "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
-    "stable": InPlaceTTTConfig(chunk_size=128, eta=2.0, whitening=KeyWhitening(), standardised=True, calibrated_proj=True, damping=1.0),
+    "compact": InPlaceTTTConfig(
+        chunk_size=128,
+        eta=2.0,
+        rule="least_squares",
+        damping=0.03,
+        whitening=KeyWhitening(rank=0.75),
+        standardised=True,
+        calibrated_proj=True,
+    ),
 }

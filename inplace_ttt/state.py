@@ -165,5 +165,5 @@ class FastWeightState:
             prefix = f"{index}.fast."
             held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}
             if held:
-                attach(state.cache, index, FastWeightStream.restore(held, config.chunk_size, config.decode_updates, model.dtype))
+                attach(state.cache, index, FastWeightStream.restore(held, config, model.dtype))
         return state

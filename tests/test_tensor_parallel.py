@@ -17,7 +17,7 @@ IDS = random_ids(2, 40)
 EXACT: dict[str, dict[str, Any]] = {"paper": {}, "hidden states, causal": {"target": "hidden_states", "conv": "causal", "eta": (0.5, 2.0)}}
 REFUSED: dict[str, dict[str, Any]] = {
     "clip": {"clip": DeltaClip(0.05, when="always")},
-    "damping": {"damping": 0.5},
+    "damping": {"rule": "least_squares", "damping": 0.5},
     "whitening": {"whitening": KeyWhitening(), "standardised": True},
 }
 

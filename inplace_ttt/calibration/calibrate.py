@@ -31,9 +31,10 @@ _AT_ONCE = 4096
 
 @dataclass
 class _Sums:
-    """Over the tokens read, float32: sums of z zᵀ [h, h], of the target's source x [d] and of ‖x‖²; of each row's median ‖residual‖."""
+    """Over the tokens read, float32: sums of z zᵀ [h, h] and z [h], of the target's source x [d] and of ‖x‖²; rows' median ‖residual‖."""
 
     square: Tensor
+    keys: Tensor
     source: Tensor
     norm: Tensor
     residual: Tensor
@@ -44,11 +45,12 @@ class _Sums:
     def like(cls, seen: Seen) -> _Sums:
         h, d = seen.z.shape[-1], seen.source.shape[-1]
         zeros = functools.partial(torch.zeros, device=seen.z.device)
-        return cls(zeros(h, h), zeros(d), zeros(()), zeros(()))
+        return cls(zeros(h, h), zeros(h), zeros(d), zeros(()), zeros(()))
 
     def add(self, seen: Seen) -> None:
         z, x = seen.z.flatten(0, -2).float(), seen.source.flatten(0, -2).float().to(seen.z.device)
         self.square.addmm_(z.T, z)
+        self.keys += z.sum(0)
         self.source += x.sum(0)
         self.norm += x.square().sum()
         self.residual += seen.stream.float().norm(dim=-1).median().to(z.device)
@@ -108,25 +110,21 @@ def _set(layer: FastWeight, sums: _Sums, whitening: KeyWhitening | None, vocabul
         layer.ttt.mean.copy_(mean)
         layer.ttt.gain.copy_(sums.residual / sums.rows / size)
     if layer.ttt.keys is not None and whitening is not None:
-        basis, scale = whitening_of(sums.square / sums.tokens, layer.ttt.keys.basis.shape[1], whitening.ridge)
-        layer.ttt.keys.basis.copy_(basis)
-        layer.ttt.keys.scale.copy_(scale)
+        mean = sums.keys / sums.tokens
+        directions = whitening_of(sums.square / sums.tokens - mean.outer(mean), len(layer.ttt.keys.bias), whitening.ridge)
+        layer.ttt.keys.directions.copy_(directions)
+        layer.ttt.keys.bias.copy_(-directions @ mean)
 
 
-def whitening_of(second_moment: Tensor, rank: int, ridge: float) -> tuple[Tensor, Tensor]:
-    """Basis B [h, rank] and scale s of `WhitenedKeys` for Σ [h, h].
-
-    In the r largest eigendirections, u with eigenvalue λ, (Σ + ρI)^(-1/2) is what it is; the others share one eigenvalue,
-    their mean λ'. Up to scale the map is then I - Σ_u (1 - √((λ' + ρ)/(λ + ρ))) u uᵀ = I - B Bᵀ.
-    """
-    values, vectors = torch.linalg.eigh(second_moment.double())
+def whitening_of(covariance: Tensor, rank: int, ridge: float) -> Tensor:
+    """A = s (Λ + ρI)^(-1/2) Uᵀ [rank, h] of `WhitenedKeys`, from the largest eigenpairs of a covariance [h, h]; mean of ‖A(z - μ)‖² one."""
+    values, vectors = torch.linalg.eigh(covariance.double())
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     rho = ridge * values.mean()
     if not rho > 0:
         raise InPlaceTTTError(
-            "a down-projection's input was zero on the whole calibration text; give rows of a text like the one to be read."
+            "a down-projection's input did not vary over the calibration text; give rows of a text like the one to be read."
         )
-    rest = values[rank:].mean() if rank < len(values) else values.new_zeros(())
-    shrink = ((rest + rho) / (values[:rank] + rho)).sqrt()
-    left = torch.cat([values[:rank] * shrink.square(), values[rank:]])  # second moments of z - B Bᵀz
-    return vectors[:, :rank] * (1 - shrink).clamp(min=0).sqrt(), left.sum().rsqrt()
+    leading = values[:rank]
+    scale = (leading / (leading + rho)).sum().rsqrt()
+    return (scale * (leading + rho).rsqrt()[:, None] * vectors[:, :rank].T).float()

@@ -129,7 +129,7 @@ def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
         "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
         "it has no delta clip": config.clip is not None,
         "it has neither whitened keys nor standardised targets": config.whitening is not None or config.standardised,
-        "it has no error-correcting writes": config.damping is not None,
+        "it has no least squares": config.damping is not None,
     }
     if held := [reason for reason, holds in reasons.items() if holds]:
         raise InPlaceTTTError(f"the official format cannot hold this checkpoint: {'; '.join(held)}.")

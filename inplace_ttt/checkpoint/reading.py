@@ -226,7 +226,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
     return (
         {"conv", "proj"}
         | ({"mean", "gain"} if config.standardised else set())
-        | ({"keys.basis", "keys.scale"} if config.whitening else set())
+        | ({"keys.directions", "keys.bias"} if config.whitening else set())
     )
 
 

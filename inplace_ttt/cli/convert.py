@@ -28,7 +28,7 @@ ROW = 2048
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
   inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
-  inplace-ttt convert ./smollm2 ./smollm2-stable --preset stable --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
+  inplace-ttt convert ./smollm2 ./smollm2-compact --preset compact --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
   inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
 
 

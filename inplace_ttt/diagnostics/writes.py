@@ -14,8 +14,7 @@ from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layer.overrides import overriding
 from ..layout import ChunkLayout, Span
-from ..ops import state_dtype
-from ..ops.correcting import correction
+from ..ops import readout, state_dtype
 from ..ops.reference import clip_factor
 from ..surgery import fast_weights
 from .keys import participation
@@ -28,7 +27,8 @@ Observer = Callable[[FastWeight, Tensor, Tensor, ForwardContext], None]
 class WriteHealth:
     """One layer's writes over the longest document of a forward.
 
-    chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest η‖c_jV_jᵀZ_j‖/‖W0‖.
+    chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest η‖c_jV_jᵀZ_j‖/‖W0‖. With least
+    squares M stands in S's place, and what a chunk changes of it in a write's; with whitened keys both are what they change of W0.
     clipped: fraction of chunks whose delta was clipped.
     """
 
@@ -112,30 +112,32 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext
 
     Where every chunk writes all of its delta, S is one product in the model's own dtype, a small part of what the layer computes.
     """
-    layout, w0 = context.part(layer.chunk_size), layer.matrix()
-    if layer.tau() is None and layer.fast.config.damping is None and z.dtype != torch.float16:
+    layout, w0, damping = context.part(layer.chunk_size), layer.matrix(), layer.fast.config.damping
+    accurate = state_dtype(z.dtype)
+    if layer.tau() is None and z.dtype != torch.float16:
         row, (start, stop) = longest_document(layout)
         complete = slice(start, stop - (stop - start) % layout.chunk_size)
-        state = (v[row, complete].T @ z[row, complete]).to(state_dtype(z.dtype))
+        keys, values = z[row, complete], v[row, complete]
+        state = values.T @ keys if damping is None else torch.cat([values, keys], dim=1).T @ keys
+        read = readout(state.to(accurate), damping)
     else:
-        state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=state_dtype(z.dtype))
-        for _ in _deltas(layer, z, v, layout, state):
-            pass
-    size = _size(layer, state)
-    scale = 0.0 if w0 is None else layer.eta / torch.linalg.vector_norm(w0, dtype=state.dtype)
+        read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
+        for write in _chunk_by_chunk(layer, z, v, layout):
+            read = write.read
+    size = _size(layer, read)
+    scale = 0.0 if w0 is None else layer.eta / torch.linalg.vector_norm(w0, dtype=accurate)
     return torch.where(size.isfinite(), scale * size, math.inf).float()
 
 
 @torch.no_grad()
 def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> WriteHealth:
     """Health of a layer's writes with keys [B, T, h] and targets [B, T, d], while its weight is at hand."""
-    state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=state_dtype(z.dtype))
-    largest, clipped, chunks = state.new_zeros(()), 0, 0
-    for delta, factor in _deltas(layer, z, v, context.part(layer.chunk_size), state):
-        largest = torch.maximum(largest, _size(layer, delta))
-        clipped, chunks = clipped + int(factor < 1), chunks + 1
-    scale = _scale(layer, state.dtype)
-    size = float(_size(layer, state))
+    accurate = state_dtype(z.dtype)
+    largest, last, clipped, chunks = z.new_zeros((), dtype=accurate), z.new_zeros((), dtype=accurate), 0, 0
+    for write in _chunk_by_chunk(layer, z, v, context.part(layer.chunk_size)):
+        largest, last = torch.maximum(largest, _size(layer, write.delta)), _size(layer, write.read)
+        clipped, chunks = clipped + int(write.factor < 1), chunks + 1
+    scale, size = _scale(layer, accurate), float(last)
     return WriteHealth(chunks, scale * size if math.isfinite(size) else math.inf, scale * float(largest), clipped / max(1, chunks))
 
 
@@ -144,21 +146,22 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardCon
     """The same in full: every chunk's write, what they add up to, and what rounding would take of it."""
     layout, w0 = context.part(layer.chunk_size), layer.matrix()
     accurate = state_dtype(z.dtype)
-    state = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
-    scale, before, norm_before = _scale(layer, accurate), torch.zeros_like(state), 0.0
-    sums = running_sums(state, w0, layer.eta, z.dtype)
+    read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
+    scale, before, norm_before = _scale(layer, accurate), torch.zeros_like(read), 0.0
+    sums = running_sums(read, w0 if layer.ttt.keys is None else None, layer.eta, z.dtype)
     found: list[ChunkWrite] = []
-    for delta, factor in _deltas(layer, z, v, layout, state):
+    for write in _chunk_by_chunk(layer, z, v, layout):
+        delta, read = write.delta, write.read
         norm = float(torch.linalg.vector_norm(delta))
         alignment = float((delta * before).sum()) / (norm * norm_before) if norm * norm_before > 0 else None
         sums.add(delta)
-        found.append(ChunkWrite(scale * float(_size(layer, delta)), scale * float(_size(layer, state)), bool(factor < 1), alignment))
+        found.append(ChunkWrite(scale * float(_size(layer, delta)), scale * float(_size(layer, read)), bool(write.factor < 1), alignment))
         before, norm_before = delta, norm
     row, (start, stop) = longest_document(layout)
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
     read_with_z = None if layer.fast.config.whitening is not None else w0  # of whitened keys, W0's part of the output does not show here
-    lost = sums.lost(state, rounding_of_output(tail, read_with_z, layer.eta, state))
-    return Writes(tuple(found), participation(state @ state.T), _growth([chunk.state_ratio for chunk in found]), lost)
+    lost = sums.lost(read, rounding_of_output(tail, read_with_z, layer.eta, read))
+    return Writes(tuple(found), participation(read @ read.T), _growth([chunk.state_ratio for chunk in found]), lost)
 
 
 def longest_document(layout: ChunkLayout) -> tuple[int, Span]:
@@ -167,22 +170,37 @@ def longest_document(layout: ChunkLayout) -> tuple[int, Span]:
     return max(documents, key=lambda at: at[1][1] - at[1][0], default=(0, (0, 0)))
 
 
-def _deltas(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout, state: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What each complete chunk of the longest document writes [d, h], already in `state`, and its clip factor."""
-    accurate, tau, damping = state.dtype, layer.tau(), layer.fast.config.damping
+@dataclass(frozen=True)
+class _Write:
+    """A chunk's write: read, what a key is read with after it [d, r]; delta, what it changed of that; its clip factor."""
+
+    delta: Tensor
+    read: Tensor
+    factor: Tensor
+
+
+def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout) -> Iterator[_Write]:
+    """What each complete chunk of the longest document writes."""
+    accurate, tau, damping = state_dtype(z.dtype), layer.tau(), layer.fast.config.damping
     row, span = longest_document(layout)
+    state: Tensor | float = 0.0
+    read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
         keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
-        delta = values.T @ keys if damping is None else correction(keys, values - keys @ state.T, damping)
+        delta = values.T @ keys
         factor = clip_factor(delta, tau)
-        state += delta.mul_(factor)
-        yield delta, factor
+        delta = factor * delta
+        state = state + (delta if damping is None else torch.cat([delta, factor * (keys.T @ keys)]))
+        after = readout(state, damping)
+        yield _Write(delta if damping is None else after - read, after, factor)
+        read = after
 
 
-def _size(layer: FastWeight, state: Tensor) -> Tensor:
-    """Norm of the change of weight that a state [d, h] stands for, without η."""
-    return torch.linalg.vector_norm(layer.keys(state))
+def _size(layer: FastWeight, read: Tensor) -> Tensor:
+    """Norm of the change of W0 that `read` [d, r] stands for, without η."""
+    keys = layer.ttt.keys
+    return torch.linalg.vector_norm(read if keys is None else read @ keys.directions.to(read.dtype))
 
 
 def _scale(layer: FastWeight, accurate: torch.dtype) -> float:

@@ -1,45 +1,52 @@
-"""What a stream holds of every row: the state in two dtypes, and the open chunks."""
+"""What a stream holds of every row: the state and what is read of it, and the open chunks."""
 
 from __future__ import annotations
+
+import copy
 
 import torch
 from torch import Tensor
 
+from ..ops import readout
 from ..ops.precision import in_range
 
 
 class State:
-    """S of every row [B, d, h], and its copy in the dtype that reads want; one tensor where that is S's own dtype."""
+    """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where S itself is read."""
 
-    def __init__(self, value: Tensor, dtype: torch.dtype) -> None:
-        self.value = value
-        self._copy, self._factor = in_range(value, dtype)
+    def __init__(self, value: Tensor, dtype: torch.dtype, damping: float | None) -> None:
+        self.value, self.damping = value, damping
+        self._read, self._factor = in_range(readout(value, damping), dtype)
 
     def add_read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
-        """out [B, T, d] += η z Sᵀ, z [B, T, h]; of one row, [1, T, d] and [1, T, h]."""
-        if self._copy.dtype != out.dtype:  # autocast came or went
-            self._copy, self._factor = in_range(self.value, out.dtype)
+        """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r]."""
+        if self._read.dtype != out.dtype:  # autocast came or went
+            self._read, self._factor = in_range(readout(self.value, self.damping), out.dtype)
         rows = slice(None) if row is None else slice(row, row + 1)
         if self._factor is None:
-            out.baddbmm_(z.to(out.dtype), self._copy[rows].mT, alpha=eta)
+            out.baddbmm_(z.to(out.dtype), self._read[rows].mT, alpha=eta)
         else:
-            out += ((z.to(out.dtype) @ self._copy[rows].mT) * (eta * self._factor[rows])).to(out.dtype)
+            out += ((z.to(out.dtype) @ self._read[rows].mT) * (eta * self._factor[rows])).to(out.dtype)
 
     def put(self, row: int, state: Tensor | None) -> None:
-        """Set a row's S [d, h]; None is zero."""
+        """Set a row's state [·, r]; None is zero."""
         self.value[row] = 0 if state is None else state
-        if self._copy is not self.value:
-            narrow, factor = in_range(self.value[row], self._copy.dtype)
-            self._copy[row] = narrow
+        if self._read is not self.value:
+            narrow, factor = in_range(readout(self.value[row], self.damping), self._read.dtype)
+            self._read[row] = narrow
             if self._factor is not None and factor is not None:
                 self._factor[row] = factor
 
     def select(self, rows: list[int]) -> State:
-        return State(self.value[rows], self._copy.dtype)
+        chosen = copy.copy(self)
+        chosen.value = self.value[rows]
+        chosen._read = chosen.value if self._read is self.value else self._read[rows]
+        chosen._factor = None if self._factor is None else self._factor[rows]
+        return chosen
 
     def thaw(self) -> None:
-        if self.value.is_inference() or self._copy.is_inference():
-            self.__init__(self.value.clone(), self._copy.dtype)  # type: ignore[misc]
+        if self.value.is_inference() or self._read.is_inference():
+            self.__init__(self.value.clone(), self._read.dtype, self.damping)  # type: ignore[misc]
 
 
 class OpenChunks:

@@ -109,7 +109,13 @@ class FastWeight(nn.Module):
         if not (self.training or context.layout(self.chunk_size).writes()):
             return super().forward(z)
         v, w0 = self.ttt(x, context.part(self.chunk_size)), self.matrix()
-        if self.ttt.keys is None and w0 is not None and w0.dtype == z.dtype == v.dtype and takes_weight(z):
+        if (
+            self.ttt.keys is None
+            and self.fast.config.damping is None
+            and w0 is not None
+            and w0.dtype == z.dtype == v.dtype
+            and takes_weight(z)
+        ):
             out = self._fast(z, v, w0, context)
             bias = getattr(self, "bias", None)
             return out if bias is None else out + bias
@@ -117,20 +123,20 @@ class FastWeight(nn.Module):
         return base + self._fast(self.keys(z), v.to(z.dtype), None, context).to(base.dtype)
 
     def keys(self, z: Tensor) -> Tensor:
-        """What is written under and read with [..., h]: z itself (the paper), or z whitened."""
+        """What is written under and read with: z itself [..., h] (the paper), or z whitened [..., r]."""
         return z if self.ttt.keys is None else self.ttt.keys(z)
 
     def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
         if self.fast.observer is not None:
             self.fast.observer(self, z, v, context)
-        damping, layout = self.fast.config.damping, context.layout(self.chunk_size)
+        settings = {**self._settings(), "layout": context.layout(self.chunk_size)}
         if context.group is None:
-            return fast_weight(z, v, w0, eta=self.eta, layout=layout, clip=self.tau(), damping=damping)
-        if damping is not None:
-            raise InPlaceTTTError(
-                "error-correcting writes are no sum that ranks could share; leave damping out, or give each rank whole rows."
-            )
-        return fast_weight_across_ranks(z, v, w0, eta=self.eta, layout=layout, group=context.group, clip=self.tau())
+            return fast_weight(z, v, w0, **settings)
+        return fast_weight_across_ranks(z, v, w0, group=context.group, **settings)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the op is told of the rule."""
+        return {"eta": self.eta, "clip": self.tau(), "damping": self.fast.config.damping}
 
     def _needs_gradient(self, z: Tensor, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (z.requires_grad or x.requires_grad or any(p.requires_grad for p in self.parameters()))
@@ -160,14 +166,13 @@ class FastWeight(nn.Module):
         return clip.tau * torch.linalg.vector_norm(w0.detach(), dtype=state_dtype(w0.dtype))
 
     def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
-        """What keys [B, T, h] read, η Z Sᵀ [B, T, d], and S [B, d, h] after their complete chunks; target source [B, T, d].
+        """What keys [B, T, r] read [B, T, d], with η, and the state [B, ·, r] after their complete chunks; target source [B, T, d].
 
-        state: S [B, d, h] before, zero without one. reads: whether the first is wanted; else it may leave `state` out.
+        state: the one before, zero without one. reads: whether the first is wanted; else it may leave `state` out.
         """
-        v, damping = self.ttt(x, layout).to(z.dtype), self.fast.config.damping
-        known = state if reads or damping is not None else None  # a sum goes on without what it has
-        settings: dict[str, Any] = {"eta": self.eta, "layout": layout, "clip": self.tau(), "damping": damping}
-        out, after = fast_weight(z, v, None, initial_state=known, return_state=True, **settings)
+        v = self.ttt(x, layout).to(z.dtype)
+        known = state if reads else None  # a sum goes on without what it has
+        out, after = fast_weight(z, v, None, layout=layout, initial_state=known, return_state=True, **self._settings())
         return out, after if state is None or state is known else state + after
 
 
@@ -224,7 +229,7 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     weight = next(down.parameters())
     width, dim = features(down)
     factory: dict[str, Any] = {"device": weight.device, "dtype": dtype}
-    keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.rank, **factory)
+    keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.directions(dim, width), **factory)
     measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj, "keys": keys}
     target = TargetGenerator(dim, config.kernel_size, config.conv, **measured, **factory)
     if weight.device.type != "meta":

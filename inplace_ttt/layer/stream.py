@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype
@@ -52,12 +53,17 @@ class _Row:
 class FastWeightStream:
     """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the batch."""
 
-    def __init__(self, batch: int, chunk_size: int, decode_updates: bool = True) -> None:
-        self.chunk_size, self.decode_updates = chunk_size, decode_updates
+    def __init__(self, batch: int, chunk_size: int, decode_updates: bool = True, damping: float | None = None) -> None:
+        self.chunk_size, self.decode_updates, self.damping = chunk_size, decode_updates, damping
         self.rows = [_Row() for _ in range(batch)]
         self._open = OpenChunks(batch, chunk_size)
         self._state: State | None = None
         self._abandoned = False
+
+    @classmethod
+    def of(cls, config: InPlaceTTTConfig, batch: int) -> FastWeightStream:
+        """An empty stream of a layer with this config."""
+        return cls(batch, config.chunk_size, config.decode_updates, config.damping)
 
     @property
     def batch(self) -> int:
@@ -65,7 +71,7 @@ class FastWeightStream:
 
     @property
     def state(self) -> Tensor | None:
-        """S [B, d, h] float32, without η, or None before the first complete chunk."""
+        """S [B, d, h] float32 without η, or the sums [B, d + r, r] of least squares; None before the first complete chunk."""
         return None if self._state is None else self._state.value
 
     @property
@@ -90,7 +96,7 @@ class FastWeightStream:
 
     @torch.no_grad()
     def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer, *, generated: bool = False) -> Tensor:
-        """Add η Z Sᵀ to `out` [B, T, d] in place and take the rows' tokens in; z [B, T, h], x [B, T, d].
+        """Add what is read to `out` [B, T, d] in place and take the rows' tokens in; keys z [B, T, r], target source x [B, T, d].
 
         spans: the real tokens of each row. A token reads the chunks completed before it; a chunk is written when its
         last token has been read. generated: the model made these tokens; they write if `decode_updates` is on.
@@ -145,7 +151,7 @@ class FastWeightStream:
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         read, state = layer.write(z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True)
         out += read.to(out.dtype)
-        self._state = State(state, z.dtype)
+        self._state = State(state, z.dtype, self.damping)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             row.written += (stop - start) // self.chunk_size
 
@@ -163,7 +169,7 @@ class FastWeightStream:
         if undoable:
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
         if self._state is None:
-            self._state = State(after.new_zeros(self.batch, *after.shape), z.dtype)
+            self._state = State(after.new_zeros(self.batch, *after.shape), z.dtype, self.damping)
         self._state.put(index, after)
         row.filled, row.written = 0, row.written + 1
 
@@ -237,7 +243,7 @@ class FastWeightStream:
 
     def reset(self) -> None:
         """Back to W0, no tokens read."""
-        self.__init__(self.batch, self.chunk_size, self.decode_updates)  # type: ignore[misc]
+        self.__init__(self.batch, self.chunk_size, self.decode_updates, self.damping)  # type: ignore[misc]
 
     def select(self, rows: list[int]) -> None:
         """Keep the given rows, in this order, repeats included (beam search, batch select, repeat)."""
@@ -260,13 +266,13 @@ class FastWeightStream:
         return {name: tensor.contiguous() for name, tensor in held.items()}
 
     @classmethod
-    def restore(cls, tensors: dict[str, Tensor], chunk_size: int, decode_updates: bool, dtype: torch.dtype) -> FastWeightStream:
-        """A stream from its saved tensors, for a model that computes in `dtype`."""
+    def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> FastWeightStream:
+        """A stream from its saved tensors, for a model of this config that computes in `dtype`."""
         counts = tensors["counts"].tolist()
-        stream = cls(len(counts[0]), chunk_size, decode_updates)
+        stream = cls.of(config, len(counts[0]))
         stream.rows = [_Row(*row) for row in zip(*counts, strict=True)]
         if "z" in tensors:
             stream._open.held = tensors["z"].to(dtype), tensors["x"].to(dtype)
         if "state" in tensors:
-            stream._state = State(tensors["state"].to(state_dtype(dtype)), dtype)
+            stream._state = State(tensors["state"].to(state_dtype(dtype)), dtype, config.damping)
         return stream

@@ -74,8 +74,13 @@ class TargetGenerator(nn.Module):
     def _check_measured(self) -> None:
         """Once: what a text should have been measured for is no longer zero."""
         if not self._is_measured:
-            measured = [*self.buffers(), *([self.proj] if self.calibrated_proj else [])]
-            if any(not tensor.is_meta and not bool(tensor.any()) for tensor in measured):
+            measured = [
+                self.mean,
+                self.gain,
+                None if self.keys is None else self.keys.directions,
+                self.proj if self.calibrated_proj else None,
+            ]
+            if any(tensor is not None and not tensor.is_meta and not bool(tensor.any()) for tensor in measured):
                 raise InPlaceTTTError(
                     "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, rows) on some text."
                 )

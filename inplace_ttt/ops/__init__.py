@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from . import chunked, compiled, conv, correcting, reference, triton
+from . import chunked, compiled, conv, least_squares, reference, triton
 from .compiled import TracedLayout
+from .least_squares import readout
 from .precision import state_dtype
 
-__all__ = ["chunk_conv", "fast_weight", "state_dtype", "takes_weight"]
+__all__ = ["chunk_conv", "fast_weight", "readout", "state_dtype", "state_rows", "takes_weight"]
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
@@ -48,15 +50,16 @@ def fast_weight(
     layout: the documents and their chunks; tokens outside every document read W0 and write nothing.
     initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64 inputs).
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
-    damping: λ of error-correcting writes (extension): (V_j - Z_jS_jᵀ)ᵀ(Z_jZ_jᵀ + λI)⁻¹Z_j in place of V_jᵀZ_j; None is the paper.
+    damping: λ of least squares (extension), where M_i = B_i(G_i + λI)⁻¹ is read in place of B_i = S_i, with G_i = G_init + Σ c_j Z_jᵀZ_j;
+        a state is then [B, d + h, h], B above G. None is the paper.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
-    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere;
-        error-correcting writes have a form of their own (`ops/correcting.py`).
+    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere; least squares has one
+        fast form (`ops/least_squares.py`).
 
     Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight and initial_state.
     Raises InPlaceTTTError when shapes or dtypes disagree.
     """
-    _check(z, v, weight, layout, initial_state)
+    _check(z, v, weight, layout, initial_state, damping)
     if backend == "reference":
         out, state = reference.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping)
         return (out, state) if return_state else out
@@ -65,15 +68,24 @@ def fast_weight(
     if backend == "triton":
         triton.require(z.device, z.dtype)
         if damping is not None:
-            raise InPlaceTTTError("the kernels sum writes, error-correcting ones are no sum; use backend='auto' with damping.")
+            raise InPlaceTTTError("the kernels read the paper's sum; use backend='auto' with damping.")
+    given: dict[str, Any] = {"eta": eta, "layout": layout, "clip": clip}
     if isinstance(layout, TracedLayout) and (damping is not None or _form(z) is chunked):
-        return compiled.fast_weight(z, v, weight, eta=eta, layout=layout, clip=clip, damping=damping)
-    if damping is not None:
-        out, state = correcting.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping)
-        return (out, state) if return_state else out
-    form = {"triton": triton, "chunked": chunked}.get(backend) or _form(z)
-    out, kept = form.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, return_state=return_state)
+        fused = weight if damping is None else None
+        out, kept = compiled.fast_weight(z, v, fused, damping=damping, **given), None
+    elif damping is not None:
+        out, kept = least_squares.fast_weight(z, v, damping=damping, initial_state=initial_state, return_state=return_state, **given)
+    else:
+        form = {"triton": triton, "chunked": chunked}.get(backend) or _form(z)
+        out, kept = form.fast_weight(z, v, weight, initial_state=initial_state, return_state=return_state, **given)
+    if damping is not None and weight is not None:
+        out = out + torch.nn.functional.linear(z, weight)
     return out if kept is None else (out, kept)
+
+
+def state_rows(d: int, width: int, damping: float | None) -> int:
+    """Rows of a state whose columns are the keys' `width`: d, and with damping as many again as there are columns."""
+    return d if damping is None else d + width
 
 
 def takes_weight(z: Tensor) -> bool:
@@ -98,7 +110,7 @@ def _form(x: Tensor) -> ModuleType:
     return triton if triton.preferred(x.device, x.dtype) else chunked
 
 
-def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None) -> None:
+def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None, damping: float | None) -> None:
     if z.dim() != 3 or v.dim() != 3 or z.shape[:2] != v.shape[:2]:
         raise InPlaceTTTError(f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and {list(v.shape)}.")
     if tuple(z.shape[:2]) != (layout.batch, layout.length):
@@ -110,7 +122,9 @@ def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, ini
         given = [str(x.dtype) for x in (z, v, weight) if x is not None]
         raise InPlaceTTTError(f"z, v and weight must have one dtype, got {', '.join(given)}.")
     if initial_state is not None:
-        if tuple(initial_state.shape) != (z.shape[0], *matrix):
-            raise InPlaceTTTError(f"initial_state must be [B, d, h] = {[z.shape[0], *matrix]}, got {list(initial_state.shape)}.")
+        state = [z.shape[0], state_rows(*matrix, damping), z.shape[-1]]
+        if list(initial_state.shape) != state:
+            named = "[B, d, h]" if damping is None else "[B, d + h, h]"
+            raise InPlaceTTTError(f"initial_state must be {named} = {state}, got {list(initial_state.shape)}.")
         if initial_state.dtype != state_dtype(z.dtype):
             raise InPlaceTTTError(f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}.")

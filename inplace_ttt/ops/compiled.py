@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ChunkLayout, Span
-from . import chunked, correcting
+from . import chunked, least_squares
 from .precision import state_dtype
 
 
@@ -66,11 +66,11 @@ def read(
     z: Tensor, v: Tensor, weight: Tensor | None, tau: Tensor | None, spans: Tensor, length: int, chunk_size: int, eta: float,
     damping: float | None,
 ) -> Tensor:  # fmt: skip
-    """Outputs [B, T, d] of z [B, T, h] and v [B, T, d] over documents spans [n, 3]; weight only where it is fused, or with damping."""
+    """Outputs [B, T, d] of z [B, T, h] and v [B, T, d] over documents spans [n, 3]; weight only where it is fused."""
     layout = _layout_of(spans, z.shape[0], length, chunk_size)
     if damping is None:
         return chunked.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau)[0].contiguous()
-    return correcting.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau, damping=damping)[0]
+    return least_squares.fast_weight(z, v, eta=eta, layout=layout, clip=tau, damping=damping)[0]
 
 
 @read.register_fake
@@ -85,14 +85,11 @@ def read_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of z, v and, if there is one, weight."""
     layout = _layout_of(spans, z.shape[0], length, chunk_size)
+    gradients: tuple[Tensor | None, ...]
     if damping is None:
         gradients = chunked.gradients(d_out, None, z, v, weight, None, eta, tau, layout, False)
     else:
-
-        def forward(z: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
-            return correcting.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau, damping=damping)[0]
-
-        gradients = torch.func.vjp(forward, *_given(z, v, weight))[1](d_out)  # an operator runs below autograd
+        gradients = least_squares.gradients(d_out, None, z, v, None, eta, tau, damping, layout, False)
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 

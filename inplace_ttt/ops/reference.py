@@ -10,10 +10,10 @@ from .precision import state_dtype
 
 
 def clip_factor(delta: Tensor, tau: float | Tensor | None) -> Tensor:
-    """c = min(1, tau / ‖delta‖_F), safe at ‖delta‖ = 0; 1 without a bound."""
+    """c = min(1, tau / ‖delta‖_F) [..., 1, 1] of deltas [..., d, h], safe at ‖delta‖ = 0; 1 without a bound."""
     if tau is None:
         return delta.new_ones(())
-    norm = torch.linalg.vector_norm(delta)
+    norm = torch.linalg.vector_norm(delta, dim=(-2, -1), keepdim=True)
     exceeds = norm > tau
     return torch.where(exceeds, tau / torch.where(exceeds, norm, 1.0), 1.0)
 
@@ -29,32 +29,38 @@ def fast_weight(
     clip: float | Tensor | None = None,
     damping: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, d] and final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
+    """Outputs [B, T, d] and final state, [B, d, h] or, with damping, [B, d + h, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
     accurate = state_dtype(z.dtype)
     keys, values = z.to(accurate), v.to(accurate)
     w0 = keys.new_zeros(v.shape[-1], z.shape[-1]) if weight is None else weight.to(accurate)
     out = keys @ w0.T  # what padding reads; documents are written over below
+    empty = w0.new_zeros(len(w0) if damping is None else sum(w0.shape), w0.shape[1])
     states = []
     for row, documents in enumerate(layout.documents):
-        state = torch.zeros_like(w0) if initial_state is None else initial_state[row]
+        state = empty if initial_state is None else initial_state[row]
         for number, document in enumerate(documents):
             if number > 0:
-                state = torch.zeros_like(w0)  # reset at a document's first token
+                state = empty  # reset at a document's first token
             for start, stop in layout.chunks(document):
                 chunk = keys[row, start:stop]
-                effective = w0 + eta * state  # apply …
+                effective = w0 + eta * _read(state, damping)  # apply …
                 out[row, start:stop] = chunk @ effective.T
                 if layout.is_complete((start, stop)):  # … then update
-                    delta = _delta(chunk, values[row, start:stop], state, damping)
-                    state = state + clip_factor(delta, clip) * delta
+                    delta = values[row, start:stop].T @ chunk
+                    factor = clip_factor(delta, clip)
+                    state = state + factor * (delta if damping is None else torch.cat([delta, chunk.T @ chunk]))
         states.append(state)
     return out.to(z.dtype), torch.stack(states)
 
 
-def _delta(keys: Tensor, values: Tensor, state: Tensor, damping: float | None) -> Tensor:
-    """A chunk's write [d, h]: VᵀZ, or with damping λ what minimises ‖V - Z(S + Δ)ᵀ‖² + λ‖Δ‖², by its normal equations."""
+def _read(state: Tensor, damping: float | None) -> Tensor:
+    """What a key is read with [d, h]: the sum B of VᵀZ itself, or with damping λ what minimises Σ ‖V - ZMᵀ‖² + λ‖M‖².
+
+    For that the state holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹, the normal equations.
+    """
     if damping is None:
-        return values.T @ keys
-    error = values - keys @ state.T
-    gram = keys.T @ keys + damping * torch.eye(keys.shape[1], dtype=keys.dtype, device=keys.device)
-    return torch.linalg.solve(gram, keys.T @ error).T
+        return state
+    width = state.shape[1]
+    total, gram = state[:-width], state[-width:]
+    damped = (gram + gram.T) / 2 + damping * torch.eye(width, dtype=state.dtype, device=state.device)
+    return torch.linalg.solve(damped, total.T).T

@@ -25,20 +25,19 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..layout import ChunkLayout, on_device
-from . import fast_weight
-from .chunked import sum_of_writes
+from . import chunked, fast_weight, least_squares
 from .precision import state_dtype
 
 
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., return_state: Literal[False] = ...,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., return_state: Literal[True],
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight_across_ranks(
     z: Tensor,
@@ -50,24 +49,26 @@ def fast_weight_across_ranks(
     group: ProcessGroup,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
+    damping: float | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fast_weight` for this rank's part of each row; a collective call, also in its backward.
 
     z [B, T/P, h] and v [B, T/P, d] are this rank's tokens; `layout` is that of whole rows. initial_state and the state
-    returned, [B, d, h], are whole rows' and the same on every rank; the initial state's gradients of all ranks add up
-    to the whole one. Raises InPlaceTTTError when a border between ranks would cut a chunk.
+    returned, [B, d, h], or [B, d + h, h] with damping, are whole rows' and the same on every rank; the initial state's
+    gradients of all ranks add up to the whole one. Raises InPlaceTTTError when a border between ranks would cut a chunk.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = layout.part(rank, ranks)
     links, links_here = _links(layout, ranks, initial_state is not None, return_state, z.device, state_dtype(z.dtype))
     if not links.any():  # no document crosses a border
-        return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip)
+        return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip, damping=damping)
     wanted = links[:, :, rank + 1].any(dim=1).tolist()
     spans = [spans[-1] if spans and wanted[row] else None for row, spans in enumerate(part.documents)]
+    sum_of_writes = chunked.sum_of_writes if damping is None else least_squares.sum_of_writes
     sums = sum_of_writes(z, v, spans, layout=part, clip=clip)
     start, final = _Scan.apply(sums, initial_state, links_here, group, return_state)
-    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, clip=clip)
+    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, clip=clip, damping=damping)
     return (out, final) if return_state else out
 
 
@@ -85,7 +86,7 @@ def _links(
 
 
 class _Scan(torch.autograd.Function):
-    """(sums, initial state) of all ranks -> (this rank's start, the final state), each [B, d, h]."""
+    """(sums, initial state) of all ranks -> (this rank's start, the final state), each [B, ·, h]."""
 
     @staticmethod
     def forward(

@@ -18,12 +18,13 @@ from inplace_ttt.calibration.calibrate import whitening_of
 from inplace_ttt.calibration.initial_projection import least_squares
 from inplace_ttt.surgery import fast_weights, ttt_disabled
 
-STABLE = {
+COMPACT = {
     "layers": (0, 2),
     "chunk_size": 8,
     "whitening": KeyWhitening(ridge=1e-6),
     "standardised": True,
     "calibrated_proj": True,
+    "rule": "least_squares",
     "damping": 1.0,
 }
 
@@ -49,7 +50,7 @@ def residual(model: Any, rows: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 def test_keys_come_out_white_and_targets_standard(target: str) -> None:
-    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**STABLE, target=target))
+    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**COMPACT, target=target))
     rows = [random_ids(1, 200, seed=s) for s in range(3)]
     calibrate(model, rows)
     for index, z in inputs(model, rows).items():
@@ -71,13 +72,13 @@ def test_a_low_rank_whitens_the_largest_directions() -> None:
     values = torch.tensor([100.0, 25.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     turn, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     sigma = turn @ values.diag() @ turn.T
-    basis, scale = whitening_of(sigma, 2, ridge=1e-9)
-    map_ = scale * (torch.eye(6, dtype=torch.float64) - basis @ basis.T)
-    assert distance(map_ @ sigma @ map_, torch.eye(6, dtype=torch.float64) / 6) < 1e-6
+    found = whitening_of(sigma, 2, ridge=1e-9).double()
+    assert distance(found @ sigma @ found.T, torch.eye(2, dtype=torch.float64) / 2) < 1e-6
+    assert float((found @ turn[:, 2:]).abs().max()) < 1e-6
 
 
 def test_without_measurement_a_model_says_so() -> None:
-    model = convert(build("llama"), InPlaceTTTConfig(**STABLE))
+    model = convert(build("llama"), InPlaceTTTConfig(**COMPACT))
     with pytest.raises(InPlaceTTTError, match="calibrate"):
         logits(model, random_ids(1, 40))
     with pytest.raises(InPlaceTTTError, match="nothing to calibrate on"):
@@ -93,14 +94,14 @@ def base(tmp_path: Path) -> Path:
 
 def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text(text(400))
-    arguments = ["--preset", "stable", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
+    arguments = ["--preset", "compact", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
     arguments += ["--set", "whitening.rank=5", "--set", "damping=0.5"]
     assert cli.main(["convert", str(base), str(tmp_path / "full"), *arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["identity"]["max_abs_logit_diff"] == 0 and result["new_parameters"] == 2 * (32 * 5 + 32 * 32)
     assert result["config"]["whitening"] == {"rank": 5, "ridge": 0.1} and result["config"]["damping"] == 0.5
     model = load(tmp_path / "full")
-    assert all(float(layer.ttt.keys.scale) > 0 and float(layer.ttt.gain) > 0 for layer in fast_weights(model).values())
+    assert all(layer.ttt.keys.directions.shape == (5, 64) and float(layer.ttt.gain) > 0 for layer in fast_weights(model).values())
     with torch.no_grad():
         for layer in fast_weights(model).values():
             layer.ttt.conv.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
@@ -119,11 +120,11 @@ def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--preset", "stable"], "--calibrate F"),
+        (["--preset", "compact"], "--calibrate F"),
         (["--calibrate", "TEXT"], "no effect"),
-        (["--preset", "stable", "--calibrate", "nowhere.txt"], "cannot read the text"),
-        (["--preset", "stable", "--calibrate", "EMPTY"], "holds no text"),
-        (["--preset", "stable", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
+        (["--preset", "compact", "--calibrate", "nowhere.txt"], "cannot read the text"),
+        (["--preset", "compact", "--calibrate", "EMPTY"], "holds no text"),
+        (["--preset", "compact", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
         (["--set", "sharpness=1"], "no setting 'sharpness'"),
         (["--set", "chunk_size"], "key=value"),
         (["--set", "chunk_size=many"], "chunk_size must be an integer"),
@@ -141,7 +142,7 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, base: Path, tmp_
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
     """Against finite differences: what a small P, written by an oracle that knows the next token, does to the loss."""
-    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**STABLE, target=target))
+    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**COMPACT, target=target))
     rows = [random_ids(1, 60, seed=s) for s in range(3)]
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     calibrate(model, rows)

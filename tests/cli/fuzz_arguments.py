@@ -11,7 +11,7 @@ NASTY = (
     *("/dev/null", "/dev/zero", "/dev/full", "/", ".", "..", "../../..", "/proc/self/mem", "nobody/nothing", "https://example.org/x"),
     *("cuda", "cuda:7", "cuda:-1", "meta", "cpu:3", "float8_e4m3fn", "int8", "complex64", "bool"),
     *("[", "{", "=", "a=b", "a.b=[", "&a [*a]", "eta=.nan", "layers=[[[]]]", "x.y.z=1", "whitening.rank=1e400", "chunk_size=" + "9" * 5000),
-    *("kernel_size=99999999", "eta=1e30", "damping=1e-320", "model.config.vocab_size=1e12", "data.sequence_length=1e15"),
+    *("kernel_size=99999999", "eta=1e30", "damping=1e-320", "rule=[]", "model.config.vocab_size=1e12", "data.sequence_length=1e15"),
     "optimisation.seed=-1",
 )  # fmt: skip
 
@@ -20,7 +20,7 @@ _TEXTS = "--text text.txt other.txt"
 
 COMMANDS = (
     "convert base out --layers 0 --chunk-size 8 --eta 1 --target embeddings --preset paper --set kernel_size=3 --no-verify",
-    "convert base out --preset stable --set calibrated_proj=false --calibrate text.txt --calibrate-tokens 64 --no-verify --adapter-only",
+    "convert base out --preset compact --set calibrated_proj=false --calibrate text.txt --calibrate-tokens 64 --no-verify --adapter-only",
     "info lora --base base",
     f"generate ttt {_READ} --max-new-tokens 2 --temperature 1 --seed 1 --ttt on --dtype float32",
     f"generate lora {_READ} --max-new-tokens 0 --base base --save-state out --fast-weights-only",

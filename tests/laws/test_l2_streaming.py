@@ -22,6 +22,7 @@ SPLITS: dict[str, list[int]] = {
     "prefill, then tokens": [2 * CHUNK + 4, *[1] * (3 * CHUNK - 1)],
     "tokens, then a turn": [*[1] * 9, LENGTH - 9],
 }
+COMPACT = {"rule": "least_squares", "damping": 0.5, "standardised": True, "calibrated_proj": True, "eta": 10.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"conv": "causal"},
     "causal, even kernel": {"conv": "causal", "kernel_size": 4},
@@ -37,8 +38,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "every layer": {"layers": "every:1"},
     "whitened keys": {"whitening": KeyWhitening(), "standardised": True, "eta": 3.0},
     "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
-    "error-correcting": {"whitening": KeyWhitening(), "damping": 0.5, "standardised": True, "calibrated_proj": True, "eta": 10.0},
-    "error-correcting, raw keys, clip": {"damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
+    "least squares": {**COMPACT, "whitening": KeyWhitening(0.75)},
+    "least squares, all directions, hidden states": {**COMPACT, "whitening": KeyWhitening(), "target": "hidden_states"},
+    "least squares, raw keys, clip": {"rule": "least_squares", "damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import fast_weight
+from inplace_ttt.ops import fast_weight, state_rows
 from inplace_ttt.ops.scan import fast_weight_across_ranks
 
 CHUNK, WIDTH, D, H = 4, 24, 7, 5  # d does not divide by the ranks
@@ -24,7 +24,7 @@ LAYOUTS = {
 }
 
 
-def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool) -> dict[str, Tensor]:
+def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, damping: float | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -32,7 +32,11 @@ def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool) -> dict[st
 
     given = {"z": draw(layout.batch, layout.length, H), "v": draw(layout.batch, layout.length, D, scale=0.3), "weight": draw(D, H)}
     if with_state:
-        given["initial_state"] = draw(layout.batch, D, H)
+        state = draw(layout.batch, D, H)
+        if damping is not None:
+            keys = draw(layout.batch, 3, H)
+            state = torch.cat([state, keys.mT @ keys], dim=1)
+        given["initial_state"] = state.detach().requires_grad_()
     return given
 
 
@@ -42,19 +46,22 @@ def whole(layout: ChunkLayout, given: dict[str, Tensor], weights: tuple[Tensor, 
     return [out.detach(), state.detach(), *(x.grad for x in given.values())]
 
 
-def compare(group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool) -> None:
+def compare(
+    group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool, damping: float | None
+) -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     length = WIDTH * ranks
     layout = ChunkLayout.from_lengths(LAYOUTS[name](length), CHUNK, length)
-    options = {"eta": 0.2, "clip": clip}
-    weights = torch.randn(layout.batch, length, D, dtype=dtype), torch.randn(layout.batch, D, H, dtype=dtype)
+    options = {"eta": 0.2, "clip": clip, "damping": damping}
+    state_shape = layout.batch, state_rows(D, H, damping), H
+    weights = torch.randn(layout.batch, length, D, dtype=dtype), torch.randn(state_shape, dtype=dtype)
     for seed, tensor in enumerate(weights):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
     if not fused:
         weights = weights[0], torch.zeros_like(weights[1])
-    expected = whole(layout, inputs(layout, dtype, with_state), weights, **options)
+    expected = whole(layout, inputs(layout, dtype, with_state, damping), weights, **options)
     mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
-    given = inputs(layout, dtype, with_state)
+    given = inputs(layout, dtype, with_state, damping)
     local = {**given, "z": given["z"].detach()[:, mine].requires_grad_(), "v": given["v"].detach()[:, mine].requires_grad_()}
     found = fast_weight_across_ranks(**local, layout=layout, group=group, return_state=fused, **options)
     out, state = found if fused else (found, None)
@@ -70,14 +77,15 @@ def compare(group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float
     cut = [expected[0][:, mine], expected[2][:, mine], expected[3][:, mine], *expected[4:]]
     for got, want, what in zip([out.detach(), *gradients], cut, ["out", "z", "v", "weight", "initial_state"], strict=False):
         close = {"rtol": 1e-5, "atol": 1e-5 * float(want.abs().max())} if dtype == torch.float32 else {}
-        torch.testing.assert_close(got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}: {m}")
+        torch.testing.assert_close(got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}, damping {damping}: {m}")
 
 
 def every_case(group: dist.ProcessGroup) -> None:
     for name in LAYOUTS:
         for dtype in (torch.float64, torch.float32):
             for clip, with_state, with_final in ((None, False, False), (2.0, False, True), (None, True, True), (2.0, True, False)):
-                compare(group, name, dtype, clip, with_state, with_final)
+                compare(group, name, dtype, clip, with_state, with_final, None)
+                compare(group, name, dtype, clip, with_state, with_final, 0.5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -106,7 +106,7 @@ def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     [
         ({}, 0.5, False),
         ({"clip": {"tau": 1e-3, "when": "always"}}, 0.5, False),
-        ({"damping": 1.0}, 0.5, False),
+        ({"rule": "least_squares", "damping": 1.0}, 0.5, False),
         ({}, 1e4, True),
         ({}, float("inf"), True),
         ({"clip": {"tau": 10.0, "when": "always"}}, 1e6, True),

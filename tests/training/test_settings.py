@@ -202,8 +202,8 @@ def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> N
         ("preset: official\n  eta: 2", InPlaceTTTConfig.preset("official", eta=2.0)),
         ("layers: [0, 2]\n  eta: [1, 0.5]", InPlaceTTTConfig(layers=(0, 2), eta=(1.0, 0.5))),
         ("layers: every:3\n  clip: {tau: 1e-3, relative: true}", InPlaceTTTConfig(layers="every:3", clip=DeltaClip(1e-3, relative=True))),
-        ("preset: stable\n  whitening: {rank: 8}", InPlaceTTTConfig.preset("stable", whitening={"rank": 8})),
-        ("preset: stable\n  whitening: null", InPlaceTTTConfig.preset("stable", whitening=None)),
+        ("preset: compact\n  whitening: {rank: 8}", InPlaceTTTConfig.preset("compact", whitening={"rank": 8})),
+        ("preset: compact\n  whitening: null", InPlaceTTTConfig.preset("compact", whitening=None)),
     ],
 )
 def test_surgery_is_a_config_with_a_preset_for_the_rest(section: str, expected: InPlaceTTTConfig, tmp_path: Path) -> None:

@@ -66,16 +66,16 @@ def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
     return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
 
 
-def stable(*changed: str) -> Rule:
+def compact(*changed: str) -> Rule:
     """The preset with some of the config's settings changed."""
-    return Rule(("--preset", "stable", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
+    return Rule(("--preset", "compact", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
 
 
 def _set(settings: Iterable[str]) -> Iterator[str]:
     return (word for setting in settings for word in ("--set", setting))
 
 
-RULES = {"stable": stable(), "paper": papers("paper", "eta=1"), "official": papers("official", "eta=3")}
+RULES = {"compact": compact(), "paper": papers("paper", "eta=1"), "official": papers("official", "eta=3")}
 
 
 def main() -> int:

@@ -1,0 +1,320 @@
+"""Least squares from sums (extension): what is read is the best linear map from keys to targets over all that was written.
+
+The state is two sums in one matrix [d + r, r], B = Σ c_j V_jᵀK_j above G = Σ c_j K_jᵀK_j, so that all that holds of the
+paper's sum holds of it. A chunk reads with M = B (G + λI)⁻¹, which minimises Σ c_j ‖V_j - K_jMᵀ‖² + λ‖M‖². In keys' place:
+
+    forward     Y = K (G + λI)⁻¹        O = η Y Bᵀ
+    backward    X = η dO B (G + λI)⁻¹   dK = X   dB = η dOᵀY   dG = -(YᵀX + XᵀY) / 2
+
+and what reaches the sums goes on to earlier chunks as a sum that runs backward. Chunks are walked in groups, with one
+running sum; nothing is kept a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..layout import ChunkLayout, Span
+from .precision import state_dtype, without_autocast
+from .reference import clip_factor
+
+
+def chunks_together(device: torch.device) -> int:
+    """Chunks whose products and factorisations a device is handed at once: a CPU is busy with one."""
+    return 1 if device.type == "cpu" else 8
+
+
+def fast_weight(
+    k: Tensor,
+    v: Tensor,
+    *,
+    eta: float,
+    layout: ChunkLayout,
+    damping: float,
+    initial_state: Tensor | None = None,
+    clip: float | Tensor | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """η K_i M_iᵀ [B, T, d] for keys k [B, T, r] and targets v [B, T, d] and, if asked for, the final state [B, d + r, r].
+
+    Arguments as in `inplace_ttt.ops.fast_weight`.
+    """
+    out, state = _LeastSquares.apply(k, v, initial_state, float(eta), clip, damping, layout, return_state)
+    return out, state if return_state else None
+
+
+def readout(state: Tensor, damping: float | None) -> Tensor:
+    """M [..., d, r], what a key is read with, of a state [..., d + r, r]; without damping, the paper's, the state itself."""
+    if damping is None:
+        return state
+    sums, factor = _factor(state, damping)
+    return torch.cholesky_solve(sums.mT, factor).mT
+
+
+def sum_of_writes(k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None) -> Tensor:
+    """The state [B, d + r, r] after the complete chunks of one span in each row; zero without a span.
+
+    Each span starts where a chunk does. Differentiable once in k [B, T, r] and v [B, T, d].
+    """
+    return _SumOfWrites.apply(k, v, spans, layout, clip)
+
+
+class _LeastSquares(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, initial_state: Tensor | None, eta: float, clip: float | Tensor | None, damping: float,
+        layout: ChunkLayout, return_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        ctx.save_for_backward(k, v, initial_state)
+        ctx.settings = eta, clip, damping, layout, return_state
+        ctx.set_materialize_grads(False)
+        with without_autocast(k.device):
+            return _Walk(k, v, initial_state, *ctx.settings).forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *gradients(d_out, d_state, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+
+
+def gradients(
+    d_out: Tensor | None, d_state: Tensor | None, k: Tensor, v: Tensor, initial_state: Tensor | None, eta: float,
+    clip: float | Tensor | None, damping: float, layout: ChunkLayout, return_state: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of k, v and initial_state."""
+    with without_autocast(k.device):
+        walk = _Walk(k, v, initial_state, eta, clip, damping, layout, return_state)
+        return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
+
+
+class _SumOfWrites(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None) -> Tensor:
+        ctx.save_for_backward(k, v)
+        ctx.spans, ctx.layout, ctx.clip = spans, layout, clip
+        walk = _Walk(k, v, None, 1.0, clip, 0.0, layout, True)
+        with without_autocast(k.device):
+            return torch.stack([walk.sum_over(row, span or (0, 0)) for row, span in enumerate(spans)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
+        k, v = ctx.saved_tensors
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        walk = _Walk(k, v, None, 1.0, ctx.clip, 0.0, ctx.layout, True)
+        with without_autocast(k.device):
+            for row, span in enumerate(ctx.spans):
+                for group in walk.groups(span or (0, 0)):
+                    if group.is_complete:
+                        walk.through_write(row, group, d_state[row].expand(group.chunks, -1, -1), dk, dv)
+        return dk, dv, None, None, None
+
+
+def _factor(state: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """B [..., d, r] and the Cholesky factor of G + λI, of a state [..., d + r, r]; not a number where float32 finds none."""
+    r = state.shape[-1]
+    damped = state[..., -r:, :] + damping * torch.eye(r, dtype=state.dtype, device=state.device)
+    factor, failed = torch.linalg.cholesky_ex(damped)  # without a look at `failed`, for which a GPU would be waited for
+    return state[..., :-r, :], torch.where(failed[..., None, None] == 0, factor, torch.nan)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Consecutive chunks of a document: complete ones, or the incomplete last one alone."""
+
+    start: int
+    stop: int
+    chunks: int
+    is_complete: bool
+
+    @property
+    def here(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(eq=False)
+class _Walk:
+    """The walk over every row and document of a layout, with the running sums [d + r, r] of what is written."""
+
+    k: Tensor
+    v: Tensor
+    initial_state: Tensor | None
+    eta: float
+    clip: float | Tensor | None
+    damping: float
+    layout: ChunkLayout
+    keeps_state: bool
+
+    def __post_init__(self) -> None:
+        self.d, self.r, self.dtype = self.v.shape[-1], self.k.shape[-1], state_dtype(self.k.dtype)
+        self.together = chunks_together(self.k.device)
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        out, states = torch.zeros_like(self.v), []
+        for row, documents in enumerate(self.layout.documents):
+            state = self.start(row, 0)
+            for number, document in enumerate(documents):
+                state = self.start(row, number)
+                if not self.matters(row, number):
+                    continue
+                for group in self.groups(document):
+                    before, state = self.sums_around(row, number, group, state)
+                    if self.may_read(row, number, group):
+                        sums, factor = _factor(before, self.damping)
+                        solved = self.solve(self.of(self.k, row, group), factor)
+                        out[row, group.here] = (solved @ sums.mT).mul_(self.eta).flatten(0, 1).to(out.dtype)
+            states.append(state)
+        return out, torch.stack(states) if self.keeps_state else None
+
+    def backward(self, d_out: Tensor, d_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
+        for row, documents in enumerate(self.layout.documents):
+            if d_initial is not None and d_state is not None and not documents:
+                d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
+            solved = dv[row, :, : self.r] if self.r <= self.d else torch.empty_like(self.k[row])  # dV's place is free until the walk back
+            for number, document in enumerate(documents):
+                if not self.matters(row, number):
+                    continue
+                groups = list(self.groups(document))
+                self.through_reads(row, number, groups, d_out, solved, dk)
+                d_sums = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
+                if d_state is not None and number == len(documents) - 1:
+                    d_sums += d_state[row]
+                d_sums = self.through_sums(row, number, groups, d_out, solved, d_sums, dk, dv)
+                if d_initial is not None and number == 0:
+                    d_initial[row] = d_sums
+        return dk, dv, d_initial
+
+    def through_reads(self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: Tensor, dk: Tensor) -> None:
+        """dK of the reads, with the sums rebuilt in order; and Y into `solved` [T, r], for the walk back."""
+        state = self.start(row, number)
+        for group in groups:
+            before, state = self.sums_around(row, number, group, state)
+            if self.may_read(row, number, group):
+                sums, factor = _factor(before, self.damping)
+                keys, grad = self.of(self.k, row, group), self.of(d_out, row, group)
+                both = self.solve(torch.cat([keys, (grad @ sums).mul_(self.eta)], dim=1), factor)
+                of_keys, of_grads = both.split(keys.shape[1], dim=1)
+                solved[group.here] = of_keys.flatten(0, 1).to(solved.dtype)
+                dk[row, group.here] = of_grads.flatten(0, 1).to(dk.dtype)
+
+    def through_sums(
+        self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: Tensor, d_sums: Tensor, dk: Tensor, dv: Tensor
+    ) -> Tensor:
+        """From the last chunk to the first: what each one's writes did to later reads; the gradient of the sums before all."""
+        for group in reversed(groups):
+            read = None
+            if self.may_read(row, number, group):
+                y, x, grad = (self.chunked(t[group.here], group) for t in (solved, dk[row], d_out[row]))
+                cross = y.mT @ x
+                read = torch.cat([(grad.mT @ y).mul_(self.eta), (cross + cross.mT).mul_(-0.5)], dim=1)
+            after = d_sums[None]  # gradients of the sums after each chunk of the group
+            if group.chunks > 1 and read is not None:
+                later = read.flip(0).cumsum(0).flip(0)
+                after = torch.cat([later[1:] + d_sums, after])
+            if group.is_complete:
+                self.through_write(row, group, after, dk, dv)
+            else:
+                dv[row, group.here] = 0
+            if read is not None:
+                d_sums = after[0] + read[0]
+        return d_sums
+
+    def through_write(self, row: int, group: _Group, d_after: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add to dK, and set dV, of chunks that were added to sums with gradients `d_after` [n, d + r, r]."""
+        keys, values = self.of(self.k, row, group), self.of(self.v, row, group)
+        d_b, d_g = d_after.split([self.d, self.r], dim=1)
+        if self.clip is not None:
+            d_b, d_g = self.through_clip(d_b, d_g, keys, values)
+        dv[row, group.here] = (keys @ d_b.mT).flatten(0, 1).to(dv.dtype)
+        d_keys = values @ d_b + keys @ (d_g + d_g.mT)
+        dk[row, group.here] += d_keys.flatten(0, 1).to(dk.dtype)
+
+    def through_clip(self, d_b: Tensor, d_g: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of VᵀK and KᵀK from those of c VᵀK and c KᵀK, c = min(1, τ/‖VᵀK‖)."""
+        product, gram = values.mT @ keys, keys.mT @ keys
+        factor = clip_factor(product, self.clip)
+        square = product.square().sum((1, 2), keepdim=True)
+        inner = (product * d_b).sum((1, 2), keepdim=True) + (gram * d_g).sum((1, 2), keepdim=True)
+        along = torch.where(factor < 1, inner / torch.where(square > 0, square, 1.0), 0.0)
+        return factor * (d_b - along * product), factor * d_g
+
+    def sums_around(self, row: int, number: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums before each chunk of a group [n, d + r, r], and those after all [d + r, r], if anything reads them."""
+        if group.chunks == 1 and not self.is_written(row, number, group):
+            return state[None], state
+        return self.with_writes(row, group, state)
+
+    def with_writes(self, row: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of complete chunks that are written."""
+        keys, values = self.of(self.k, row, group), self.of(self.v, row, group)
+        deltas = torch.cat([values, keys], dim=-1).mT @ keys
+        if self.clip is not None:
+            deltas *= clip_factor(deltas[:, : self.d], self.clip)
+        if group.chunks == 1:
+            return state[None], state + deltas[0]
+        around = torch.cat([state[None], deltas]).cumsum(0)
+        return around[:-1], around[-1]
+
+    def sum_over(self, row: int, span: Span) -> Tensor:
+        state = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
+        for group in self.groups(span):
+            if group.is_complete:
+                state = self.with_writes(row, group, state)[1]
+        return state
+
+    @staticmethod
+    def solve(rows: Tensor, factor: Tensor) -> Tensor:
+        """rows (G + λI)⁻¹ [n, C, r]."""
+        return torch.cholesky_solve(rows.mT, factor).mT
+
+    def groups(self, document: Span) -> Iterator[_Group]:
+        """The first chunk alone, which may have nothing to read, then as many as go together, and what is left."""
+        start, stop = document
+        size = self.layout.chunk_size
+        together = 1
+        while stop - start >= size:
+            n = min(together, (stop - start) // size)
+            yield _Group(start, start + n * size, n, True)
+            start, together = start + n * size, self.together
+        if start < stop:
+            yield _Group(start, stop, 1, False)
+
+    def start(self, row: int, number: int) -> Tensor:
+        """The sums at a document's first token."""
+        if number == 0 and self.initial_state is not None:
+            return self.initial_state[row]
+        return self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
+
+    def matters(self, row: int, number: int) -> bool:
+        """Whether anything in the document reads a write, or anything is handed on."""
+        start, stop = self.layout.documents[row][number]
+        return stop - start > self.layout.chunk_size or self.hands_on(row, number) or self.starts_written(number)
+
+    def hands_on(self, row: int, number: int) -> bool:
+        return self.keeps_state and number == len(self.layout.documents[row]) - 1
+
+    def is_written(self, row: int, number: int, group: _Group) -> bool:
+        """Whether anything reads what a group's last chunk writes."""
+        return group.is_complete and (group.stop < self.layout.documents[row][number][1] or self.hands_on(row, number))
+
+    def starts_written(self, number: int) -> bool:
+        return number == 0 and self.initial_state is not None
+
+    def may_read(self, row: int, number: int, group: _Group) -> bool:
+        """Whether anything was written before a group."""
+        return group.start > self.layout.documents[row][number][0] or self.starts_written(number)
+
+    def of(self, x: Tensor, row: int, group: _Group) -> Tensor:
+        return self.chunked(x[row, group.here], group)
+
+    def chunked(self, x: Tensor, group: _Group) -> Tensor:
+        """Rows of a group [n C, ·] as chunks [n, C, ·], in the state's dtype."""
+        return x.to(self.dtype).unflatten(0, (group.chunks, -1))
