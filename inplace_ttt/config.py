@@ -209,6 +209,11 @@ class InPlaceTTTConfig:
         _require(not beyond, f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.")
         return self
 
+    def state_shape(self, d: int, h: int) -> tuple[int, int]:
+        """Rows and columns of one sequence's state at a down-projection from h to d: [d, r], with least squares [d + r, r]."""
+        width = h if self.whitening is None else self.whitening.directions(d, h)
+        return d if self.damping is None else d + width, width
+
     @property
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
