@@ -10,6 +10,7 @@ SmolLM2-135M's layers see in texts; then on made activations as wide as those of
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import sys
@@ -89,6 +90,7 @@ def compare(z: Tensor, rank: int) -> dict[str, Any]:
 
 def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     """What it returns; its time, and its peak memory beyond what was held before."""
+    ctypes.CDLL(None).malloc_trim(0)  # else what others have freed would pass for held before
     peak_starts_again()
     before, began = memory_status("VmRSS"), time.perf_counter()
     result = run()
