@@ -1,9 +1,10 @@
-"""The largest directions of a layer's activations, from one reading of a text and without Σ [h, h] where h is large.
+"""The directions in which a layer's activations vary most, from one reading of a text and without Σ [h, h] where h is large.
 
-Where Σ is no larger than a sketch it is summed and decomposed. Else Y = Σ Ω [h, l] is summed for l = 2r directions Ω, and
+Where Σ = Σ z zᵀ is no larger than a sketch it is summed. Else Y = Σ Ω [h, l] is summed for l = 2r directions Ω, and
 Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a spectrum that falls as slowly as that of activations. So each time
 the text has doubled, the approximation's own range becomes Ω, which changes nothing in it, and what is read from there on is
-sketched along the directions that matter: a subspace iteration whose steps read different parts of the text.
+sketched along the directions that matter: a subspace iteration whose steps read different parts of the text. The mean is
+taken off in the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _AT_ONCE = 1024
 
 
 class Directions(NamedTuple):
-    """Of Σ = mean of z zᵀ: the r largest eigenvalues [r], descending, their vectors [h, r], orthonormal, both float32; tr Σ; tokens read.
+    """Of the covariance of z, float32: its r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; the mean [h].
 
     From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the trace is exact.
     """
@@ -35,7 +36,7 @@ class Directions(NamedTuple):
     values: Tensor
     vectors: Tensor
     trace: float
-    tokens: int
+    mean: Tensor
 
 
 class LeadingDirections:
@@ -52,6 +53,7 @@ class LeadingDirections:
             start = torch.randn(width, columns, generator=torch.Generator().manual_seed(0)).to(device)
             self._onto = torch.linalg.qr(start).Q
         self._sum = torch.zeros(width, width if self._onto is None else columns, device=device)
+        self._total = torch.zeros(width, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, z: Tensor) -> None:
@@ -67,26 +69,28 @@ class LeadingDirections:
                 self._onto, inner = self._range()
                 self._sum, self._next = self._onto @ inner.float(), 2 * self.tokens
             self._sum.addmm_(part.T, part if self._onto is None else part @ self._onto)
+            self._total += part.sum(0)
             self.tokens, self.trace = self.tokens + len(part), self.trace + square
 
     @torch.no_grad()
     def found(self) -> Directions:
-        """What the tokens read until now say; raises InPlaceTTTError where they are too few, or all zero."""
+        """What the tokens read until now say; raises InPlaceTTTError where they are too few, or all the same."""
         if self.tokens < self.rank:
             raise InPlaceTTTError(
                 f"{self.tokens} tokens cannot tell the {self.rank} largest directions of a down-projection's input; calibrate on more, "
                 f"or lower the rank."
             )
-        if not self.trace > 0:
+        mean = self._total / self.tokens
+        trace = self.trace / self.tokens - float(mean @ mean)
+        if not trace > 1e-6 * self.trace / self.tokens:
             raise InPlaceTTTError(
-                "a down-projection's input was zero on the whole calibration text; give rows of a text like the one to be read."
+                "a down-projection's input did not vary over the calibration text; give rows of a text like the one to be read."
             )
         basis, inner = (None, self._sum.double()) if self._onto is None else self._range()
-        values, vectors = torch.linalg.eigh(inner)
-        values, vectors = values.flip(0)[: self.rank].clamp(min=0), vectors.flip(1)[:, : self.rank].float()
-        return Directions(
-            (values / self.tokens).float(), vectors if basis is None else basis @ vectors, self.trace / self.tokens, self.tokens
-        )
+        within = mean if basis is None else basis.T.double() @ mean
+        values, vectors = torch.linalg.eigh(inner / self.tokens - within.outer(within))
+        values, vectors = values.flip(0)[: self.rank].clamp(min=0).float(), vectors.flip(1)[:, : self.rank].float()
+        return Directions(values, vectors if basis is None else basis @ vectors, trace, mean.float())
 
     def _range(self) -> tuple[Tensor, Tensor]:
         """Q [h, l] orthonormal float32 and C [l, l] float64 with Q C Qᵀ = Y (Ωᵀ Y)⁻¹ Yᵀ.

@@ -61,7 +61,7 @@ def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
 
     again: 1 where the forward is recomputed, which computes no plain linear at a layer's end again, but all of TTT.
     """
-    config, forwards, total = config_of(model), 1 + again, 0.0  # type: ignore[arg-type]
+    config, forwards, total = config_of(model), 1 + again, 0.0
     for d, h in fast_weight_sizes(model):
         width = config.state_shape(d, h)[1]
         of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
