@@ -28,7 +28,7 @@ _AT_ONCE = 1024
 
 
 class Directions(NamedTuple):
-    """Of the covariance of z, float32: its r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; the mean [h].
+    """Of the covariance of z, float32: r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; the mean [h].
 
     From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the trace is exact.
     """
