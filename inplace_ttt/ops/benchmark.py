@@ -75,7 +75,8 @@ def measure(
 
     "additive" is the paper's rule beside a product with W0, as for half-precision weights on a CPU; "least squares" that rule on
     d/2 keys, these and the product with W0 included. Rows: name, median / min / max seconds, the ratio of its time to the plain
-    linear's (median of paired runs, with the range), peak bytes beyond inputs and gradients of the plain linear's own run, and the rate of 7 products in its time.
+    linear's (median of paired runs, with the range), peak bytes beyond inputs and gradients of the plain linear's own run, and
+    the rate of 7 products in its time.
     A formulation that does not fit in the GPU's memory has `out_of_memory` instead of figures.
     every_form: the chunked form and the materialising one under torch.compile too, None: on a GPU.
     """
