@@ -138,9 +138,13 @@ def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
 
 
 def digests() -> dict[str, str]:
-    """Of the texts and the recipe."""
+    """Of the texts, and of the recipe but for the folders, which are this tool's."""
+    recipe = yaml.safe_load(RECIPE.read_text())
+    for section, key in (("model", "path"), ("data", "train")):
+        del recipe[section][key]
+    del recipe["output"]
     texts = {f"{name}_sha256": _digest(WORK / "text" / folder) for name, folder in (("held_out", "held-out"), ("train", "train"))}
-    return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(yaml.safe_load(RECIPE.read_text())).encode()).hexdigest()}
+    return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(recipe).encode()).hexdigest()}
 
 
 def slug(name: str) -> str:
