@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CHUNK, NAMES, converted, distance, logits, random_ids, streamed
+from models import CHUNK, COMPACT, NAMES, converted, distance, logits, random_ids, streamed
 from transformers import DynamicCache
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
@@ -22,7 +22,6 @@ SPLITS: dict[str, list[int]] = {
     "prefill, then tokens": [2 * CHUNK + 4, *[1] * (3 * CHUNK - 1)],
     "tokens, then a turn": [*[1] * 9, LENGTH - 9],
 }
-COMPACT = {"rule": "least_squares", "damping": 0.5, "standardised": True, "calibrated_proj": True, "eta": 10.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"conv": "causal"},
     "causal, even kernel": {"conv": "causal", "kernel_size": 4},
@@ -38,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "every layer": {"layers": "every:1"},
     "whitened keys": {"whitening": KeyWhitening(), "standardised": True, "eta": 3.0},
     "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
-    "least squares": {**COMPACT, "whitening": KeyWhitening(0.75)},
+    "least squares": COMPACT,
     "least squares, all directions, hidden states": {**COMPACT, "whitening": KeyWhitening(), "target": "hidden_states"},
     "least squares, raw keys, clip": {"rule": "least_squares", "damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
 }  # fmt: skip
