@@ -270,7 +270,7 @@ EXTENSION: tuple[Mutation, ...] = (
     Mutation("G goes on into the next document", "document-reset", plant=gram_over_documents, settings=RAW),
     Mutation("padding is in G", "padding", plant=gram_of_padding, settings=COMPACT),
     Mutation("G of the first row for every row", "rows", plant=writing(gram_of_the_first_row), settings=RAW),
-    Mutation("G in bf16", "state-precision", plant=writing(rounded_gram), settings=COMPACT),
+    Mutation("G in bf16", "state-precision", plant=writing(rounded_gram), settings={**COMPACT, "damping": 1.0}),
     Mutation("the clip leaves G out", "clip-inference", plant=writing(unclipped_gram), settings=CLIPPED),
     Mutation("a stream reads with the map of before", "chunked-prefill", plant=stale_map, settings=COMPACT),
     Mutation("a reset keeps G", "stream-reset", plant=reset_keeps_gram, settings=RAW),

@@ -40,6 +40,7 @@ class Bench:
 
     def __init__(self, module: AuditedModule, seed: int = 0) -> None:
         self.module = module
+        self._sizes: dict[bool | None, list[float]] = {}
         self.generator = torch.Generator().manual_seed(seed)
         self.kernel = module.conv.shape[-1]
         self.margin = self.kernel - 1  # beyond it, no tap of any padding reaches the chunk's edge
@@ -173,13 +174,17 @@ class Bench:
         return wanted if knee is None else min(wanted, knee / 10)
 
     def sizes(self, training: bool | None) -> list[float]:
-        """‖what a chunk of targets of each size in `SCALES` changes in the next one‖, in a mode (None: the present one)."""
+        """‖what a chunk of targets of each size in `SCALES` changes in the next one‖, in a mode (None: the present one, unclipped)."""
+        if training in self._sizes:
+            return self._sizes[training]
         chunk = self.module.chunk_size
         x = self.bank[:chunk].repeat(2, 1)
         target = self.zeros(2 * chunk)
         target[:chunk] = torch.nn.functional.normalize(torch.ones(self.module.d, dtype=torch.float64), dim=0)
         with self.mode(training):
-            return [float(torch.linalg.vector_norm(self.response(x, s * target)[chunk:])) for s in SCALES]
+            none = self.run(x, self.zeros(2 * chunk))
+            changes = [float(torch.linalg.vector_norm((self.run(x, s * target) - none)[chunk:])) for s in SCALES]
+        return self._sizes.setdefault(training, changes)
 
     @staticmethod
     def knee(sizes: Sequence[float]) -> float | None:

@@ -134,7 +134,7 @@ def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), before: Ten
     eta = config.eta if not isinstance(config.eta, tuple) else config.eta[0]
     settings = dataclasses.replace(config, layers=layers, eta=eta)
     shape = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=1 << 20
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=1 << 20
     )
     level = logging.getLogger("inplace_ttt.surgery").level
     logging.getLogger("inplace_ttt.surgery").setLevel(logging.ERROR)
