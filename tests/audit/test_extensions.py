@@ -1,11 +1,12 @@
 """Least squares and whitened keys: named as extensions, with no false alarm, and each planted fault with one owner."""
 
 import pytest
+from families import build
 from models import seven_layers
 
 from audit.extension_mutations import CLIPPED, COMPACT, EXTENSION, RAW
 from audit.mutations import Mutation
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, KeyWhitening
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, convert
 from inplace_ttt.audit import audit_model
 
 BEYOND = ["loss-sum", "no-normalisation", "plain-sum", "keys", "least-squares", "eta", "start-projection", "extensions"]
@@ -46,3 +47,8 @@ def test_no_false_alarm(seed: int, settings: dict) -> None:
     kept = ["writes", "apply-then-update", "exclusive-sum", "own-chunk-exposure", "causality", "document-reset", "padding", "rows",
             "chunked-prefill", "token-by-token", "stream-reset", "take-back", "saved-session", "context-parallel", "gradient"]  # fmt: skip
     assert [id for id in kept if report[id].verdict != "conforms"] == [], "whatever the rank, these are measured"
+
+
+def test_what_was_not_measured_is_refused() -> None:
+    with pytest.raises(InPlaceTTTError, match="are not measured yet"):
+        audit_model(convert(build("llama"), InPlaceTTTConfig(**COMPACT)))
