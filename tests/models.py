@@ -33,6 +33,14 @@ COMPACT: dict[str, Any] = {
 """As the preset, with writes that show."""
 
 
+def seven_layers(seed: int = 0, **config: Any) -> PreTrainedModel:
+    """A Llama with 7 layers, converted as the config says (TTT in 0 and 6), its writer as conversions start it."""
+    model = convert(build("llama", num_hidden_layers=7, seed=seed, max_position_embeddings=65536), InPlaceTTTConfig(**config))
+    if config_of(model).needs_calibration:
+        calibrate(model, [random_ids(1, 64, seed=2)])
+    return model
+
+
 @torch.no_grad()
 def turn_writer_on(model: nn.Module) -> None:
     """Random conv and proj, as if trained, so that five chunks move the logits by about one standard deviation."""

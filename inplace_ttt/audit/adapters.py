@@ -22,7 +22,8 @@ from .outcome import NotChecked
 class Stream(Protocol):
     """A sequence that is read in pieces.
 
-    It may have `state`, the tensor that it carries, and `tensors()`, where it works on other tensors than the module's own.
+    It may have `state`, the tensor that it carries, and `tensors()`, where it works on other tensors than the module's own;
+    `take_back(n)`, which makes its last n tokens unread, and `saved()`, a stream that goes on from what it would save.
     """
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
@@ -37,6 +38,8 @@ class AuditedModule(ABC):
 
     name: for the report. input_size, d, h: features of an input token, of an output token, and of a key.
     chunk_size: tokens a chunk, as the module means it. eta: η as the module means it, or None where unknown.
+    damping: λ where what is read is the least-squares map of all that was written, None for the paper's sum.
+    whitening: what keys are in the place of Z, in words; None where they are Z.
     """
 
     name: str
@@ -45,6 +48,8 @@ class AuditedModule(ABC):
     h: int
     chunk_size: int
     eta: float | None = None
+    damping: float | None = None
+    whitening: str | None = None
     writes_generated: bool | None = None
     """Whether tokens that are read one at a time are meant to write; None where unknown."""
 
@@ -100,6 +105,14 @@ class AuditedModule(ABC):
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
         """Inputs [n, input] whose keys are linearly independent (n ≤ h)."""
         return torch.randn(n, self.input_size, generator=generator, dtype=torch.float64)
+
+    def inputs_of(self, keys: Tensor) -> Tensor:
+        """Inputs [n, input] that have these keys [n, h]."""
+        raise NotChecked("the adapter does not find inputs for given keys")
+
+    def targets(self, target: Tensor) -> Tensor:
+        """V [T, d] of the target source [T, d] of one document."""
+        raise NotChecked("the adapter does not show the targets")
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""

@@ -63,6 +63,8 @@ def audit_model(
     whole = WholeModel(model, tokenizer, seed)
     lm, config = whole.lm, config_of(whole.lm)
     refuse_unreachable(lm)
+    for layer in fast_weights(lm).values():
+        layer.ttt.check_measured()
     auditor = _Auditor(lm.config.name_or_path or type(lm).__name__, profile, declared, (*METHOD, *(item for item, _ in extra)), progress)
     first, layer = next(iter(fast_weights(lm).items()))
     with borrowed(model, first) as module:

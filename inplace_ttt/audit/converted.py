@@ -17,18 +17,19 @@ from transformers import DynamicCache
 
 from ..errors import InPlaceTTTError
 from ..families import Decoder, features, locate
-from ..layer.cache import streams
-from ..layer.fast_linear import FastWeight
+from ..layer.cache import attach, streams
+from ..layer.fast_linear import FastWeight, plain_class
 from ..layer.hooks import sharing, switching
 from ..layer.overrides import overriding, with_config
 from ..layer.quantised import readable_parameters
+from ..layer.stream import FastWeightStream
 from ..layout import ChunkLayout
+from ..ops import chunked, least_squares, state_dtype
 from ..ops import fast_weight as op
-from ..ops import state_dtype
-from ..ops.chunked import sum_of_writes
 from ..surgery import causal_lm, fast_weights
 from .adapters import AuditedModule, Stream
 from .outcome import NotChecked
+from .probes.law import key_size
 
 
 def probe_chunk(kernel: int) -> int:
@@ -79,14 +80,20 @@ def _restored(layer: FastWeight) -> Iterator[None]:
 
 
 class ConvertedLayer(AuditedModule):
-    """A borrowed TTT layer. Its inputs are the keys themselves: what comes before the down-projection is not driven."""
+    """A borrowed TTT layer. Its inputs are Z: what comes before the down-projection is not driven.
+
+    Where the layer standardises the target's source, what the probes give is the standardised one.
+    """
 
     def __init__(self, lm: Any, decoder: Decoder, index: int, dtype: torch.dtype, own_chunk: int) -> None:
         self.lm, self.decoder, self.index, self.dtype = lm, decoder, index, dtype
         self.layer = fast_weights(lm)[index]
         self.name = f"layer {index}"
-        self.h, self.d = features(self.layer)
-        self.input_size = self.h
+        self.input_size, self.d = features(self.layer)
+        whitened = self.layer.ttt.keys
+        self.h = self.input_size if whitened is None else len(whitened.bias)
+        self.whitening = None if whitened is None else f"{self.h} whitened numbers of {self.input_size}"
+        self.damping = self.layer.fast.config.damping
         self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
         self._own_chunk = own_chunk
         self.writes_generated = self.layer.fast.config.decode_updates
@@ -103,7 +110,7 @@ class ConvertedLayer(AuditedModule):
 
     def _forward(self, z: Tensor, target: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         """One forward as the model's hooks see it; the source stands at both places that it may be taken from."""
-        z, target = (t.to(self.device, self.dtype) for t in (z, target))
+        z, target = z.to(self.device, self.dtype), self._source(target)
         layer, model, parts = self.layer.hooks, self.layer.hooks.model, self.decoder.layers[self.index]
         opened = model.open(self.decoder.base, (), {**kwargs, "past_key_values": cache})
         try:
@@ -115,19 +122,39 @@ class ConvertedLayer(AuditedModule):
         finally:
             model.close(self.decoder.base, (), None)
 
+    def _source(self, target: Tensor) -> Tensor:
+        """The source that the layer standardises to `target`."""
+        target, mean, gain = target.to(self.device, self.dtype), self.layer.ttt.mean, self.layer.ttt.gain
+        return target if mean is None or gain is None else target / gain.to(self.dtype) + mean.to(self.dtype)
+
     def keys(self, x: Tensor) -> Tensor:
-        return self.layer.keys(x.to(self.device, self.dtype))
+        """K = A Z - Aμ from the layer's tensors, not by its code."""
+        x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
+        return x if whitened is None else x @ whitened.directions.to(self.dtype).T + whitened.bias.to(self.dtype)
 
     def features(self, x: Tensor) -> Tensor:
         return x.to(self.device, self.dtype)
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
-        """Inputs [n, h] whose keys are orthonormal."""
-        keys = torch.linalg.qr(torch.randn(self.h, n, generator=generator, dtype=torch.float64))[0].T.contiguous()
-        if self.layer.ttt.keys is None:
-            return keys
-        whitening = self.layer.ttt.keys(torch.eye(self.h, dtype=torch.float64, device=self.device)).cpu()
-        return torch.linalg.solve(whitening, keys.T).T.contiguous()
+        """Inputs [n, input] with orthonormal keys; of more than h, keys with KᵀK a multiple of 1.
+
+        Of least squares, the size of keys is such that λ weighs about as much as what they write.
+        """
+        draw = torch.randn(max(n, self.h), min(n, self.h), generator=generator, dtype=torch.float64)
+        columns = torch.linalg.qr(draw)[0]
+        keys = columns.T if n <= self.h else columns * (n / self.h) ** 0.5
+        return self.inputs_of(key_size(self.damping) * keys)
+
+    def inputs_of(self, keys: Tensor) -> Tensor:
+        """Without whitening the keys themselves, else the shortest Z."""
+        whitened = self.layer.ttt.keys
+        if whitened is None:
+            return keys.contiguous()
+        directions, bias = (t.double().cpu() for t in (whitened.directions, whitened.bias))
+        return (directions.T @ torch.linalg.solve(directions @ directions.T, (keys - bias).T)).T.contiguous()
+
+    def targets(self, target: Tensor) -> Tensor:
+        return self.layer.ttt(self._source(target)[None], ChunkLayout.from_lengths([[len(target)]], self.chunk_size))[0]
 
     @property
     def fast_weight(self) -> Tensor:
@@ -186,23 +213,25 @@ class ConvertedLayer(AuditedModule):
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from, its own reads."""
-        weight = self.fast_weight
-        z, target = (t.to(self.device, self.dtype) for t in (x, target))
+        z, target = x.to(self.device, self.dtype), self._source(target)
+        rule: dict[str, Any] = {"clip": self.layer.tau(), "damping": self.damping}
+        sum_of_writes = chunked.sum_of_writes if self.damping is None else least_squares.sum_of_writes
         whole = ChunkLayout.from_lengths([[z.shape[1]]], self.chunk_size)
         links = whole.links(parts)
         layouts = [whole.part(rank, parts) for rank in range(parts)]
-        pieces = list(zip(z.chunk(parts, 1), target.chunk(parts, 1), layouts, strict=True))
+        pieces = list(zip(self.layer.keys(z).chunk(parts, 1), target.chunk(parts, 1), layouts, strict=True))
         values = [self.layer.ttt(source, layout) for _, source, layout in pieces]
         sums = [
-            sum_of_writes(keys, v, [layout.documents[0][-1]], layout=layout, clip=self.layer.tau())
+            sum_of_writes(keys, v.to(keys.dtype), [layout.documents[0][-1]], layout=layout, clip=self.layer.tau())
             for (keys, _, layout), v in zip(pieces, values, strict=True)
         ]
         known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))  # no state comes before the first rank
         outputs = []
         for rank, ((keys, _, layout), v) in enumerate(zip(pieces, values, strict=True)):
             start = torch.einsum("bq,qbdh->bdh", links[:, rank].to(known), known)
-            outputs.append(op(keys, v, weight, eta=self.layer.eta, layout=layout, initial_state=start, clip=self.layer.tau()))
-        return torch.cat(outputs, 1)
+            outputs.append(op(keys, v.to(keys.dtype), None, eta=self.layer.eta, layout=layout, initial_state=start, **rule))
+        plain: Any = plain_class(self.layer)
+        return plain.forward(self.layer, z) + torch.cat(outputs, 1)
 
     @contextmanager
     def unclipped(self) -> Iterator[None]:
@@ -229,15 +258,28 @@ class ConvertedStream:
         self.cache.reset()
 
     @property
-    def state(self) -> Tensor | None:
-        """S [1, d, h], or None before the first write."""
-        stream = streams(self.cache).get(self.module.index)
-        return None if stream is None else stream.state
+    def _stream(self) -> FastWeightStream | None:
+        return streams(self.cache).get(self.module.index)
 
     @property
-    def chunks_written(self) -> int:
-        stream = streams(self.cache).get(self.module.index)
-        return 0 if stream is None else sum(stream.written)
+    def state(self) -> Tensor | None:
+        """The state [1, ·, h], or None before the first write."""
+        return None if self._stream is None else self._stream.state
+
+    def take_back(self, tokens: int) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.crop(tokens)
+        except InPlaceTTTError as refusal:
+            raise NotChecked(f"tokens are refused to be taken back: {refusal}") from refusal
+
+    def saved(self) -> ConvertedStream:
+        """By the tensors of a session file, without the file."""
+        other, config = ConvertedStream(self.module), self.module.layer.fast.config
+        if self._stream is not None:
+            tensors = {name: tensor.clone() for name, tensor in self._stream.tensors().items()}
+            attach(other.cache, self.module.index, FastWeightStream.restore(tensors, config, self.module.dtype))
+        return other
 
 
 @contextmanager

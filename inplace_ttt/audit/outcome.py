@@ -9,7 +9,7 @@ Verdict = Literal["conforms", "deviates", "extension", "unspecified", "not check
 
 VERDICTS: dict[Verdict, str] = {
     "deviates": "measured to differ from what the paper says",
-    "extension": "goes beyond the paper and leaves its rule in place",
+    "extension": "goes beyond the paper by a setting, and does what the setting says",
     "unspecified": "the paper does not say; the choice made is named",
     "not checked": "could not be measured here, for the reason given",
     "conforms": "measured to agree with the paper",

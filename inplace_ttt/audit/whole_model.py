@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..config import InPlaceTTTConfig
-from ..families import locate
+from ..families import features, locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
 from ..layer.quantised import readable_parameters
@@ -70,7 +70,7 @@ class WholeModel:
             before = fingerprints(self.lm)
             cache = DynamicCache(config=self.lm.config.get_text_config())
             self.lm(self.ids, past_key_values=cache, use_cache=True)
-            wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state.any())]
+            wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state[:, : features(self.layers[i])[1]].any())]
             length = self.chunk + 2
             out = self.lm.generate(
                 self.ids,

@@ -63,7 +63,7 @@ class TargetGenerator(nn.Module):
     def forward(self, x: Tensor, layout: ChunkLayout) -> Tensor:
         """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""
         x = x.to(self.conv.device, self.conv.dtype)
-        self._check_measured()
+        self.check_measured()
         x = self.standardise(x)
         return chunk_conv(x, self.conv, layout, self.first_tap) @ self.proj
 
@@ -71,8 +71,8 @@ class TargetGenerator(nn.Module):
         """(x - mean) · gain, or x as it is."""
         return x if self.mean is None or self.gain is None else (x - self.mean) * self.gain
 
-    def _check_measured(self) -> None:
-        """Once: what a text should have been measured for is no longer zero."""
+    def check_measured(self) -> None:
+        """Refuse, once, what a text should have been measured for and is zero still."""
         if not self._is_measured:
             measured = [
                 self.mean,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import build
+from models import seven_layers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert, surgery
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, surgery
 from inplace_ttt.audit import Report, audit_model
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
@@ -25,11 +25,6 @@ from inplace_ttt.ops import fast_weight as op
 from inplace_ttt.surgery import fast_weights
 
 Patch = pytest.MonkeyPatch
-
-
-def seven_layers(seed: int = 0, name: str = "llama", **settings: Any) -> PreTrainedModel:
-    """A tiny model with 7 layers, converted: TTT in 0 and 6."""
-    return convert(build(name, num_hidden_layers=7, seed=seed, max_position_embeddings=65536), InPlaceTTTConfig(**settings))
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
-from models import converted, random_ids
+from models import converted, random_ids, seven_layers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from audit.mutations import seven_layers
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, convert
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, calibrate, convert, revert
 from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
 from inplace_ttt.audit.catalogue import METHOD
 from inplace_ttt.training.audit.catalogue import RECIPE
@@ -142,8 +141,9 @@ def test_a_four_bit_base(tmp_path: Path) -> None:
     quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, dtype=torch.float32, device_map="cpu")
     report = audit_model(convert(quantised, InPlaceTTTConfig(layers=(0, 2))))
     assert report.undeclared == ["layer-spacing"]
-    assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == [
-        "fast-tensor",
-        "reset-keeps-training",
-        "context-parallel",
-    ]
+    assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == ["fast-tensor", "reset-keeps-training"]
+    compact = {"rule": "least_squares", "damping": 0.03, "whitening": {"rank": 0.5}}
+    model = convert(revert(quantised), InPlaceTTTConfig(layers=(0, 2), **compact))
+    calibrate(model, [random_ids(1, 64)])
+    report = audit_model(model)
+    assert report.undeclared == ["layer-spacing"] and report["least-squares"].verdict == report["keys"].verdict == "extension"

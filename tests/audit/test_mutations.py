@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from models import seven_layers
 
-from audit.mutations import PRODUCT, Mutation, seven_layers
+from audit.mutations import PRODUCT, Mutation
 from audit.toy import FOREIGN, foreign
 from inplace_ttt.audit import audit_model, catalogue
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from training.recipes import CONFIG, tiny_recipe
 
-from inplace_ttt import cli
+from inplace_ttt import InPlaceTTTConfig, KeyWhitening, cli
 from inplace_ttt.training.audit import audit_recipe, gate, write_report
 from inplace_ttt.training.audit.catalogue import RECIPE
+from inplace_ttt.training.audit.small_model import _narrowed_ttt
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe import Recipe
 
@@ -103,3 +104,8 @@ def test_the_recall_recipe_from_the_command_line(tmp_path: Path, capsys: pytest.
     }
     assert next(i for i in values["items"] if i["id"] == "long-documents")["evidence"]["numbers"]["share of tokens"] == 1.0
     assert isinstance(audit_recipe(recipe).subject, str) and Recipe is not None
+
+
+def test_a_rank_is_narrowed_with_the_model_and_a_share_of_the_width_is_not() -> None:
+    for rank, wanted in ((0.75, 0.75), (256, 32), (None, None)):
+        assert _narrowed_ttt(InPlaceTTTConfig(whitening=KeyWhitening(rank)), 8).whitening == KeyWhitening(wanted)

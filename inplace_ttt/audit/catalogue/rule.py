@@ -1,7 +1,7 @@
 """The update rule: what is written, in which order, how large (paper §3.1, §3.2, §3.4)."""
 
 from ..item import Item
-from ..probes import model, rule, state
+from ..probes import extension, model, rule, state
 
 RULE: tuple[Item, ...] = (
     Item(
@@ -91,6 +91,20 @@ RULE: tuple[Item, ...] = (
         "Anything else is not a prefix sum, so the parallel form computes something else than the sequential one.",
         "Add the deltas and nothing more.",
         rule.plain_sum,
+    ),
+    Item(
+        "keys", "Keys are the down-projection's input", "§3.1, Eq. (1)",
+        "Z is what is written under and what is read with.", "high", "The same.",
+        "Keys that differ between writing and reading find something else than what was written.",
+        "Make keys once a token, and use them for both; measure whitened ones on a text again.",
+        extension.keys, extension.model_keys,
+    ),
+    Item(
+        "least-squares", "What is read is the sum, or the least-squares map that is declared", "§3.2; extension",
+        "The sum of VᵀZ itself is read. Least squares goes beyond it, and is held against its own law.", "high", "The sum.",
+        "A Gram or a λ that is not what it says changes every read, and nothing shows it.",
+        "Compare ops/least_squares.py with ops/reference.py.",
+        extension.least_squares,
     ),
     Item(
         "eta", "Size of a write, η", "Eq. (1)",

@@ -1,7 +1,7 @@
 """Documents, padding, rows, pieces of a stream, ranks, the state, the gradient (paper §3.4, Algorithm 1)."""
 
 from ..item import Item
-from ..probes import sequence, state
+from ..probes import sequence, session, state
 
 SEQUENCE: tuple[Item, ...] = (
     Item(
@@ -74,6 +74,20 @@ SEQUENCE: tuple[Item, ...] = (
         "Pending keys and targets carry one conversation into the next.",
         "Clear the buffers with the state.",
         sequence.stream_reset,
+    ),
+    Item(
+        "take-back", "Tokens that are taken back leave nothing", "—",
+        "Not stated; a rejected guess must be as if it had never been read.", "medium", "Nothing is taken back.",
+        "Assisted decoding would write what the model rejected.",
+        "Keep what was there before the last chunk, all of it.",
+        session.take_back, absent=True,
+    ),
+    Item(
+        "saved-session", "A saved stream goes on as it was", "—",
+        "Not stated.", "medium", "Nothing is saved.",
+        "Otherwise a session depends on how often it was interrupted.",
+        "Save all of the state, and the open chunk.",
+        session.saved_session, absent=True,
     ),
     Item(
         "generated-tokens", "Generated tokens", "—",

@@ -5,6 +5,9 @@ With the target source X as the only thing that varies, the outputs are linear i
 for chunks i, j. The method is K[i, j] = η for j < i in one document, 0 elsewhere; each fault of the rule is a region or a
 property of K, and each fault of the generator one of V. So two measurements carry most of the audit: `reads`, K up to a
 factor, from chunks with equal keys; and `written`, η V, from a chunk that reads another one with the same keys.
+
+Least squares (extension) is linear in the targets too. After n chunks with equal keys whose KᵀK has the eigenvalue g it reads
+each of them with 1 / (n g + λ), by which its K is divided here, so that K means the same for both rules.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from torch import Tensor
 
 from ...errors import InPlaceTTTError
 from ..adapters import AuditedModule, Stream
-from ..outcome import NotChecked
+from ..outcome import TOLERANCE, NotChecked
+from .law import key_size, least_squares_reads
 
 CHUNKS = 5
 _STRONG = 30.0
 """Writes move the outputs by about this factor, so that rounding in the module is far below them."""
+_SMALL_KEYS = 0.01
 SCALES = tuple(10.0**power for power in range(-9, 8))
 
 AnyNumber = TypeVar("AnyNumber")
@@ -35,6 +40,7 @@ class Bench:
 
     def __init__(self, module: AuditedModule, seed: int = 0) -> None:
         self.module = module
+        self._sizes: dict[bool | None, list[float]] = {}
         self.generator = torch.Generator().manual_seed(seed)
         self.kernel = module.conv.shape[-1]
         self.margin = self.kernel - 1  # beyond it, no tap of any padding reaches the chunk's edge
@@ -44,7 +50,7 @@ class Bench:
                 f"from the middle; audit it with chunks of at least {2 * self.margin + 2}."
             )
         self.neutral()
-        rows = min(2 * module.chunk_size, module.h)
+        rows = max(module.chunk_size, min(2 * module.chunk_size, module.h))
         self.bank = module.inputs(rows, self.generator)
 
     # Runs
@@ -96,6 +102,15 @@ class Bench:
     def same(self, tokens: int) -> Tensor:
         """Inputs [tokens, input] of one key, so that every token reads all that was written before it."""
         return self.bank[:1].expand(tokens, -1).clone()
+
+    def scattered(self, tokens: int, size: float = 1.0) -> Tensor:
+        """Inputs [tokens, input] of random keys, none orthogonal to another, `size` times as large as those of the bank."""
+        keys = torch.nn.functional.normalize(self.random(tokens, self.module.h), dim=-1)
+        return self.module.inputs_of(size * key_size(self.module.damping) * keys)
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """What the module says is written under and read with, [n, h]."""
+        return self.module.keys(x).detach().double().cpu()
 
     def middle(self, tokens: int, *chunks_at: int) -> Tensor:
         """A target source [tokens, d] in the middle of the chunks that start at the given tokens, and zero elsewhere."""
@@ -159,13 +174,17 @@ class Bench:
         return wanted if knee is None else min(wanted, knee / 10)
 
     def sizes(self, training: bool | None) -> list[float]:
-        """‖what a chunk of targets of each size in `SCALES` changes in the next one‖, in a mode (None: the present one)."""
+        """‖what a chunk of targets of each size in `SCALES` changes in the next one‖, in a mode (None: the present one, unclipped)."""
+        if training in self._sizes:
+            return self._sizes[training]
         chunk = self.module.chunk_size
         x = self.bank[:chunk].repeat(2, 1)
         target = self.zeros(2 * chunk)
         target[:chunk] = torch.nn.functional.normalize(torch.ones(self.module.d, dtype=torch.float64), dim=0)
         with self.mode(training):
-            return [float(torch.linalg.vector_norm(self.response(x, s * target)[chunk:])) for s in SCALES]
+            none = self.run(x, self.zeros(2 * chunk))
+            changes = [float(torch.linalg.vector_norm((self.run(x, s * target) - none)[chunk:])) for s in SCALES]
+        return self._sizes.setdefault(training, changes)
 
     @staticmethod
     def knee(sizes: Sequence[float]) -> float | None:
@@ -222,22 +241,71 @@ class Bench:
         columns = []
         for j in range(CHUNKS):
             effect = response(x, self.middle(len(x), j * self.chunk))
-            columns.append([self.share(part) for part in effect.split(self.chunk)])
+            columns.append([self.share(part) / self._diluted(max(i, j + 1)) for i, part in enumerate(effect.split(self.chunk))])
         return torch.tensor(columns, dtype=torch.float64).T
 
-    def written(self, target: Tensor, module: AuditedModule | None = None) -> Tensor:
-        """η V [m C, d] of m chunks of target source, each token's on its own: read back by chunks with the same keys."""
+    def _diluted(self, writes: int) -> float:
+        """How much of a write is read where `writes` chunks with equal keys were written, over one alone."""
+        damping = self.module.damping
+        if damping is None:
+            return 1.0
+        one = float(self.keys_of(self.tiled(self.chunk)).square().sum()) / min(self.chunk, self.module.h)
+        return (one + damping) / (writes * one + damping)
+
+    def written(self, target: Tensor) -> Tensor:
+        """η V [C, d] of a chunk of target source, each token's on its own: read back by a chunk with the same keys."""
         tokens = len(target)
-        if tokens > len(self.bank):
-            raise NotChecked(f"{tokens} tokens cannot have independent keys of {self.module.h} features")
         x = self.bank[:tokens]
         effect = self.response(torch.cat([x, x]), torch.cat([target, self.zeros(tokens)]))[tokens:]
         return self.decode(x, effect)
 
-    def decode(self, x: Tensor, effect: Tensor) -> Tensor:
-        """η V [n, d] from what n tokens read of n writes under the same keys."""
-        z = self.module.keys(x).detach().double().cpu()
-        return torch.linalg.solve(z @ z.T, effect)
+    def decode(self, x: Tensor, effect: Tensor, writes: int = 1) -> Tensor:
+        """η V [n, d] from what n tokens read of n writes under the same keys; `writes`: chunks written so far with these keys."""
+        if not self.tells_tokens_apart:
+            raise NotChecked(f"keys of {self.module.h} numbers do not tell the {self.chunk} tokens of the probe's chunk apart")
+        if (self.module.whitening is not None or self.module.damping is not None) and self.key_error >= TOLERANCE:
+            raise NotChecked("what is read does not follow the keys, so that targets cannot be told from it; `keys` reports it")
+        self.refuse_unlawful()
+        z, damping = self.keys_of(x), self.module.damping
+        of_sum = torch.linalg.solve(z @ z.T, effect)
+        return of_sum if damping is None else writes * effect + damping * of_sum
+
+    def refuse_unlawful(self) -> None:
+        """What is read in one call must be the declared least-squares map, where other things are held against it."""
+        if self.module.damping is not None and self.law_error >= TOLERANCE:
+            raise NotChecked("one call itself does not read the least-squares map that is declared, nothing can be held against it")
+
+    @property
+    def tells_tokens_apart(self) -> bool:
+        """Whether the tokens of a chunk can have independent keys."""
+        return self.module.h >= self.chunk
+
+    @cached_property
+    def key_error(self) -> float:
+        """Of what scattered keys read of others, but for its size, against K Kᵀ V.
+
+        Under least squares these keys are so small that λ alone matters beside them, and M is the sum over λ.
+        """
+        chunk, size = self.chunk, 1.0 if self.module.damping is None else _SMALL_KEYS
+        x, target = self.scattered(2 * chunk, size), self.zeros(2 * chunk)
+        target[:chunk] = self.scale / size**2 * self.units(chunk)
+        effect = self.yardstick(self.response(x, target)[chunk:])
+        written, read = self.keys_of(x).split(chunk)
+        wanted = read @ written.T @ self.values_of(target)[:chunk]
+        return error(float((effect * wanted).sum() / (effect * effect).sum()) * effect, wanted)
+
+    @cached_property
+    def law_error(self) -> float:
+        """Of what scattered keys read over four chunks and a piece of another, against the least-squares map with the module's λ."""
+        assert self.module.damping is not None
+        x, target = self.scattered(4 * self.chunk + self.chunk // 2), self.scale * self.units(4 * self.chunk + self.chunk // 2)
+        law = least_squares_reads(self.keys_of(x), self.values_of(target), self.chunk, self.module.damping)
+        return error(self.response(x, target), (self.module.eta or 1.0) * law)
+
+    @torch.no_grad()
+    def values_of(self, target: Tensor) -> Tensor:
+        """V [T, d] by the module's own target generator."""
+        return self.module.targets(target).detach().double().cpu()
 
     def constant(self, row: Tensor, chunk: int) -> Tensor:
         """η V [n, d] of a chunk whose target source is `row` at every token, in the middle: no edge, any padding."""
@@ -247,6 +315,11 @@ class Bench:
         """η as measured: ⟨η V, V⟩ / ⟨V, V⟩ with V = X constant and of norm 1, so that normalised targets show elsewhere."""
         row = min(self.scale, 1.0) * self.units(1)[0]
         return float((self.constant(row, self.chunk) @ row).mean() / (row @ row))
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """‖found - wanted‖ / ‖wanted‖."""
+    return float(torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted).clamp(min=1e-30))
 
 
 def measured_chunk(module: AuditedModule, meant: int, x: Tensor) -> int | None:
@@ -259,6 +332,8 @@ def measured_chunk(module: AuditedModule, meant: int, x: Tensor) -> int | None:
     target = torch.ones(1, tokens, module.d, dtype=torch.float64)
     with torch.no_grad(), module.guarded(), module.unclipped():
         out = module.forward(inputs, target)[0].double().cpu()
+    if not bool(out.isfinite().all()):
+        raise NotChecked(f"with one key for all of {tokens} tokens, not all outputs are finite")
     steps = torch.linalg.vector_norm(out.diff(dim=0), dim=-1)
     if steps.max() <= 1e-9 * torch.linalg.vector_norm(out, dim=-1).max():
         return None

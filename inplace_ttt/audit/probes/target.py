@@ -90,7 +90,7 @@ def conv_isolation(bench: Bench, expected: Any) -> Outcome:
             target = bench.zeros(len(x))
             target[at] = bench.scale
             effect = bench.response(x, target).split(chunk)
-            sides[name] = _norm(bench.decode(x[:chunk], effect[reader])[there]) / _norm(bench.decode(x[:chunk], effect[2]))
+            sides[name] = _norm(bench.decode(x[:chunk], effect[reader], reader)[there]) / _norm(bench.decode(x[:chunk], effect[2], 2))
     # With all taps 1 and a constant source, a target counts its taps inside the chunk.
     row = bench.scale * bench.units(1)[0]
     with bench.generator_of(torch.ones_like(_taps(bench)), bench.identity()):

@@ -61,7 +61,7 @@ def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
 
 
 def _narrowed_ttt(ttt: InPlaceTTTConfig, factor: int) -> InPlaceTTTConfig:
-    """The rank of whitening is one of the widths."""
-    if ttt.whitening is None or ttt.whitening.rank is None:
+    """The rank of whitening is one of the widths, or a share of one."""
+    if ttt.whitening is None or not isinstance(ttt.whitening.rank, int):
         return ttt
     return dataclasses.replace(ttt, whitening=dataclasses.replace(ttt.whitening, rank=max(1, ttt.whitening.rank // factor)))

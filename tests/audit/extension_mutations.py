@@ -1,0 +1,286 @@
+"""Faults planted in least squares and whitened keys: which item of the catalogue owns each, and how it is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from audit.mutations import Mutation
+from inplace_ttt import DeltaClip, KeyWhitening
+from inplace_ttt.calibration import calibrate
+from inplace_ttt.layer.buffers import State
+from inplace_ttt.layer.fast_linear import FastWeight
+from inplace_ttt.layer.stream import FastWeightStream
+from inplace_ttt.layer.whitened_keys import WhitenedKeys
+from inplace_ttt.layout import ChunkLayout
+from inplace_ttt.ops import least_squares
+from inplace_ttt.ops.least_squares import _Walk
+from inplace_ttt.surgery import fast_weights
+
+Patch = pytest.MonkeyPatch
+RAW: dict[str, Any] = {"rule": "least_squares", "damping": 0.03}
+COMPACT: dict[str, Any] = {**RAW, "eta": 2.0, "whitening": KeyWhitening(rank=0.75)}
+CLIPPED: dict[str, Any] = {**RAW, "clip": DeltaClip(0.05, relative=True)}
+
+
+# The rule as a plain loop under autograd, with a fault.
+
+
+def solved(total: Tensor, gram: Tensor, damping: float) -> Tensor:
+    return torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), total.T).T
+
+
+def loop(
+    *,
+    damped: Callable[[float, int, int], float] = lambda damping, chunk, tokens: damping,
+    read: Callable[[Tensor, Tensor, float], Tensor] = solved,
+    read_with: Callable[[Tensor], Tensor] = lambda keys: keys,
+    accumulates: bool = True,
+    inclusive: bool = False,
+) -> Callable[[Patch], None]:
+    """damped: λ, the chunk's size and the tokens written -> λ. read: B, G, λ -> M. read_with: what keys are when they read.
+
+    accumulates: whether G keeps more than the last chunk. inclusive: whether a complete chunk's own keys are in its G.
+    """
+
+    def op(
+        z: Tensor, v: Tensor, weight: None, *, eta: float, layout: ChunkLayout, damping: float, clip: Any,
+        initial_state: Tensor | None = None, return_state: bool = False,
+    ) -> Any:  # fmt: skip
+        rows, states, (d, r) = [], [], (v.shape[-1], z.shape[-1])
+        for row, documents in enumerate(layout.documents):
+            out = torch.zeros_like(v[row])
+            total, gram = z.new_zeros(d, r), z.new_zeros(r, r)
+            for number, (begin, stop) in enumerate(documents):
+                total, gram = (
+                    initial_state[row].split([d, r])
+                    if number == 0 and initial_state is not None
+                    else (z.new_zeros(d, r), z.new_zeros(r, r))
+                )
+                parts = [out[:begin]]
+                for start, end in layout.chunks((begin, stop)):
+                    keys, values, whole = z[row, start:end], v[row, start:end], layout.is_complete((start, end))
+                    own = keys.mT @ keys
+                    seen = gram + own if inclusive and whole else gram
+                    parts.append(eta * read_with(keys) @ read(total, seen, damped(damping, layout.chunk_size, start - begin)).mT)
+                    if whole:
+                        total, gram = total + values.mT @ keys, gram + own if accumulates else own
+                out = torch.cat([*parts, out[stop:]])
+            rows.append(out)
+            states.append(torch.cat([total, gram]))
+        return (torch.stack(rows), torch.stack(states)) if return_state else torch.stack(rows)
+
+    return lambda patch: patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", op)
+
+
+def times_chunk(damping: float, chunk: int, tokens: int) -> float:
+    return damping * chunk
+
+
+def plus_tokens(damping: float, chunk: int, tokens: int) -> float:
+    return damping + tokens / 1e3
+
+
+def half_solved(total: Tensor, gram: Tensor, damping: float) -> Tensor:
+    factor = torch.linalg.cholesky(gram + damping * torch.eye(len(gram), dtype=gram.dtype))
+    return torch.linalg.solve_triangular(factor, total.T, upper=False).T
+
+
+def read_unwhitened(patch: Patch) -> None:
+    """Keys are read with at other sizes of their numbers than they were written under."""
+
+    def other(keys: Tensor) -> Tensor:
+        return keys * torch.linspace(0.5, 1.5, keys.shape[-1], dtype=keys.dtype)
+
+    def add_read(self: State, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
+        real(self, out, other(z), eta, row)
+
+    real = State.add_read
+    loop(read_with=other)(patch)
+    patch.setattr(State, "add_read", add_read)
+
+
+# Faults in the real code.
+
+
+def other_damping(factor: float) -> Callable[[Patch], None]:
+    def plant(patch: Patch) -> None:
+        real = least_squares._factor
+        patch.setattr(least_squares, "_factor", lambda state, damping: real(state, factor * damping))
+
+    return plant
+
+
+def gram_of(keys: Tensor, rows: int) -> Tensor:
+    """KᵀK [r, r] below `rows` rows of zeros."""
+    return torch.cat([keys.new_zeros(rows, keys.shape[-1]), keys.mT @ keys])
+
+
+def gram_over_documents(patch: Patch) -> None:
+    def start(self: _Walk, row: int, number: int) -> Tensor:
+        begins = [(stop - stop % self.layout.chunk_size) for _, stop in self.layout.documents[row][:number]]
+        return real(self, row, number) + sum(gram_of(self.k[row, :stop], self.d) for stop in begins)
+
+    real = _Walk.start
+    patch.setattr(_Walk, "start", start)
+
+
+def gram_of_padding(patch: Patch) -> None:
+    def start(self: _Walk, row: int, number: int) -> Tensor:
+        state = real(self, row, number)
+        if self.keeps_state:
+            return state
+        padding = torch.ones(self.layout.length, dtype=torch.bool)
+        for begin, stop in self.layout.documents[row]:
+            padding[begin:stop] = False
+        return state + gram_of(self.k[row, padding], self.d)
+
+    real = _Walk.start
+    patch.setattr(_Walk, "start", start)
+
+
+def writing(change: Callable[[_Walk, int, Any, Tensor, Tensor], Tensor]) -> Callable[[Patch], None]:
+    """change: the walk, a row, a group of one chunk, the sums before and after it -> those after it."""
+
+    def with_writes(self: _Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+        before, after = real(self, row, group, state)
+        return before, change(self, row, group, state, after)
+
+    real = _Walk.with_writes
+    return lambda patch: patch.setattr(_Walk, "with_writes", with_writes)
+
+
+def unclipped_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
+    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k, row, group)[0], 0)])
+
+
+def rounded_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
+    return torch.cat([after[: walk.d], after[walk.d :].bfloat16().to(after.dtype)])
+
+
+def gram_of_the_first_row(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
+    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k, 0, group)[0], 0)])
+
+
+def stale_map(patch: Patch) -> None:
+    """What a stream reads with is not made anew when a chunk is written."""
+
+    def put(self: State, row: int, state: Tensor | None) -> None:
+        self.value[row] = 0 if state is None else state
+
+    patch.setattr(State, "put", put)
+
+
+def without_gram(state: Tensor) -> Tensor:
+    """A state [..., d + r, r] with zeros for G."""
+    kept = state.clone()
+    kept[..., -state.shape[-1] :, :] = 0
+    return kept
+
+
+def ranks_share_one_sum(patch: Patch) -> None:
+    real = least_squares.sum_of_writes
+    patch.setattr(least_squares, "sum_of_writes", lambda *args, **kwargs: without_gram(real(*args, **kwargs)))
+
+
+def undo_of_one_sum(patch: Patch) -> None:
+    def take_back(self: FastWeightStream, index: int) -> None:
+        assert self.state is not None
+        later = self.state[index].clone()
+        real(self, index)
+        known = self.state[index]
+        self._state.put(index, without_gram(known) + later - without_gram(later))  # type: ignore[union-attr]
+
+    real = FastWeightStream._take_back
+    patch.setattr(FastWeightStream, "_take_back", take_back)
+
+
+def session_without_gram(patch: Patch) -> None:
+    def tensors(self: FastWeightStream) -> dict[str, Tensor]:
+        return {name: without_gram(t) if name == "state" else t for name, t in real(self).items()}
+
+    real = FastWeightStream.tensors
+    patch.setattr(FastWeightStream, "tensors", tensors)
+
+
+def reset_keeps_gram(patch: Patch) -> None:
+    def reset(self: FastWeightStream) -> None:
+        state = self.state
+        real(self)
+        if state is not None:
+            self._state = State(state - without_gram(state), state.dtype, self.damping)
+
+    real = FastWeightStream.reset
+    patch.setattr(FastWeightStream, "reset", reset)
+
+
+def no_gradient_through_the_gram(patch: Patch) -> None:
+    def through_write(self: _Walk, row: int, group: Any, d_after: Tensor, dk: Tensor, dv: Tensor) -> None:
+        real(self, row, group, without_gram(d_after), dk, dv)
+
+    real = _Walk.through_write
+    patch.setattr(_Walk, "through_write", through_write)
+
+
+def mean_not_subtracted(patch: Patch) -> None:
+    patch.setattr(WhitenedKeys, "forward", lambda self, z: torch.nn.functional.linear(z, self.directions.to(z.dtype)))
+
+
+def mean_not_measured(patch: Patch) -> None:
+    def measure(layer: FastWeight, *args: Any) -> None:
+        real(layer, *args)
+        layer.ttt.keys.bias.zero_()  # type: ignore[union-attr]
+
+    real = calibrate._set
+    patch.setattr(calibrate, "_set", measure)
+
+
+def centred_for_w0_too(patch: Patch) -> None:
+    """W0 is given Z less the mean of the keys; what that takes away is added as the W0 of the conversion made it."""
+
+    def read(self: FastWeight, z: Tensor, x: Tensor, call: Any) -> Tensor:
+        out, keys, w0 = real(self, z, x, call), self.ttt.keys, self.matrix()
+        assert keys is not None and w0 is not None
+        first = self.__dict__.setdefault("first", w0.detach().clone())
+        mean = -torch.linalg.lstsq(keys.directions.to(z.dtype), keys.bias.to(z.dtype)[:, None]).solution[:, 0]
+        return out - mean @ (w0 - first).to(z.dtype).T
+
+    real = FastWeight._read
+    patch.setattr(FastWeight, "_read", read)
+
+
+def later_layer_damped_more(model: PreTrainedModel) -> None:
+    layer = fast_weights(model)[6]
+    layer._settings = lambda: {**FastWeight._settings(layer), "damping": 0.05}  # type: ignore[method-assign]
+
+
+EXTENSION: tuple[Mutation, ...] = (
+    Mutation("G stays that of the last chunk", "least-squares", plant=loop(accumulates=False), settings=RAW),
+    Mutation("λ is a hundredth", "least-squares", plant=other_damping(0.01), settings=COMPACT),
+    Mutation("λ is doubled", "least-squares", plant=other_damping(2.0), settings=RAW),
+    Mutation("λ grows with the chunk", "least-squares", plant=loop(damped=times_chunk), settings=RAW),
+    Mutation("λ grows with the text", "least-squares", plant=loop(damped=plus_tokens), settings=RAW),
+    Mutation("one of the two triangles is solved", "least-squares", plant=loop(read=half_solved), settings=COMPACT),
+    Mutation("G includes the chunk that reads", "own-chunk-exposure", plant=loop(inclusive=True), settings=COMPACT),
+    Mutation("G goes on into the next document", "document-reset", plant=gram_over_documents, settings=RAW),
+    Mutation("padding is in G", "padding", plant=gram_of_padding, settings=COMPACT),
+    Mutation("G of the first row for every row", "rows", plant=writing(gram_of_the_first_row), settings=RAW),
+    Mutation("G in bf16", "state-precision", plant=writing(rounded_gram), settings={**COMPACT, "damping": 1.0}),
+    Mutation("the clip leaves G out", "clip-inference", plant=writing(unclipped_gram), settings=CLIPPED),
+    Mutation("a stream reads with the map of before", "chunked-prefill", plant=stale_map, settings=COMPACT),
+    Mutation("a reset keeps G", "stream-reset", plant=reset_keeps_gram, settings=RAW),
+    Mutation("G is not taken back", "take-back", plant=undo_of_one_sum, settings=COMPACT),
+    Mutation("a session loses G", "saved-session", plant=session_without_gram, settings=COMPACT),
+    Mutation("ranks share one sum of two", "context-parallel", plant=ranks_share_one_sum, settings=COMPACT),
+    Mutation("no gradient through G", "gradient", plant=no_gradient_through_the_gram, settings=RAW),
+    Mutation("keys are read with as they are not written", "keys", plant=read_unwhitened, settings=COMPACT),
+    Mutation("the keys' mean is not subtracted", "keys", plant=mean_not_subtracted, settings=COMPACT),
+    Mutation("the keys' mean is not measured", "keys", plant=mean_not_measured, settings=COMPACT),
+    Mutation("W0 is given centred inputs", "fast-tensor", plant=centred_for_w0_too, settings=COMPACT),
+    Mutation("a later layer has another λ", "every-layer", spoil=later_layer_damped_more, settings=RAW),
+)

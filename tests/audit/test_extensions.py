@@ -1,0 +1,54 @@
+"""Least squares and whitened keys: named as extensions, with no false alarm, and each planted fault with one owner."""
+
+import pytest
+from families import build
+from models import seven_layers
+
+from audit.extension_mutations import CLIPPED, COMPACT, EXTENSION, RAW
+from audit.mutations import Mutation
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, convert
+from inplace_ttt.audit import audit_model
+
+BEYOND = ["loss-sum", "no-normalisation", "plain-sum", "keys", "least-squares", "eta", "start-projection", "extensions"]
+
+
+@pytest.mark.parametrize("mutation", EXTENSION, ids=lambda m: m.what)
+def test_a_fault_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mutation.report(monkeypatch).undeclared == [mutation.owner]
+
+
+@pytest.mark.parametrize("profile", ["paper", "official"])
+def test_the_compact_preset_is_an_extension(profile: str) -> None:
+    settings = {**InPlaceTTTConfig.preset("compact").to_dict(), "chunk_size": 1024 if profile == "paper" else 4096}
+    report = audit_model(seven_layers(**settings), profile=profile)
+    assert report.undeclared == ([] if profile == "paper" else ["target-source"])
+    assert [id for id in BEYOND if report[id].verdict != "extension"] == []
+    assert "λ = 0.03" in report["least-squares"].outcome.found and "24 whitened numbers of 48" in report["keys"].outcome.found
+    assert [r.item.id for r in report.items if r.verdict == "not checked"] == ["clip-scope", "clip-effect"]
+
+
+# Ranks below, between and above one and two of the probe's chunks of 12.
+@pytest.mark.parametrize(
+    ("seed", "settings"),
+    [
+        (1, RAW),
+        (2, CLIPPED),
+        (4, {**COMPACT, "damping": 1e-3}),
+        (5, {**COMPACT, "damping": 3.0, "whitening": KeyWhitening(rank=16)}),
+        (6, {**COMPACT, "whitening": KeyWhitening(rank=1), "clip": DeltaClip(1e-2)}),
+        (8, {"whitening": KeyWhitening(rank=16), "standardised": True}),
+        (9, {"whitening": KeyWhitening(rank=3), "conv": "causal"}),
+    ],
+    ids=str,
+)
+def test_no_false_alarm(seed: int, settings: dict) -> None:
+    report = audit_model(seven_layers(seed, **settings), seed=seed)
+    assert [id for id in report.undeclared if id not in ("conv-lookahead", "clip-effect")] == []
+    kept = ["writes", "apply-then-update", "exclusive-sum", "own-chunk-exposure", "causality", "document-reset", "padding", "rows",
+            "chunked-prefill", "token-by-token", "stream-reset", "take-back", "saved-session", "context-parallel", "gradient"]  # fmt: skip
+    assert [id for id in kept if report[id].verdict != "conforms"] == [], "whatever the rank, these are measured"
+
+
+def test_what_was_not_measured_is_refused() -> None:
+    with pytest.raises(InPlaceTTTError, match="are not measured yet"):
+        audit_model(convert(build("llama"), InPlaceTTTConfig(**COMPACT)))
