@@ -178,15 +178,15 @@ def running_weight_in_half_precision(patch: Patch) -> None:
         step = real(self, torch.zeros_like(carry), row, chunk)
         return (carry.bfloat16() + step.bfloat16()).to(carry.dtype) if step.any() else carry
 
-    real = chunked._Walk.add_delta
-    patch.setattr(chunked._Walk, "add_delta", add_delta)
+    real = chunked.Walk.add_delta
+    patch.setattr(chunked.Walk, "add_delta", add_delta)
 
 
 def ranks_start_anew(patch: Patch) -> None:
     def start_carry(self: Any, row: int, number: int) -> Tensor | None:
         return None if self.weight is None else self.weight.clone()
 
-    patch.setattr(chunked._Walk, "start_carry", start_carry)
+    patch.setattr(chunked.Walk, "start_carry", start_carry)
 
 
 def padding_written(patch: Patch) -> None:
@@ -200,8 +200,8 @@ def second_row_without_memory(patch: Patch) -> None:
     def segments(self: Any, row: int) -> Any:
         return iter([((0, self.layout.length), None)]) if row else real(self, row)
 
-    real = chunked._Walk.segments
-    patch.setattr(chunked._Walk, "segments", segments)
+    real = chunked.Walk.segments
+    patch.setattr(chunked.Walk, "segments", segments)
 
 
 def clip_in_training_too(patch: Patch) -> None:
@@ -235,8 +235,8 @@ def clip_on_the_sum(patch: Patch) -> None:
         start = torch.zeros_like(whole) if self.weight is None else self.weight
         return start + (whole - start) * factor((whole - start) / self.write, clip)
 
-    real, factor = chunked._Walk.add_delta, chunked.clip_factor
-    patch.setattr(chunked._Walk, "add_delta", add_delta)
+    real, factor = chunked.Walk.add_delta, chunked.clip_factor
+    patch.setattr(chunked.Walk, "add_delta", add_delta)
 
 
 def random_convolution(patch: Patch) -> None:
