@@ -12,9 +12,11 @@ from typing import Any, Literal, get_args
 from .errors import InPlaceTTTError
 
 Target = Literal["embeddings", "hidden_states"]
-Conv = Literal["lookahead", "causal"]
+Conv = Literal["lookahead", "causal", "next"]
 ClipWhen = Literal["inference", "always"]
 Rule = Literal["sum", "least_squares"]
+ProjInit = Literal["random_diagonal", "shared_diagonal", "identity"]
+WriteNorm = Literal["spectral"]
 
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "decode_updates"}
 _EVERY = re.compile(r"every:([1-9]\d{0,8})")
@@ -99,7 +101,8 @@ class InPlaceTTTConfig:
     chunk_size: tokens a chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
     eta: η of Eq. (1), one number or one a TTT layer. The paper gives no value.
     target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's input).
-    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no future token).
+    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no future token);
+    "next" is an extension without a convolution: the next token's source, zero for a chunk's last token.
     kernel_size: taps of the depthwise convolution (appendix C.2: 5).
     clip: bound on a chunk's delta, or None.
     detach_target: stop the gradient from the target into its source.
@@ -113,6 +116,9 @@ class InPlaceTTTConfig:
     standardised: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
     to the size of the layer's residual stream, as measured on a text.
     calibrated_proj: P starts as the map from the next token's source to what would have lowered the loss, as measured on a text.
+    proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all layers, or the identity.
+    write_norm: "spectral" divides a chunk's delta by its spectral norm, in place of a clip.
+    keep_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
     """
 
     layers: str | tuple[int, ...] = "every:6"
@@ -129,6 +135,9 @@ class InPlaceTTTConfig:
     whitening: KeyWhitening | None = None
     standardised: bool = False
     calibrated_proj: bool = False
+    proj_init: ProjInit = "random_diagonal"
+    write_norm: WriteNorm | None = None
+    keep_row_norms: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "eta"):
@@ -162,7 +171,7 @@ class InPlaceTTTConfig:
         )
         _require(self.kernel_size <= _MOST_TAPS, f"kernel_size must be at most {_MOST_TAPS}, got {self.kernel_size!r}.")
         _require(
-            self.conv == "causal" or self.kernel_size % 2 == 1,
+            self.conv != "lookahead" or self.kernel_size % 2 == 1,
             f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'.",
         )
         _require(self.clip is None or isinstance(self.clip, DeltaClip), f"clip must be a DeltaClip or nothing, got {self.clip!r}.")
@@ -182,11 +191,39 @@ class InPlaceTTTConfig:
             else f"damping is the λ of rule='least_squares', and the rule is {self.rule!r}; set the rule too, or leave damping out.",
         )
         _require_size("damping", self.damping)
-        for name in ("detach_target", "decode_updates", "standardised", "calibrated_proj"):
+        for name in ("detach_target", "decode_updates", "standardised", "calibrated_proj", "keep_row_norms"):
             _require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
         _require(
-            not self.calibrated_proj or (self.conv == "lookahead" and self.kernel_size >= 3),
+            not self.calibrated_proj or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
             "calibrated_proj is for targets that see the next token; use conv='lookahead' and a kernel_size of 3 or more, or leave it out.",
+        )
+        self._check_next_token_prediction()
+
+    def _check_next_token_prediction(self) -> None:
+        """The options of TTT-NTP, and what they do not go with."""
+        usual = InPlaceTTTConfig.kernel_size
+        _require(
+            self.conv != "next" or self.kernel_size == usual,
+            f"kernel_size {self.kernel_size} is of a convolution, and conv='next' has none; leave it out.",
+        )
+        _require(self.proj_init in get_args(ProjInit), f"proj_init must be one of {get_args(ProjInit)}, got {self.proj_init!r}.")
+        _require(
+            not self.calibrated_proj or self.proj_init == InPlaceTTTConfig.proj_init,
+            f"proj_init {self.proj_init!r} has no effect where calibrated_proj measures the start of P; leave one of them out.",
+        )
+        _require(self.write_norm in (None, *get_args(WriteNorm)), f"write_norm must be 'spectral' or nothing, got {self.write_norm!r}.")
+        for name in ("write_norm", "keep_row_norms"):
+            _require(
+                self.rule == "sum" or not getattr(self, name),
+                f"{name} belongs to the sum of writes, and the rule is {self.rule!r}; leave one of them out.",
+            )
+        _require(
+            self.write_norm is None or self.clip is None,
+            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.",
+        )
+        _require(
+            not self.keep_row_norms or self.whitening is None,
+            "keep_row_norms needs writes in the coordinates of W0, which whitening changes; leave one of them out.",
         )
 
     def _check_layers(self) -> None:
@@ -218,7 +255,13 @@ class InPlaceTTTConfig:
     def extensions(self) -> dict[str, Any]:
         """The settings beyond the paper's method that are on, by name."""
         values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name not in _OF_THE_PAPER}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        target = {"conv": self.conv} if self.conv == "next" else {}
+        return target | {name: value for name, (value, default) in values.items() if value != default}
+
+    @property
+    def starts_as_base(self) -> bool:
+        """Whether a fresh conversion writes nothing, so that it computes what its base does: its convolution is zero."""
+        return self.conv != "next"
 
     def eta_of(self, position: int) -> float:
         """η of the TTT layer at `position` among the TTT layers."""

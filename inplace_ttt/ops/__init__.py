@@ -8,15 +8,27 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..config import WriteNorm
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
 from . import chunked, compiled, conv, least_squares, reference, row_norms, triton
 from .compiled import TracedLayout
 from .least_squares import readout
-from .norms import WriteNorm, keeping_row_norms
+from .norms import keeping_row_norms
 from .precision import state_dtype
+from .reference import write_factor
 
-__all__ = ["chunk_conv", "fast_weight", "keeping_row_norms", "next_in_chunk", "readout", "state_dtype", "state_rows", "takes_weight"]
+__all__ = [
+    "chunk_conv",
+    "fast_weight",
+    "keeping_row_norms",
+    "next_in_chunk",
+    "readout",
+    "state_dtype",
+    "state_rows",
+    "takes_weight",
+    "write_factor",
+]
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 

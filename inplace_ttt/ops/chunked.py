@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..config import WriteNorm
 from ..layout import ChunkLayout, Span
-from .norms import WriteNorm, spectral_norm
+from .norms import spectral_norm
 from .precision import add_product_, state_dtype, without_autocast
 from .reference import clip_factor, write_factor
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-
-WriteNorm = Literal["spectral"]
 
 _POWER_STEPS, _LEAST_NORM, _LEAST_LENGTH, _LEAST_ROW = 5, 1e-6, 1e-8, 1e-5
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..config import WriteNorm
 from ..layout import ChunkLayout
-from .norms import WriteNorm, keeping_row_norms, spectral_norm
+from .norms import keeping_row_norms, spectral_norm
 from .precision import state_dtype
 
 

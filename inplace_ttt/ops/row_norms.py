@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..config import WriteNorm
 from ..layout import ChunkLayout, Span
 from .chunked import Walk
-from .norms import WriteNorm, keeping_row_norms, through_row_norms
+from .norms import keeping_row_norms, through_row_norms
 from .precision import without_autocast
 
 

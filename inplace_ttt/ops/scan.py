@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from ..config import WriteNorm
 from ..layout import ChunkLayout, on_device
 from . import chunked, fast_weight, least_squares
-from .norms import WriteNorm
 from .precision import state_dtype
 
 
