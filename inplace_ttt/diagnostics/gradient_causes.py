@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..layer.overrides import with_config
 from ..layout import ChunkLayout
 from ..surgery import initial_std
-from .diagnosed_model import GENERATOR, DiagnosedModel
+from .diagnosed_model import DiagnosedModel
 from .findings import Finding, named, times
 from .gradients import Gradients, Rates, gradients
 from .overrides import paper_p, random_like, with_eta, with_values
@@ -134,7 +134,7 @@ def _etas(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 def _both_zero(model: DiagnosedModel, found: Gradients) -> list[int]:
     known = model.parameters()
-    return [i for i in model.layers if not any(_size(model, i, name) for name in GENERATOR if (i, name) in known)]
+    return [i for i in model.layers if (i, "conv") in known and not _size(model, i, "conv") and not _size(model, i, "proj")]
 
 
 def _small_p(model: DiagnosedModel, found: Gradients) -> list[int]:
