@@ -298,6 +298,15 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     "paper": InPlaceTTTConfig(),
     # The public reference code's recommended configuration.
     "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
+    # TTT-NTP (arXiv 2606.21803): its public recipe for Llama-3.1-8B, with the diagonal start of its others. docs/ttt_ntp.md.
+    "ttt_ntp": InPlaceTTTConfig(
+        eta=0.3,
+        target="hidden_states",
+        conv="next",
+        proj_init="shared_diagonal",
+        write_norm="spectral",
+        keep_row_norms=True,
+    ),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "compact": InPlaceTTTConfig(
         chunk_size=128,
