@@ -17,6 +17,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "next-token prediction": {
         "conv": "next", "target": "hidden_states", "proj_init": "shared_diagonal", "write_norm": "spectral", "keep_row_norms": True,
+        "prompt_write": {"window": 9, "cap": None},
     },
     "clip from JSON": {"clip": {"tau": 1e-3, "when": "always"}},
 }  # fmt: skip
@@ -108,6 +109,12 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("write_norm belongs to the sum", [{"write_norm": "spectral", "rule": "least_squares", "damping": 0.5}]),
     ("keep_row_norms belongs to the sum", [{"keep_row_norms": True, "rule": "least_squares", "damping": 0.5}]),
     ("leaves a clip nothing to bound", [{"write_norm": "spectral", "clip": {"tau": 1}}]),
+    ("prompt_write.window must be an integer from 1", [{"conv": "next", "prompt_write": {"window": x}} for x in (0, 1.5, True, None)]),
+    ("prompt_write.ridge must be a number above 0,", [{"conv": "next", "prompt_write": {"ridge": x}} for x in (0, -1, NAN, None)]),
+    ("prompt_write.cap must be a number above 0, or left out", [{"conv": "next", "prompt_write": {"cap": x}} for x in (0, "1")]),
+    ("prompt_write.keep_row_norms must be true or false", [{"conv": "next", "prompt_write": {"keep_row_norms": 1}}]),
+    ("prompt_write must be a PromptWrite or nothing", [{"conv": "next", "prompt_write": x} for x in (True, 8192, [])]),
+    ("prompt_write fits the next token's source", [{"prompt_write": {}}, {"conv": "next", "prompt_write": {}, "whitening": {}}]),
     ("keep_row_norms needs writes in the coordinates of W0", [{"keep_row_norms": True, "whitening": {}}]),
 ]  # fmt: skip
 

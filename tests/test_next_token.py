@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from checkpoint.folders import save_base, tensors_of
 from models import converted, distance, logits, random_ids
@@ -85,3 +86,28 @@ def test_what_a_chunk_changes_of_the_weight_is_what_diagnosis_reports() -> None:
     model = converted("llama", **{**NORMS, "eta": 1e4})
     found = diagnose(model, {"input_ids": random_ids(1, 50)}).measured
     assert all(0.5 < writes.state_ratio < 2.0 for writes in found.writes.values())
+
+
+def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prompt = tmp_path / "ttt", tmp_path / "prompt.txt"
+    base = tiny.save_base(tmp_path / "base")
+    prompt.write_text(tiny.text(60))
+    preset = ["--preset", "ttt_ntp", "--layers", "0", "--chunk-size", "16"]
+    assert cli.main(["convert", str(base), str(folder), *preset, "--set", "prompt_write.cap=0.5", "--set", "prompt_write.eta=1"]) == 0
+    whole, read, then = (["generate", str(folder), "--max-new-tokens", n, "--json"] for n in ("8", "0", "8"))
+    capsys.readouterr()
+    assert cli.main([*whole, "--prompt-file", str(prompt)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["prompt_written"] and result["chunks_written"] == 1 and result["state_bytes"] == 32 * 64 * 4
+    assert cli.main([*read, "--prompt-file", str(prompt), "--save-state", str(tmp_path / "s")]) == 0
+    (tmp_path / "more.txt").write_text(" and the sea")
+    capsys.readouterr()
+    assert cli.main([*then, "--prompt-file", str(tmp_path / "more.txt"), "--load-state", str(tmp_path / "s")]) == 0
+    later = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not later["prompt_written"] and later["state_bytes"] == result["state_bytes"]
+    assert cli.main([*whole[:-1], "--prompt-file", str(prompt)]) == 0
+    assert "wrote the prompt into the fast weights" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(folder), "--text", str(prompt), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "what its chunks would write is measured instead" in said.err
+    assert json.loads(said.out.splitlines()[-1])["difference"]["mean"] != 0

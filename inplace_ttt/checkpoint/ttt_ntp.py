@@ -1,7 +1,8 @@
 """Checkpoints of TTT-NTP's public code (arXiv 2606.21803), in: its training form.
 
 Its config.json has `ttt_*` keys beside a stock model_type; its only new tensor is each TTT layer's `mlp.ttt_proj.weight`
-[d, d], used untransposed. What its evaluation does instead of the chunks, and with which numbers, is in no file of it.
+[d, d], used untransposed. What its evaluation does instead of the chunks, and with which numbers, is in no file of it:
+`PromptWrite` has those that its evaluation script gives.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
         "conv": "next",
         "write_norm": _WRITE_NORMS[optimiser],
         "keep_row_norms": keeps,
+        "prompt_write": {},  # its evaluation's numbers, which are ours by default
     }
     config = ttt_config_in(settings, checkpoint.folder / CONFIG)
     check_tensors(tensors, config, name)

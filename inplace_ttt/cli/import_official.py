@@ -19,7 +19,8 @@ EXAMPLES = """example:
   inplace-ttt import-official ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt
   inplace-ttt import-official ./ttt-ntp-qwen3-4b ./qwen3-4b-ntp"""
 
-_NTP = "TTT-NTP, its training form; its code keeps sums in bfloat16 and has one document a row, here they are float32 and any number"
+_TRAINING = "TTT-NTP, its training form; its code keeps sums in bfloat16 and has one document a row, here they are float32 and any number"
+_INFERENCE = "prompt_write is not in its files: set to what its evaluation script gives"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> Result:
 def render(result: dict[str, Any]) -> str:
     lines = [f"wrote {result['output']}", f"TTT layers: {', '.join(map(str, result['layers']))}"]
     if result["format"] == "TTT-NTP":
-        lines.append(_NTP)
+        lines += [_TRAINING, _INFERENCE]
     if result["ignored_layers"]:
         lines.append(f"left out layers {result['ignored_layers']}: the model does not have them (the public code ignores them silently)")
     return "\n".join(lines)

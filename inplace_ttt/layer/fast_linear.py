@@ -147,12 +147,15 @@ class FastWeight(nn.Module):
 
     def _rows_to_keep(self) -> Tensor | None:
         """W0 [d, h] where its row norms are kept, or None."""
-        if not self.fast.config.keep_row_norms:
-            return None
+        return self.base_weight() if self.fast.config.keep_row_norms else None
+
+    def base_weight(self) -> Tensor:
+        """W0 [d, h], for what cannot do without it."""
         w0 = self.matrix()
         if w0 is None:
             raise InPlaceTTTError(
-                f"keep_row_norms needs W0, which {type(self).__name__} does not show; leave it out, or load W0 unquantised."
+                f"keep_row_norms and prompt_write need W0, which {type(self).__name__} does not show; leave them out, or load W0 plain, "
+                "not quantised and not wrapped."
             )
         return w0
 

@@ -125,7 +125,7 @@ def test_a_chunk_of_one_token_writes_nothing() -> None:
 def test_a_weight_that_does_not_show_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted("llama", **NORMS)
     monkeypatch.setattr(type(fast_weights(model)[0]), "matrix", lambda self: None)
-    with pytest.raises(InPlaceTTTError, match="keep_row_norms needs W0, which FastWeightLinear does not show"):
+    with pytest.raises(InPlaceTTTError, match="need W0, which FastWeightLinear does not show"):
         logits(model, random_ids(1, 3 * CHUNK))
 
 
