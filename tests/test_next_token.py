@@ -11,7 +11,8 @@ from checkpoint.folders import save_base, tensors_of
 from models import converted, distance, logits, random_ids
 from safetensors.torch import load_file
 
-from inplace_ttt import cli, load
+from inplace_ttt import InPlaceTTTError, cli, load
+from inplace_ttt.audit.auditor import audit_model
 from inplace_ttt.diagnostics import diagnose
 from inplace_ttt.diagnostics.report import write_report
 from inplace_ttt.surgery import config_of, fast_weights
@@ -111,3 +112,9 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert "what its chunks would write is measured instead" in said.err
     assert json.loads(said.out.splitlines()[-1])["difference"]["mean"] != 0
+
+
+@pytest.mark.parametrize("options", [NORMS, {"write_norm": "spectral"}, {"keep_row_norms": True}], ids=str)
+def test_the_audit_says_that_it_cannot(options: dict[str, Any]) -> None:
+    with pytest.raises(InPlaceTTTError, match="the audit measures the paper's sum through a convolution"):
+        audit_model(converted("llama", **options))
