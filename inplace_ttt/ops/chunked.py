@@ -20,7 +20,7 @@ from ..config import WriteNorm
 from ..layout import ChunkLayout, Span
 from .norms import spectral_norm
 from .precision import add_product_, state_dtype, without_autocast
-from .reference import clip_factor, write_factor
+from .reference import clip_factor
 
 
 def fast_weight(
@@ -198,7 +198,7 @@ class Walk:
         if self.clip is None and self.write_norm is None and carry is not None:
             return carry.addmm_(values.T, keys, alpha=self.write)
         delta = values.T @ keys
-        delta *= self.write * write_factor(delta, self.clip, self.write_norm)
+        delta *= self.write * (clip_factor(delta, self.clip) if self.write_norm is None else 1 / spectral_norm(delta))
         return delta if carry is None else carry.add_(delta)
 
     def read_with(self, carry: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def update_then_apply(patch: Patch) -> None:
             while start < stop:
                 end = min(start + self.chunk_size - self.filled[row], stop)
                 self._take(row, z[row, start:end], x[row, start:end], writer, undoable=False)
-                self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer.eta, row)
+                self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer, row)
                 start = end
         return out
 
@@ -113,7 +113,7 @@ def update_then_apply(patch: Patch) -> None:
 
 def one_weight_a_call(patch: Patch) -> None:
     def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
-        self._read(out, z, writer.eta)
+        self._read(out, z, writer)
         for row, (start, stop) in enumerate(spans):
             while start < stop:
                 end = min(start + self.chunk_size - self.filled[row], stop)
