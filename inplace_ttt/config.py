@@ -188,6 +188,11 @@ class InPlaceTTTConfig:
         require(not beyond, f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.")
         return self
 
+    def state_shape(self, d: int, h: int) -> tuple[int, int]:
+        """Rows and columns of one sequence's state at a down-projection from h to d: [d, r], with least squares [d + r, r]."""
+        width = h if self.whitening is None else self.whitening.directions(d, h)
+        return d if self.damping is None else d + width, width
+
     @property
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
@@ -244,8 +249,8 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         chunk_size=128,
         eta=2.0,
         rule="least_squares",
-        damping=0.03,
-        whitening=KeyWhitening(rank=0.75),
+        damping=1.0,
+        whitening=KeyWhitening(rank=0.5),
         standardised=True,
         calibrated_proj=True,
     ),

@@ -13,7 +13,6 @@ from transformers import DynamicCache, PreTrainedModel
 from .errors import InPlaceTTTError, shown
 from .families import features
 from .layer.forward_context import reading_text
-from .ops import state_rows
 from .session_file import Header
 from .surgery import config_of, fast_weights
 
@@ -52,13 +51,13 @@ class _Check:
     def __init__(self, path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
         self.path, self.header, self.tensors, self.model = path, header, tensors, model
         self.config = config_of(model)
-        self.sizes = {index: self._size(*features(layer)) for index, layer in fast_weights(model).items()}
+        self.sizes = {index: self._sizes(*features(layer)) for index, layer in fast_weights(model).items()}
         self.kept = {name.partition(".")[0] for name in tensors if ".fast." in name}
         self.rows = self._rows()
 
-    def _size(self, h: int, d: int) -> tuple[int, int]:
-        """d, and how wide keys are."""
-        return d, h if self.config.whitening is None else self.config.whitening.directions(d, h)
+    def _sizes(self, h: int, d: int) -> tuple[int, int, int]:
+        """d, and the state's rows and columns."""
+        return d, *self.config.state_shape(d, h)
 
     def run(self) -> None:
         self._names()
@@ -127,13 +126,13 @@ class _Check:
             for kind, (heads, width) in (("keys", layer.keys), ("values", layer.values)):
                 self._shape(f"{index}.{kind}", [self.rows, heads, held, width])
 
-    def _stream(self, index: int, d: int, width: int) -> None:
+    def _stream(self, index: int, d: int, rows: int, width: int) -> None:
         name, chunk = f"{index}.fast", self.config.chunk_size
         filled, written, unbroken = self._shape(f"{name}.counts", [3, self.rows], torch.int64).tolist()
         right = all(0 <= f < chunk and 0 <= w < _MOST and 0 <= u < _MOST for f, w, u in zip(filled, written, unbroken, strict=True))
         self._require(right, f"{name}.counts are out of range for chunks of {chunk}")
         if any(written) or f"{name}.state" in self.tensors:
-            self._shape(f"{name}.state", [self.rows, state_rows(d, width, self.config.damping), width], torch.float32)
+            self._shape(f"{name}.state", [self.rows, rows, width], torch.float32)
         if any(filled) or {f"{name}.z", f"{name}.x"} & set(self.tensors):
             open_rows = self._shape(f"{name}.z", [self.rows, None, width]).shape[1]
             self._shape(f"{name}.x", [self.rows, open_rows, d])

@@ -8,7 +8,7 @@ from families import FAMILIES, UNLISTED, build
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from inplace_ttt import InPlaceTTTConfig, calibrate, convert
+from inplace_ttt import InPlaceTTTConfig, KeyWhitening, calibrate, convert
 from inplace_ttt.surgery import config_of, fast_weights
 
 LAYERS = (0, 2)
@@ -25,6 +25,12 @@ def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True
     if writes:
         turn_writer_on(model)
     return model
+
+
+COMPACT: dict[str, Any] = {
+    "rule": "least_squares", "damping": 0.5, "whitening": KeyWhitening(0.75), "standardised": True, "calibrated_proj": True, "eta": 10.0,
+}  # fmt: skip
+"""As the preset, with writes that show."""
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ..families import locate
 from ..layer.fast_linear import FastWeight
 from ..surgery import config_of, convert, fast_weights, ttt_disabled
 from .activations import Seen, seeing
+from .directions import Directions, LeadingDirections
 from .initial_projection import initial_projections
 
 CALIBRATION_TOKENS = 32_768
@@ -29,32 +29,25 @@ CALIBRATION_TOKENS = 32_768
 _AT_ONCE = 4096
 
 
-@dataclass
-class _Sums:
-    """Over the tokens read, float32: sums of z zᵀ [h, h] and z [h], of the target's source x [d] and of ‖x‖²; rows' median ‖residual‖."""
+class _Seen:
+    """Of one layer, over the tokens read: the directions of its keys, if they are whitened; sums of the target's source x [d] and of ‖x‖²,
+    float32; rows' median ‖residual‖."""
 
-    square: Tensor
-    keys: Tensor
-    source: Tensor
-    norm: Tensor
-    residual: Tensor
-    tokens: int = 0
-    rows: int = 0
-
-    @classmethod
-    def like(cls, seen: Seen) -> _Sums:
-        h, d = seen.z.shape[-1], seen.source.shape[-1]
+    def __init__(self, layer: FastWeight, seen: Seen) -> None:
         zeros = functools.partial(torch.zeros, device=seen.z.device)
-        return cls(zeros(h, h), zeros(h), zeros(d), zeros(()), zeros(()))
+        keys = layer.ttt.keys
+        self.directions = None if keys is None else LeadingDirections(keys.directions.shape[1], len(keys.directions), seen.z.device)
+        self.source, self.norm, self.residual = zeros(seen.source.shape[-1]), zeros(()), zeros(())
+        self.tokens = self.rows = 0
 
     def add(self, seen: Seen) -> None:
-        z, x = seen.z.flatten(0, -2).float(), seen.source.flatten(0, -2).float().to(seen.z.device)
-        self.square.addmm_(z.T, z)
-        self.keys += z.sum(0)
+        x = seen.source.flatten(0, -2).float().to(self.source.device)
+        if self.directions is not None:
+            self.directions.add(seen.z)
         self.source += x.sum(0)
         self.norm += x.square().sum()
-        self.residual += seen.stream.float().norm(dim=-1).median().to(z.device)
-        self.tokens, self.rows = self.tokens + len(z), self.rows + 1
+        self.residual += seen.stream.float().norm(dim=-1).median().to(self.residual.device)
+        self.tokens, self.rows = self.tokens + len(x), self.rows + 1
 
 
 @torch.no_grad()
@@ -70,15 +63,15 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     if not rows:
         raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
     layers = fast_weights(model)
-    sums: dict[int, _Sums] = {}
+    over_text: dict[int, _Seen] = {}
     with ttt_disabled(model), seeing(model) as found:
         for row in tqdm(rows, desc="calibrating", file=sys.stderr, disable=None if progress else True):
             locate(model).base(row, use_cache=False)
             for index, seen in found.items():
-                sums.setdefault(index, _Sums.like(seen)).add(seen)
+                over_text.setdefault(index, _Seen(layers[index], seen)).add(seen)
     vocabulary = _mean_embedding(model) if config.standardised and config.target == "embeddings" else None
     for index, layer in layers.items():
-        _set(layer, sums[index], config.whitening, vocabulary)
+        _set(layer, over_text[index], config.whitening, vocabulary)
     if config.calibrated_proj:
         for index, proj in initial_projections(model, rows, progress=progress).items():
             layers[index].ttt.proj.copy_(proj)
@@ -98,33 +91,25 @@ def _mean_embedding(model: Any) -> Tensor:
     return torch.stack([table(part).float().sum(0) for part in ids.split(_AT_ONCE)]).sum(0) / len(ids)
 
 
-def _set(layer: FastWeight, sums: _Sums, whitening: KeyWhitening | None, vocabulary: Tensor | None) -> None:
+def _set(layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vocabulary: Tensor | None) -> None:
     if layer.ttt.mean is not None and layer.ttt.gain is not None:
-        seen = sums.source / sums.tokens
+        seen = over_text.source / over_text.tokens
         mean = seen if vocabulary is None else vocabulary
-        size = (sums.norm / sums.tokens - 2 * seen @ mean + mean @ mean).clamp(min=0).sqrt()
+        size = (over_text.norm / over_text.tokens - 2 * seen @ mean + mean @ mean).clamp(min=0).sqrt()
         if not size > 0:
             raise InPlaceTTTError(
                 "the target's source did not vary over the calibration text; give rows of a text like the one to be read."
             )
         layer.ttt.mean.copy_(mean)
-        layer.ttt.gain.copy_(sums.residual / sums.rows / size)
-    if layer.ttt.keys is not None and whitening is not None:
-        mean = sums.keys / sums.tokens
-        directions = whitening_of(sums.square / sums.tokens - mean.outer(mean), len(layer.ttt.keys.bias), whitening.ridge)
+        layer.ttt.gain.copy_(over_text.residual / over_text.rows / size)
+    if layer.ttt.keys is not None and whitening is not None and over_text.directions is not None:
+        found = over_text.directions.found()
+        directions = whitened(found, whitening.ridge)
         layer.ttt.keys.directions.copy_(directions)
-        layer.ttt.keys.bias.copy_(-directions @ mean)
+        layer.ttt.keys.bias.copy_(-directions @ found.mean)
 
 
-def whitening_of(covariance: Tensor, rank: int, ridge: float) -> Tensor:
-    """A = s (Λ + ρI)^(-1/2) Uᵀ [rank, h] of `WhitenedKeys`, from the largest eigenpairs of a covariance [h, h]; mean of ‖A(z - μ)‖² one."""
-    values, vectors = torch.linalg.eigh(covariance.double())
-    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
-    rho = ridge * values.mean()
-    if not rho > 0:
-        raise InPlaceTTTError(
-            "a down-projection's input did not vary over the calibration text; give rows of a text like the one to be read."
-        )
-    leading = values[:rank]
-    scale = (leading / (leading + rho)).sum().rsqrt()
-    return (scale * (leading + rho).rsqrt()[:, None] * vectors[:, :rank].T).float()
+def whitened(found: Directions, ridge: float) -> Tensor:
+    """A = s (Λ + ρI)^(-1/2) Uᵀ [r, h] of `WhitenedKeys`, with which the mean of ‖A(z - μ)‖² is one."""
+    shares = 1 / (found.values + ridge * found.trace / len(found.mean))
+    return ((found.values * shares).sum().rsqrt() * shares.sqrt())[:, None] * found.vectors.T

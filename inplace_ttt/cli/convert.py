@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as kernel_size=3 or whitening.rank=256"
     )
     parser.add_argument(
-        "--calibrate", nargs="+", type=path, metavar="F", help="texts to measure on what the preset's extensions need (see --preset stable)"
+        "--calibrate",
+        nargs="+",
+        type=path,
+        metavar="F",
+        help="texts to measure on what the preset's extensions need (see --preset compact)",
     )
     parser.add_argument(
         "--calibrate-tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from ..checkpoint.adapter import is_adapter, read_adapter
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> Result:
         config, tensors, model = checkpoint.ttt_config, checkpoint.ttt_tensors(), empty_model(checkpoint)[1]
         assert checkpoint.section is not None
         base = checkpoint.section.get("base")
-    sizes = [(rows, columns) for columns, rows in map(features, fast_weights(model).values())]  # on disk they may be quantised
+    sizes = [(d, h) for h, d in map(features, fast_weights(model).values())]  # on disk they may be quantised
     return {
         "form": "adapter" if adapter else "full",
         "layers": list(config.layers),
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> Result:
         "fast_weight": sizes[0],
         "new_parameters": parameters_of(tensors),
         "measured": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()) - parameters_of(tensors),
-        "state_bytes_per_sequence": 4 * sum(rows * columns for rows, columns in sizes),
+        "state_bytes_per_sequence": 4 * sum(math.prod(config.state_shape(d, h)) for d, h in sizes),
     }, 0
 
 

@@ -1,4 +1,4 @@
-"""The op against the plain linear, the materialising formulation and the limit: time and peak memory as ratios."""
+"""The op's forms against the plain linear, the materialising formulation and the limit: time and peak memory as ratios."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Forward + backward of each formulation, interleaved in one run.
 
-    Rows: name, median / min / max seconds, the ratio of its time to the plain linear's (median of paired runs, with the
-    range), peak bytes beyond inputs and gradients of the plain linear's own run, and the rate of 7 products in its time.
+    "additive" is the paper's rule beside a product with W0, as for half-precision weights on a CPU; "least squares" that rule on
+    d/2 keys, these and the product with W0 included. Rows: name, median / min / max seconds, the ratio of its time to the plain
+    linear's (median of paired runs, with the range), peak bytes beyond inputs and gradients of the plain linear's own run, and
+    the rate of 7 products in its time.
     A formulation that does not fit in the GPU's memory has `out_of_memory` instead of figures.
     every_form: the chunked form and the materialising one under torch.compile too, None: on a GPU.
     """
@@ -91,10 +93,18 @@ def measure(
     weight = tensor(shape.d, shape.h, scale=0.02)
     grad = torch.randn(1, shape.tokens, shape.d, generator=generator, device=device).to(dtype)
     layout = ChunkLayout.from_lengths([[shape.tokens]], shape.chunk_size)
+    directions = torch.randn(shape.d // 2, shape.h, generator=generator, device=device).mul_((shape.h * shape.d / 2) ** -0.5).to(dtype)
+    linear = torch.nn.functional.linear
+
+    def least_squares() -> Tensor:
+        return linear(z, weight) + fast_weight(linear(z, directions), v, None, eta=_ETA, layout=layout, damping=1.0)
+
     forms: dict[str, Callable[[], Tensor]] = {
-        "linear": lambda: torch.nn.functional.linear(z, weight),
+        "linear": lambda: linear(z, weight),
         "fast_weight": lambda: fast_weight(z, v, weight, eta=_ETA, layout=layout),
         "materialising": lambda: materialising(z, v, weight, shape.chunk_size),
+        "additive": lambda: linear(z, weight) + fast_weight(z, v, None, eta=_ETA, layout=layout),
+        "least squares": least_squares,
     }
     if device.startswith("cuda") if every_form is None else every_form:
         torch._dynamo.reset()  # else each shape adds to the last one's guards

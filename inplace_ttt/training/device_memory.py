@@ -19,7 +19,7 @@ class ModelSize:
     """What the figures below follow from.
 
     parameters, trained, largest: numbers, of all, of those that learn, and in the largest of these. buffers: bytes.
-    queries, keys: channels of one layer's queries and keys, all heads together. fast_weights: (d, h) of each TTT layer.
+    queries, keys: channels of one layer's queries and keys, all heads together. states: numbers of each TTT layer's state.
     """
 
     parameters: int
@@ -30,12 +30,12 @@ class ModelSize:
     layers: int
     queries: int
     keys: int
-    fast_weights: tuple[tuple[int, int], ...]
+    states: tuple[int, ...]
 
     @property
     def state_bytes(self) -> int:
         """The float32 fast-weight state of one sequence, all layers."""
-        return 4 * sum(d * h for d, h in self.fast_weights)
+        return 4 * sum(self.states)
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
 
 def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
     """Ranks that share rows: the state a TTT layer starts from, of one layer or of all for the backward, and three in the exchange."""
-    if recipe.parallel.sequence_parallel == 1 or not model.fast_weights:
+    if recipe.parallel.sequence_parallel == 1 or not model.states:
         return 0
-    states = [4 * recipe.optimisation.batch_size * d * h for d, h in model.fast_weights]
+    states = [4 * recipe.optimisation.batch_size * numbers for numbers in model.states]
     return (max(states) if one_layer else sum(states)) + 3 * max(states)
 
 
@@ -137,7 +137,7 @@ def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
     parameters = {0: 0, 1: size * model.trained, 2: size * model.trained}.get(stage, 2 * size * model.parameters * o.accumulation)
     length = recipe.data.sequence_length // shared
     passes = (forwards + 1) * o.accumulation * o.batch_size
-    scan = passes * sum(2 * 4 * d * h for d, h in model.fast_weights)
+    scan = passes * 2 * model.state_bytes
     attention = passes * model.layers * size * length * 2 * (model.queries + model.keys)
     sent = {
         "gradients": gradients * (ranks - 1) // ranks,

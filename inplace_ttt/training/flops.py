@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..families import features
-from ..surgery import fast_weights
+from ..surgery import config_of, fast_weights
 from .recipe import Recipe
 from .ulysses import attention_heads
 
@@ -30,7 +30,7 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
         if isinstance(module, (nn.Linear, Conv1D)):
             linear += 2 * tokens * module.weight.numel() * (1 + learns + module.weight.requires_grad)
         learns = learns or any(parameter.requires_grad for parameter in own)
-    return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, fast_weight_sizes(model), again=0)
+    return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, model, again=0)
 
 
 def tokens_of(recipe: Recipe) -> int:
@@ -56,16 +56,29 @@ def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
     return 4 * width * heads * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
 
 
-def fast_weight_flops(recipe: Recipe, sizes: tuple[tuple[int, int], ...], again: int) -> int:
-    """What TTT adds to the products of a device's micro-step: writing and, beside W0, reading S; P; and their backward.
+def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
+    """What TTT adds to the products of a device's micro-step: keys, writing, reading beside W0; P; and their backward.
 
-    In float32 W0 + ηS is applied in one product, so reading is no more than the plain linear; else S is applied beside W0.
     again: 1 where the forward is recomputed, which computes no plain linear at a layer's end again, but all of TTT.
     """
-    fused = recipe.model.dtype == "float32"
-    forwards = 1 + again
-    of_state = forwards * (1 if fused else 2) + again + (3 if fused else 5)
-    return sum(2 * tokens_of(recipe) * (of_state * d * h + (forwards + 2) * d * d) for d, h in sizes)
+    config, forwards, total = config_of(model), 1 + again, 0.0
+    for d, h in fast_weight_sizes(model):
+        width = config.state_shape(d, h)[1]
+        of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
+        if config.damping is not None:
+            of_state = _least_squares_products(d, width, config.chunk_size, forwards)
+        elif config.whitening is None and recipe.model.dtype == "float32":  # W0 + ηS is applied in one product, no more than W0's own
+            of_state = (forwards + 3) * d * width
+        else:
+            of_state = (2 * forwards + 5) * d * width
+        total += of_keys + of_state + again * d * h + (forwards + 2) * d * d
+    return int(2 * tokens_of(recipe) * total)
+
+
+def _least_squares_products(d: int, r: int, chunk: int, forwards: int) -> float:
+    """Multiply-adds a token. The forward sums, factors, solves and reads; the backward does so again, and walks back."""
+    sums, factor = (d + r) * r, r**3 / (6 * chunk)
+    return forwards * (sums + factor + r * r + d * r) + sums + factor + d * r + 2 * r * r + 3 * d * r + 2 * r * r
 
 
 def device_peak(recipe: Recipe) -> float | None:

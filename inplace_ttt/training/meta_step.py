@@ -143,7 +143,7 @@ AttentionInterface.register(_NAMES["sdpa"], _sdpa)
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes that are alive, from here on, and the operations of matrix products."""
+    """Counts the bytes that are alive, from here on, and the operations of matrix products and solves."""
 
     def __init__(self, model: nn.Module, vocabulary: int, tokens: int) -> None:
         super().__init__()
@@ -162,6 +162,10 @@ class _Meter(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _PRODUCTS:
             self.flops += 2 * out.numel() * args[_PRODUCTS[name]].shape[-1]
+        elif name == "cholesky_solve":
+            self.flops += 2 * out.numel() * args[1].shape[-1]
+        elif name == "linalg_cholesky_ex":
+            self.flops += out[0].numel() * out[0].shape[-1] // 3
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.known:
                 wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary and tensor.numel() > self.vocabulary * self.tokens // 2

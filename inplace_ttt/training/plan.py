@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         layers=text.num_hidden_layers,
         queries=width * heads,
         keys=width * max(kv_heads, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
-        fast_weights=fast_weight_sizes(model),
+        states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
     )
     step = step_cost(recipe)
     holds_out = bool(recipe.data.validation or recipe.data.validation_documents)
@@ -119,7 +120,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         chunks_per_row=-(-recipe.data.sequence_length // ttt.chunk_size),
         flops_per_step=flops * micro_steps,
         flops=flops * micro_steps * recipe.steps,
-        fast_weight_flops=fast_weight_flops(recipe, size.fast_weights, again) / flops,
+        fast_weight_flops=fast_weight_flops(recipe, model, again) / flops,
         warnings=[*_will_not_train(recipe, ttt, text), *_will_not_fit(recipe, memory, step, device_memory)],
     )
 

@@ -86,7 +86,7 @@ def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--d", "32", "--h", "64", "--tokens", "64", "--chunk-size", "16", "--repeats", "2"]
     assert cli.main(["bench", *sizes, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["name"] for row in rows] == ["linear", "fast_weight", "materialising"]
+    assert [row["name"] for row in rows] == ["linear", "fast_weight", "materialising", "additive", "least squares"]
     assert rows[0]["ratio_to_linear"]["median"] == 1.0
     assert cli.main(["bench", *sizes]) == 0
     assert "limit 2.33" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from inplace_ttt.diagnostics.precision import running_sums
 from inplace_ttt.diagnostics.write_effects import Change
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.layer.cache import streams
+from inplace_ttt.ops import readout
 from inplace_ttt.surgery import fast_weights, ttt_disabled
 
 from .sick import at_the_papers_start, healthy, rows
@@ -227,7 +228,12 @@ def test_a_model_that_is_not_converted() -> None:
         diagnose(nn.Linear(3, 3), rows())
 
 
-@pytest.mark.parametrize("options", [{}, {"damping": 0.5}, {"whitening": KeyWhitening(), "standardised": True, "damping": 0.5}], ids=str)
+LEAST_SQUARES = {"rule": "least_squares", "damping": 0.5}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, LEAST_SQUARES, {**LEAST_SQUARES, "whitening": KeyWhitening(0.5)}, {"whitening": KeyWhitening(7)}], ids=str
+)
 def test_writes_are_those_that_were_made(options: dict[str, Any]) -> None:
     """The measured state is that of a session which read the same tokens, and its ratio that of the weight it stands for."""
     model, ids = converted("llama", **options), random_ids(1, 5 * CHUNK)
@@ -237,6 +243,7 @@ def test_writes_are_those_that_were_made(options: dict[str, Any]) -> None:
     session = FastWeightState(model)
     session.read(ids)
     for index, layer in fast_weights(model).items():
-        weight = layer.eta * layer.keys(streams(session.cache)[index].state[0])
+        read = readout(streams(session.cache)[index].state[0], layer.fast.config.damping)
+        weight = layer.eta * (read if layer.ttt.keys is None else read @ layer.ttt.keys.directions)
         ratio = float(weight.norm() / layer.weight.detach().norm())
         assert found[index].state_ratio == pytest.approx(ratio, rel=1e-3) and found[index].chunks == 5

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import converted, distance, logits, random_ids
+from models import COMPACT, converted, distance, logits, random_ids
 from torch import Tensor, nn
 
 from inplace_ttt import InPlaceTTTError, ttt_disabled
@@ -15,14 +15,7 @@ IDS = random_ids(2, 40)
 OPTIONS: dict[str, dict[str, Any]] = {
     "relative clip": {"clip": DeltaClip(0.02, relative=True, when="always")},
     "whitened keys, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
-    "least squares": {
-        "whitening": KeyWhitening(0.75),
-        "rule": "least_squares",
-        "damping": 0.5,
-        "standardised": True,
-        "calibrated_proj": True,
-        "eta": 10.0,
-    },
+    "least squares": COMPACT,
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CHUNK, NAMES, converted, distance, logits, random_ids, streamed
+from models import CHUNK, COMPACT, NAMES, converted, distance, logits, random_ids, streamed
 from transformers import DynamicCache
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
@@ -22,7 +22,6 @@ SPLITS: dict[str, list[int]] = {
     "prefill, then tokens": [2 * CHUNK + 4, *[1] * (3 * CHUNK - 1)],
     "tokens, then a turn": [*[1] * 9, LENGTH - 9],
 }
-COMPACT = {"rule": "least_squares", "damping": 0.5, "standardised": True, "calibrated_proj": True, "eta": 10.0}
 NEXT = {"conv": "next", "target": "hidden_states", "write_norm": "spectral"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"conv": "causal"},
@@ -39,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "every layer": {"layers": "every:1"},
     "whitened keys": {"whitening": KeyWhitening(), "standardised": True, "eta": 3.0},
     "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
-    "least squares": {**COMPACT, "whitening": KeyWhitening(0.75)},
+    "least squares": COMPACT,
     "least squares, all directions, hidden states": {**COMPACT, "whitening": KeyWhitening(), "target": "hidden_states"},
     "next token": {"conv": "next", "eta": 0.006},
     "next token, chunks of two": {"conv": "next", "chunk_size": 2, "eta": 0.006},

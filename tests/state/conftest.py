@@ -1,15 +1,15 @@
 """Converted models that the state tests share; gemma3 and qwen3 have a sliding window of 16."""
 
 import pytest
-from models import converted
+from models import COMPACT, converted
 from transformers import PreTrainedModel
 
 NAMES = ("llama", "gemma3", "gpt2", "gpt_neox", "qwen3")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[*NAMES, "least squares"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return converted(request.param)
+    return converted("llama", **COMPACT) if request.param == "least squares" else converted(request.param)
 
 
 @pytest.fixture(scope="module")

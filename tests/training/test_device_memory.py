@@ -11,7 +11,7 @@ from inplace_ttt.training.meta_step import StepCost
 from .recipes import tiny_recipe
 
 SIZE = ModelSize(
-    parameters=1000_000, trained=800_000, largest=1000, buffers=0, hidden=64, layers=10, queries=64, keys=16, fast_weights=((64, 256),) * 2
+    parameters=1000_000, trained=800_000, largest=1000, buffers=0, hidden=64, layers=10, queries=64, keys=16, states=(64 * 256,) * 2
 )
 STEP = StepCost(activations=50_000_000, step=51_000_000, logits=0, product_flops=0)
 

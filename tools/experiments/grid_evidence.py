@@ -1,10 +1,10 @@
-"""A small grid around the paper's rule and around `stable`: what each choice does to the training loss, to on - off and to memory.
+"""A small grid around the paper's rule and around `compact`: what each choice does to the training loss, to on - off and to memory.
 
 python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
 
 The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
 at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
-training, the target's source, and which parameters learn; then away from `stable`. Where every parameter learns, the base is a
+training, the target's source, and which parameters learn; then away from `compact`. Where every parameter learns, the base is a
 model that was trained alike with eta 0. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on
 where the last one stopped.
 """
@@ -63,11 +63,14 @@ POINTS = {
     "hidden-state target": paper("target=hidden_states"),
     "every parameter, eta 0": every_parameter("0"),
     "every parameter": every_parameter("1", base="every parameter, eta 0"),
-    "stable": Point(evidence.stable()),
-    "stable, raw keys": Point(evidence.stable("whitening=null")),
-    "stable, rank 256": Point(evidence.stable("whitening.rank=256")),
-    "stable, plain writes": Point(evidence.stable("damping=null")),
-    "stable, random P": Point(evidence.stable("calibrated_proj=false")),
+    "compact": Point(evidence.compact()),
+    "compact, rank 0.25": Point(evidence.compact("whitening.rank=0.25")),
+    "compact, rank 1.0": Point(evidence.compact("whitening.rank=1.0")),
+    "compact, damping 0.1": Point(evidence.compact("damping=0.1")),
+    "compact, damping 10": Point(evidence.compact("damping=10")),
+    "compact, eta 1": Point(evidence.compact("eta=1")),
+    "compact, the sum": Point(evidence.compact("rule=sum", "damping=null")),
+    "compact, random P": Point(evidence.compact("calibrated_proj=false")),
 }
 
 

@@ -1,6 +1,6 @@
-"""Do writes store memory? The paper's rule, the public code's and the `stable` preset, trained and evaluated alike, over seeds.
+"""Do writes store memory? The paper's rule, the public code's and the `compact` preset, trained and evaluated alike, over seeds.
 
-python tools/experiments/memory_evidence.py [--rules stable paper official] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/memory]
+python tools/experiments/memory_evidence.py [--rules compact paper official] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/memory]
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
@@ -43,7 +43,7 @@ CACHE = WORK / "without-writes"
 READ_IN_FULL = ("full_attention", "beyond_training")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
-"""The first documents, with an eye on which the rates and the start of `stable` were chosen; the others are unseen."""
+"""The first documents, with an eye on which the rates and the start of P were chosen; the others are unseen."""
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
@@ -138,9 +138,13 @@ def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
 
 
 def digests() -> dict[str, str]:
-    """Of the texts and the recipe."""
+    """Of the texts, and of the recipe but for the folders, which are this tool's."""
+    recipe = yaml.safe_load(RECIPE.read_text())
+    for section, key in (("model", "path"), ("data", "train")):
+        del recipe[section][key]
+    del recipe["output"]
     texts = {f"{name}_sha256": _digest(WORK / "text" / folder) for name, folder in (("held_out", "held-out"), ("train", "train"))}
-    return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(yaml.safe_load(RECIPE.read_text())).encode()).hexdigest()}
+    return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(recipe).encode()).hexdigest()}
 
 
 def slug(name: str) -> str:

@@ -1,6 +1,7 @@
-"""What whitened keys and error-correcting writes do for a layer's recall, before anything is trained, and what they cost.
+"""What compact keys and least squares do for a layer's recall, before anything is trained, and what they cost.
 
-python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 256 512] [--out docs/results/cpu-2026-11/untrained-recall.json]
+python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432] [--damping 0.1 1] [--seeds 0 1 2]
+    [--out docs/results/cpu-2026-11/untrained-recall.json]
 
 SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A layer's memory is
 written with its own keys and, as values, the centred embedding of the next token: what a convolution with one tap and P = I
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -26,13 +28,13 @@ from torch.nn.functional import linear
 from tqdm import tqdm
 
 from inplace_ttt.calibration.activations import seeing
-from inplace_ttt.calibration.calibrate import whitening_of
+from inplace_ttt.calibration.calibrate import whitened
+from inplace_ttt.calibration.directions import Directions, LeadingDirections
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.config import InPlaceTTTConfig, KeyWhitening
 from inplace_ttt.families import locate
 from inplace_ttt.files.text import files_in, tokens_of
-from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import convert, fast_weights, ttt_disabled
@@ -40,47 +42,69 @@ from inplace_ttt.tasks.passages import Passage
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
-TOKENS, CHUNK, DAMPING = 2048, 128, 1.0
+TOKENS, CHUNK = 2048, 128
 Keys = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """rank: of whitened keys, None for raw ones. damping: λ of least squares, None for the sum."""
+
+    rank: int | None
+    damping: float | None
+
+    def numbers(self, d: int, h: int) -> int:
+        """Of a state; of the symmetric sum of KᵀK, half."""
+        width = self.rank or h
+        return d * width + (0 if self.damping is None else width * (width + 1) // 2)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", type=int, default=[6, 12, 18, 24])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[64, 256, 512])
-    parser.add_argument("--documents", type=int, default=8, help="to read, and as many again to measure Σ on (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the documents and the passages' places (default: 0)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[64, 128, 256, 288, 432, 512, 576, 1024])
+    parser.add_argument("--damping", nargs="+", type=float, default=[0.01, 0.1, 1.0])
+    parser.add_argument("--documents", type=int, default=8, help="to read, and as many again to measure keys on (default: 8)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the documents and the passages' places")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = convert(load_base(MODEL), InPlaceTTTConfig(layers=tuple(args.layers), chunk_size=CHUNK)).float()
-    known, read, starts = documents(args.documents, args.seed)
-    sigma = {layer: z.flatten(0, 1).T @ z.flatten(0, 1) / z.shape[:2].numel() for layer, z in inputs(model, known).items()}
-    z, table = inputs(model, read), centred(model)
-    values = torch.nn.functional.pad(table[read[:, 1:]], (0, 0, 0, 1))
-    rows: list[dict[str, Any]] = []
-    for name, rank, damping in tqdm(variants(args.ranks, sigma[args.layers[0]].shape[0]), desc="variants", file=sys.stderr):
-        keys = {layer: map_of(sigma[layer], rank) for layer in args.layers}
-        found = {layer: recall(keys[layer](z[layer]), values, read, starts, table, damping) for layer in args.layers}
-        layer = args.layers[0]
-        weight = model.get_parameter(f"model.layers.{layer}.mlp.down_proj.weight")
-        price = cost(z[layer][:1], values[:1], weight, keys[layer], damping, args.repeats)
-        rows.append({"keys": name, "writes": "plain" if damping is None else "error-correcting", "recall": found, "cost": price})
-    print(f"| keys | writes | {' | '.join(f'layer {layer}' for layer in args.layers)} | cost |\n|---|---|{'---|' * (len(args.layers) + 1)}")
-    for row in rows:
-        cells = " | ".join(f"{100 * value:.1f} %" for value in row["recall"].values())
-        print(f"| {row['keys']} | {row['writes']} | {cells} | {row['cost']['median']:.1f} |")
+    table = centred(model)
+    variants = [Variant(rank, damping) for damping in (None, *args.damping) for rank in (None, *args.ranks) if rank or not damping]
+    recalls: dict[Variant, dict[int, list[float]]] = {variant: {layer: [] for layer in args.layers} for variant in variants}
+    costs: dict[Variant, dict[str, float]] = {}
+    for seed in args.seeds:
+        known, read, starts = documents(args.documents, seed)
+        directions = leading(model, known, max(args.ranks))
+        z = inputs(model, read)
+        values = torch.nn.functional.pad(table[read[:, 1:]], (0, 0, 0, 1))
+        for variant in tqdm(variants, desc=f"seed {seed}", file=sys.stderr):
+            for layer in args.layers:
+                keys = keys_of(directions[layer], variant.rank)
+                recalls[variant][layer].append(recall(keys(z[layer]), values, read, starts, table, variant.damping))
+            if variant not in costs:
+                layer = args.layers[0]
+                weight = model.get_parameter(f"model.layers.{layer}.mlp.down_proj.weight")
+                keys = keys_of(directions[layer], variant.rank)
+                costs[variant] = cost(z[layer][:1], values[:1], weight, keys, variant.damping, args.repeats)
+    rows = [row(variant, recalls[variant], costs[variant], weight.shape) for variant in variants]
+    print(f"| keys | rule | numbers | {' | '.join(f'layer {layer}' for layer in args.layers)} | cost |")
+    print(f"|---|---|---|{'---|' * (len(args.layers) + 1)}")
+    for found in rows:
+        cells = " | ".join(f"{100 * fmean(values):.1f} %" for values in found["recall"].values())
+        print(f"| {found['keys']} | {found['rule']} | {found['numbers']:,} | {cells} | {found['cost']['median']:.1f} |")
     if args.out:
-        command = "python tools/experiments/untrained_recall.py " + " ".join(sys.argv[1:])
+        command = " ".join(["python", *sys.argv])
         args.out.write_text(json.dumps({"command": command, "torch": torch.__version__, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def variants(ranks: list[int], width: int) -> list[tuple[str, int | None, float | None]]:
-    """Name of the keys, their rank (0 for raw ones), λ."""
-    keys = [("raw", 0), *((f"whitened, rank {rank}", rank) for rank in ranks), (f"whitened, all {width}", width)]
-    return [(name, rank, damping) for damping in (None, DAMPING) for name, rank in keys]
+def row(variant: Variant, recalls: dict[int, list[float]], price: dict[str, float], shape: Sequence[int]) -> dict[str, Any]:
+    keys = f"whitened, r {variant.rank}" if variant.rank else "raw"
+    rule = "sum" if variant.damping is None else f"least squares, λ {variant.damping:g}"
+    return {"keys": keys, "rule": rule, "numbers": variant.numbers(*shape), "recall": recalls, "cost": price}
 
 
 def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -117,16 +141,24 @@ def centred(model: Any) -> Tensor:
     return table - table.mean(0)
 
 
-def map_of(sigma: Tensor, rank: int | None) -> Keys:
+@torch.no_grad()
+def leading(model: Any, rows: Tensor, rank: int) -> dict[int, Directions]:
+    """The directions of every TTT layer's down-projection inputs."""
+    found: dict[int, Directions] = {}
+    for layer, z in inputs(model, rows).items():
+        reader = LeadingDirections(z.shape[-1], rank)
+        reader.add(z)
+        found[layer] = reader.found()
+    return found
+
+
+def keys_of(found: Directions, rank: int | None) -> Keys:
     """Keys whose mean square is one: raw ones scaled, or whitened ones."""
-    if not rank:
-        scale = float(sigma.trace()) ** -0.5
+    if rank is None:
+        scale = (found.trace + float(found.mean.square().sum())) ** -0.5
         return lambda z: z * scale
-    keys = WhitenedKeys(len(sigma), rank)
-    basis, scale_of = whitening_of(sigma, rank, KeyWhitening().ridge)
-    keys.basis.copy_(basis)
-    keys.scale.copy_(scale_of)
-    return keys
+    directions = whitened(found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().ridge)
+    return lambda z: linear(z, directions, -directions @ found.mean)
 
 
 @torch.no_grad()
@@ -156,7 +188,7 @@ def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, damping: float |
         return linear(z, weight) + fast_weight(keys(z), values, None, eta=1.0, layout=layout, damping=damping)
 
     ratios = [timed(with_memory) / timed(lambda: linear(z, weight)) for _ in range(repeats + 1)][1:]
-    return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
 if __name__ == "__main__":

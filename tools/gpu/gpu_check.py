@@ -175,7 +175,7 @@ def _models(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
     long, short = (
         [(shape, tokens, preset, seconds) for shape in both] for tokens, preset, seconds in ((32768, "paper", 45), (8192, "paper", 20))
     )
-    for shape, tokens, preset, seconds in [*long, *short, ("SmolLM2-135M", 8192, "stable", 30)]:
+    for shape, tokens, preset, seconds in [*long, *short, ("SmolLM2-135M", 8192, "compact", 30)]:
         if clock.has(seconds, task := f"model {shape} at {tokens} tokens, {preset}"):
             with clock.carries_on(task):
                 yield measure(shape, tokens, 512, 5, "cuda", "bfloat16", preset)

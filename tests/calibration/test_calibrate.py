@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.folders import bytes_of
 from families import build
 from models import distance, logits, random_ids
 from tiny import save_base, text
 from torch import Tensor
 
-from checkpoint.folders import bytes_of
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, load, save_adapter
 from inplace_ttt.calibration.activations import seeing
-from inplace_ttt.calibration.calibrate import whitening_of
+from inplace_ttt.calibration.calibrate import whitened
+from inplace_ttt.calibration.directions import Directions
 from inplace_ttt.calibration.initial_projection import least_squares
 from inplace_ttt.surgery import fast_weights, ttt_disabled
 
@@ -72,7 +73,7 @@ def test_a_low_rank_whitens_the_largest_directions() -> None:
     values = torch.tensor([100.0, 25.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     turn, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     sigma = turn @ values.diag() @ turn.T
-    found = whitening_of(sigma, 2, ridge=1e-9).double()
+    found = whitened(Directions(values[:2], turn[:, :2], float(values.sum()), torch.zeros(6)), ridge=1e-9)
     assert distance(found @ sigma @ found.T, torch.eye(2, dtype=torch.float64) / 2) < 1e-6
     assert float((found @ turn[:, 2:]).abs().max()) < 1e-6
 

@@ -1,0 +1,107 @@
+"""The directions in which a layer's activations vary most, from one reading of a text and without Σ [h, h] where h is large.
+
+Where Σ = Σ z zᵀ is no larger than a sketch it is summed. Else Y = Σ Ω [h, l] is summed for l = 2r directions Ω, and
+Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a spectrum that falls as slowly as that of activations. So each time
+the text has doubled, the approximation's own range becomes Ω, which changes nothing in it, and what is read from there on is
+sketched along the directions that matter: a subspace iteration whose steps read different parts of the text. The mean is
+taken off in the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InPlaceTTTError
+
+_OVERSAMPLING = 2
+"""Columns of the sketch over r. At r = h / 6 the directions found hold over 99 % of what the best ones hold in SmolLM2's layers; with
+3/2 it is 98 % and more, with a random Ω kept throughout 95 %."""
+
+_ROUNDINGS = 4
+"""Of float32, by which ΩᵀY is shifted: of a text that is one token again and again its eigenvalues reach down to -0.7 of one."""
+
+_AT_ONCE = 1024
+"""Tokens that are widened to float32 together."""
+
+
+class Directions(NamedTuple):
+    """Of the covariance of z, float32: r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; the mean [h].
+
+    From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the trace is exact.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    trace: float
+    mean: Tensor
+
+
+class LeadingDirections:
+    """Reads z [..., h] of any dtype row by row; holds the smaller of h² and 4 r h float32."""
+
+    def __init__(self, width: int, rank: int, device: torch.device | str = "cpu") -> None:
+        if not 0 < rank <= width:
+            raise InPlaceTTTError(f"{rank} directions were asked of activations of width {width}; give a rank of 1 to {width}.")
+        columns = _OVERSAMPLING * rank
+        self.rank, self.tokens, self.trace = rank, 0, 0.0
+        self._next = columns
+        self._onto: Tensor | None = None  # Ω; None: the identity, and the sum is Σ's own
+        if 2 * columns < width:  # drawn on the CPU, so that every device has the same
+            start = torch.randn(width, columns, generator=torch.Generator().manual_seed(0)).to(device)
+            self._onto = torch.linalg.qr(start).Q
+        self._sum = torch.zeros(width, width if self._onto is None else columns, device=device)
+        self._total = torch.zeros(width, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, z: Tensor) -> None:
+        """Read more tokens, z [..., h]; raises InPlaceTTTError where it is not finite."""
+        for part in z.detach().reshape(-1, z.shape[-1]).split(_AT_ONCE):
+            part = part.to(self._sum.device, torch.float32)
+            square = float(part.square().sum())
+            if not square < float("inf"):
+                raise InPlaceTTTError(
+                    "a down-projection's input was not finite on the calibration text; load the model in a dtype that holds it."
+                )
+            if self._onto is not None and self.tokens >= self._next:
+                self._onto, inner = self._range()
+                self._sum, self._next = self._onto @ inner.float(), 2 * self.tokens
+            self._sum.addmm_(part.T, part if self._onto is None else part @ self._onto)
+            self._total += part.sum(0)
+            self.tokens, self.trace = self.tokens + len(part), self.trace + square
+
+    @torch.no_grad()
+    def found(self) -> Directions:
+        """What the tokens read until now say; raises InPlaceTTTError where they are too few, or all the same."""
+        if self.tokens < self.rank:
+            raise InPlaceTTTError(
+                f"{self.tokens} tokens cannot tell the {self.rank} largest directions of a down-projection's input; calibrate on more, "
+                f"or lower the rank."
+            )
+        mean = self._total / self.tokens
+        trace = self.trace / self.tokens - float(mean @ mean)
+        if not trace > 1e-6 * self.trace / self.tokens:
+            raise InPlaceTTTError(
+                "a down-projection's input did not vary over the calibration text; give rows of a text like the one to be read."
+            )
+        basis, inner = (None, self._sum.double()) if self._onto is None else self._range()
+        within = mean if basis is None else basis.T.double() @ mean
+        values, vectors = torch.linalg.eigh(inner / self.tokens - within.outer(within))
+        values, vectors = values.flip(0)[: self.rank].clamp(min=0).float(), vectors.flip(1)[:, : self.rank].float()
+        return Directions(values, vectors if basis is None else basis @ vectors, trace, mean.float())
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        """Q [h, l] orthonormal float32 and C [l, l] float64 with Q C Qᵀ = Y (Ωᵀ Y)⁻¹ Yᵀ.
+
+        The tokens read may be fewer than l, or the same ones again, so ΩᵀY is shifted above its rounding. That takes nothing from the
+        directions, and from an eigenvalue some millionths of the largest.
+        """
+        assert self._onto is not None
+        small = (self._onto.T @ self._sum).double()
+        small = (small + small.T) / 2
+        small.diagonal().add_(_ROUNDINGS * torch.finfo(torch.float32).eps * self._sum.norm() + torch.finfo(torch.float32).tiny)
+        basis, upper = torch.linalg.qr(self._sum)
+        half = torch.linalg.solve_triangular(torch.linalg.cholesky(small), upper.T.double(), upper=False)
+        return basis, half.T @ half
