@@ -4,6 +4,7 @@ from .calibration.calibrate import calibrate
 from .checkpoint.adapter import save_adapter
 from .checkpoint.loading import load
 from .config import DeltaClip, InPlaceTTTConfig, KeyWhitening
+from .config_tables import PromptWrite
 from .errors import InPlaceTTTError
 from .state import FastWeightState
 from .surgery import convert, revert, ttt_disabled
@@ -16,6 +17,7 @@ __all__ = [
     "InPlaceTTTConfig",
     "InPlaceTTTError",
     "KeyWhitening",
+    "PromptWrite",
     "__version__",
     "calibrate",
     "convert",

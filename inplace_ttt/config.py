@@ -9,86 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .errors import InPlaceTTTError
+from .config_tables import MOST_TOKENS, DeltaClip, KeyWhitening, PromptWrite, from_mapping, is_number, require, require_size
 
 Target = Literal["embeddings", "hidden_states"]
-Conv = Literal["lookahead", "causal"]
-ClipWhen = Literal["inference", "always"]
+Conv = Literal["lookahead", "causal", "next"]
 Rule = Literal["sum", "least_squares"]
+ProjInit = Literal["random_diagonal", "shared_diagonal", "identity"]
+WriteNorm = Literal["spectral"]
 
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "decode_updates"}
 _EVERY = re.compile(r"every:([1-9]\d{0,8})")
-_LEAST, _LARGEST = 1e-30, 1e30
-"""Sizes of numbers that float32 holds with room for products."""
-_MOST_TOKENS, _MOST_TAPS = 2**31 - 1, 4095
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InPlaceTTTError(message)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
-
-
-def _require_size(name: str, *values: float | None) -> None:
-    for value in values:
-        _require(not value or _LEAST <= value <= _LARGEST, f"{name} must be from {_LEAST:g} to {_LARGEST:g}, got {value!r}.")
-
-
-@dataclass(frozen=True)
-class DeltaClip:
-    """Bound on the Frobenius norm of one chunk's delta V_jᵀZ_j (without η), paper appendix "Clipping".
-
-    tau: the bound; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the gradient.
-    when: "inference" clips in eval mode only (the paper), "always" in training too.
-    """
-
-    tau: float
-    relative: bool = False
-    when: ClipWhen = "inference"
-
-    def __post_init__(self) -> None:
-        _require(
-            _is_number(self.tau) and self.tau > 0, f"clip.tau must be a number above 0, got {self.tau!r}; leave clip out for no clipping."
-        )
-        _require_size("clip.tau", self.tau)
-        _require(isinstance(self.relative, bool), f"clip.relative must be true or false, got {self.relative!r}.")
-        _require(
-            self.when in get_args(ClipWhen), f"clip.when must be one of {get_args(ClipWhen)}, got {self.when!r}; leave clip out for never."
-        )
-
-
-@dataclass(frozen=True)
-class KeyWhitening:
-    """Extension, not in the paper: keys K = s (Λ + ρI)^(-1/2) Uᵀ (Z - μ) of r numbers, in place of the h of Z.
-
-    U, Λ are the r largest directions and variances of the down-projection's input over a calibration text, and μ is its mean.
-    These inputs lie in few directions, so that raw keys collide and every read returns a mixture of all writes. s makes the
-    mean of ‖k‖² one: a key that was written once reads its own target back with weight about one.
-
-    rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.
-    ridge: ρ as a fraction of the mean variance.
-    """
-
-    rank: int | float | None = None
-    ridge: float = 0.1
-
-    def __post_init__(self) -> None:
-        _require(
-            self.rank is None or (type(self.rank) is int and self.rank >= 1) or (type(self.rank) is float and 0 < self.rank <= 1),
-            "whitening.rank must be an integer of at least 1, a fraction of the model's width from above 0 to 1.0, or left out for all "
-            f"directions, got {self.rank!r}.",
-        )
-        _require(_is_number(self.ridge) and self.ridge > 0, f"whitening.ridge must be a number above 0, got {self.ridge!r}.")
-        _require_size("whitening.ridge", self.ridge)
-
-    def directions(self, d: int, h: int) -> int:
-        """r for a down-projection from h to d."""
-        if self.rank is None:
-            return h
-        return min(h, self.rank if isinstance(self.rank, int) else max(1, round(self.rank * d)))
+_MOST_TAPS = 4095
 
 
 @dataclass(frozen=True)
@@ -99,7 +30,8 @@ class InPlaceTTTConfig:
     chunk_size: tokens a chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
     eta: η of Eq. (1), one number or one a TTT layer. The paper gives no value.
     target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's input).
-    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no future token).
+    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no future token);
+    "next" is an extension without a convolution: the next token's source, zero for a chunk's last token.
     kernel_size: taps of the depthwise convolution (appendix C.2: 5).
     clip: bound on a chunk's delta, or None.
     detach_target: stop the gradient from the target into its source.
@@ -113,6 +45,11 @@ class InPlaceTTTConfig:
     standardised: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
     to the size of the layer's residual stream, as measured on a text.
     calibrated_proj: P starts as the map from the next token's source to what would have lowered the loss, as measured on a text.
+    proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all layers, or the identity.
+    write_norm: "spectral" divides a chunk's delta by its spectral norm, in place of a clip.
+    keep_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
+    prompt_write: what a session writes at the end of its prompt, once, in place of the chunks (`FastWeightState.write_prompt`); forwards
+    without a cache, as in training, write chunks all the same.
     """
 
     layers: str | tuple[int, ...] = "every:6"
@@ -129,76 +66,118 @@ class InPlaceTTTConfig:
     whitening: KeyWhitening | None = None
     standardised: bool = False
     calibrated_proj: bool = False
+    proj_init: ProjInit = "random_diagonal"
+    write_norm: WriteNorm | None = None
+    keep_row_norms: bool = False
+    prompt_write: PromptWrite | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "eta"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.clip, Mapping):
-            object.__setattr__(self, "clip", _from_mapping(DeltaClip, self.clip, "clip"))
+            object.__setattr__(self, "clip", from_mapping(DeltaClip, self.clip, "clip"))
         if isinstance(self.whitening, Mapping):
-            object.__setattr__(self, "whitening", _from_mapping(KeyWhitening, self.whitening, "whitening"))
+            object.__setattr__(self, "whitening", from_mapping(KeyWhitening, self.whitening, "whitening"))
+        if isinstance(self.prompt_write, Mapping):
+            object.__setattr__(self, "prompt_write", from_mapping(PromptWrite, self.prompt_write, "prompt_write"))
         self._check_layers()
-        _require(
+        require(
             type(self.chunk_size) is int and self.chunk_size >= 1, f"chunk_size must be an integer of at least 1, got {self.chunk_size!r}."
         )
         etas = self.eta if isinstance(self.eta, tuple) else (self.eta,)
-        _require(
-            len(etas) > 0 and all(_is_number(e) and e >= 0 for e in etas),
+        require(
+            len(etas) > 0 and all(is_number(e) and e >= 0 for e in etas),
             f"eta must be a number of at least 0 (or one a layer), got {self.eta!r}.",
         )
-        _require_size("eta", *etas)
-        _require(self.chunk_size <= _MOST_TOKENS, f"chunk_size must be at most {_MOST_TOKENS}, got {self.chunk_size!r}.")
+        require_size("eta", *etas)
+        require(self.chunk_size <= MOST_TOKENS, f"chunk_size must be at most {MOST_TOKENS}, got {self.chunk_size!r}.")
         if isinstance(self.eta, tuple) and isinstance(self.layers, tuple):
-            _require(
+            require(
                 len(self.eta) == len(self.layers),
                 f"eta has {len(self.eta)} values for {len(self.layers)} layers; give one number or one a layer.",
             )
-        _require(self.target in get_args(Target), f"target must be one of {get_args(Target)}, got {self.target!r}.")
-        _require(self.conv in get_args(Conv), f"conv must be one of {get_args(Conv)}, got {self.conv!r}.")
-        _require(
+        require(self.target in get_args(Target), f"target must be one of {get_args(Target)}, got {self.target!r}.")
+        require(self.conv in get_args(Conv), f"conv must be one of {get_args(Conv)}, got {self.conv!r}.")
+        require(
             type(self.kernel_size) is int and self.kernel_size >= 1,
             f"kernel_size must be an integer of at least 1, got {self.kernel_size!r}.",
         )
-        _require(self.kernel_size <= _MOST_TAPS, f"kernel_size must be at most {_MOST_TAPS}, got {self.kernel_size!r}.")
-        _require(
-            self.conv == "causal" or self.kernel_size % 2 == 1,
+        require(self.kernel_size <= _MOST_TAPS, f"kernel_size must be at most {_MOST_TAPS}, got {self.kernel_size!r}.")
+        require(
+            self.conv != "lookahead" or self.kernel_size % 2 == 1,
             f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'.",
         )
-        _require(self.clip is None or isinstance(self.clip, DeltaClip), f"clip must be a DeltaClip or nothing, got {self.clip!r}.")
-        _require(
+        require(self.clip is None or isinstance(self.clip, DeltaClip), f"clip must be a DeltaClip or nothing, got {self.clip!r}.")
+        require(
             self.whitening is None or isinstance(self.whitening, KeyWhitening),
             f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
         )
-        _require(self.rule in get_args(Rule), f"rule must be one of {get_args(Rule)}, got {self.rule!r}.")
-        _require(
-            self.damping is None or (_is_number(self.damping) and self.damping > 0),
+        require(self.rule in get_args(Rule), f"rule must be one of {get_args(Rule)}, got {self.rule!r}.")
+        require(
+            self.damping is None or (is_number(self.damping) and self.damping > 0),
             f"damping must be a number above 0, or left out of the paper's rule, got {self.damping!r}.",
         )
-        _require(
+        require(
             (self.rule == "least_squares") == (self.damping is not None),
             "rule='least_squares' needs damping, its λ."
             if self.damping is None
             else f"damping is the λ of rule='least_squares', and the rule is {self.rule!r}; set the rule too, or leave damping out.",
         )
-        _require_size("damping", self.damping)
-        for name in ("detach_target", "decode_updates", "standardised", "calibrated_proj"):
-            _require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
-        _require(
-            not self.calibrated_proj or (self.conv == "lookahead" and self.kernel_size >= 3),
+        require_size("damping", self.damping)
+        for name in ("detach_target", "decode_updates", "standardised", "calibrated_proj", "keep_row_norms"):
+            require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
+        require(
+            not self.calibrated_proj or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
             "calibrated_proj is for targets that see the next token; use conv='lookahead' and a kernel_size of 3 or more, or leave it out.",
+        )
+        self._check_next_token_prediction()
+
+    def _check_next_token_prediction(self) -> None:
+        """The options of TTT-NTP, and what they do not go with."""
+        usual = InPlaceTTTConfig.kernel_size
+        require(
+            self.conv != "next" or self.kernel_size == usual,
+            f"kernel_size {self.kernel_size} is of a convolution, and conv='next' has none; leave it out.",
+        )
+        require(self.proj_init in get_args(ProjInit), f"proj_init must be one of {get_args(ProjInit)}, got {self.proj_init!r}.")
+        require(
+            not self.calibrated_proj or self.proj_init == InPlaceTTTConfig.proj_init,
+            f"proj_init {self.proj_init!r} has no effect where calibrated_proj measures the start of P; leave one of them out.",
+        )
+        require(self.write_norm in (None, *get_args(WriteNorm)), f"write_norm must be 'spectral' or nothing, got {self.write_norm!r}.")
+        for name in ("write_norm", "keep_row_norms"):
+            require(
+                self.rule == "sum" or not getattr(self, name),
+                f"{name} belongs to the sum of writes, and the rule is {self.rule!r}; leave one of them out.",
+            )
+        require(
+            self.write_norm is None or self.clip is None,
+            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.",
+        )
+        require(
+            not self.keep_row_norms or self.whitening is None,
+            "keep_row_norms needs writes in the coordinates of W0, which whitening changes; leave one of them out.",
+        )
+        require(
+            self.prompt_write is None or isinstance(self.prompt_write, PromptWrite),
+            f"prompt_write must be a PromptWrite or nothing, got {self.prompt_write!r}.",
+        )
+        require(
+            self.prompt_write is None or (self.conv == "next" and self.rule == "sum" and self.whitening is None),
+            "prompt_write fits the next token's source to the keys of W0; use conv='next' without least squares and whitening.",
         )
 
     def _check_layers(self) -> None:
         if isinstance(self.layers, str):
-            _require(_EVERY.fullmatch(self.layers) is not None, f"layers must be 'every:N' or a list of indices, got {self.layers!r}.")
+            require(_EVERY.fullmatch(self.layers) is not None, f"layers must be 'every:N' or a list of indices, got {self.layers!r}.")
             return
-        _require(
+        require(
             isinstance(self.layers, tuple) and len(self.layers) > 0 and all(type(i) is int and i >= 0 for i in self.layers),
             f"layers must be 'every:N' or a non-empty list of indices from 0, got {self.layers!r}.",
         )
-        _require(len(set(self.layers)) == len(self.layers), f"layers names a layer twice: {list(self.layers)}.")
-        _require(list(self.layers) == sorted(self.layers), f"layers must be in order, got {list(self.layers)}.")
+        require(len(set(self.layers)) == len(self.layers), f"layers names a layer twice: {list(self.layers)}.")
+        require(list(self.layers) == sorted(self.layers), f"layers must be in order, got {list(self.layers)}.")
 
     def resolve(self, num_layers: int) -> InPlaceTTTConfig:
         """The same config with the layer indices written out for a model of `num_layers` layers."""
@@ -206,7 +185,7 @@ class InPlaceTTTConfig:
             step = int(self.layers.removeprefix("every:"))
             return dataclasses.replace(self, layers=tuple(range(0, num_layers, step)))
         beyond = [i for i in self.layers if i >= num_layers]
-        _require(not beyond, f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.")
+        require(not beyond, f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.")
         return self
 
     def state_shape(self, d: int, h: int) -> tuple[int, int]:
@@ -223,7 +202,13 @@ class InPlaceTTTConfig:
     def extensions(self) -> dict[str, Any]:
         """The settings beyond the paper's method that are on, by name."""
         values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name not in _OF_THE_PAPER}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        target = {"conv": self.conv} if self.conv == "next" else {}
+        return target | {name: value for name, (value, default) in values.items() if value != default}
+
+    @property
+    def starts_as_base(self) -> bool:
+        """Whether a fresh conversion writes nothing, so that it computes what its base does: its convolution is zero."""
+        return self.conv != "next"
 
     def eta_of(self, position: int) -> float:
         """η of the TTT layer at `position` among the TTT layers."""
@@ -235,24 +220,13 @@ class InPlaceTTTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> InPlaceTTTConfig:
-        return _from_mapping(cls, values, "the TTT config")
+        return from_mapping(cls, values, "the TTT config")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> InPlaceTTTConfig:
         """The preset `name`, with fields replaced by `overrides`."""
-        _require(name in PRESETS, f"preset {name!r} does not exist; choose one of {', '.join(PRESETS)}.")
+        require(name in PRESETS, f"preset {name!r} does not exist; choose one of {', '.join(PRESETS)}.")
         return cls.from_dict({**PRESETS[name].to_dict(), **overrides})
-
-
-def _from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    _require(isinstance(values, Mapping), f"{where} must be a table of settings, got {values!r}.")
-    known = [field.name for field in dataclasses.fields(cls)]
-    unknown = sorted(set(values) - set(known))
-    _require(not unknown, f"{where} has no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.")
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise InPlaceTTTError(f"{where} is incomplete: {error}.") from None
 
 
 PRESETS: dict[str, InPlaceTTTConfig] = {
@@ -260,6 +234,16 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     "paper": InPlaceTTTConfig(),
     # The public reference code's recommended configuration.
     "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
+    # TTT-NTP (arXiv 2606.21803): its public recipe for Llama-3.1-8B, with the diagonal start of its others. docs/ttt_ntp.md.
+    "ttt_ntp": InPlaceTTTConfig(
+        eta=0.3,
+        target="hidden_states",
+        conv="next",
+        proj_init="shared_diagonal",
+        write_norm="spectral",
+        keep_row_norms=True,
+        prompt_write=PromptWrite(),
+    ),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "compact": InPlaceTTTConfig(
         chunk_size=128,

@@ -18,7 +18,7 @@ from .checkpoint.fingerprint import fingerprint_of
 from .errors import InPlaceTTTError, shown
 from .layer.cache import CarriesFastWeight, attach, plain_class, streams
 from .layer.forward_context import reading_text
-from .layer.stream import FastWeightStream
+from .layer.prompt_stream import PromptStream, stream_class
 from .session_check import check_session
 from .surgery import config_of, fast_weights
 
@@ -75,9 +75,26 @@ class FastWeightState:
                 bar.update(end - start)
                 start = end
 
+    @torch.no_grad()
+    def write_prompt(self, ids: Tensor, *, progress: bool = False) -> None:
+        """Append token ids [B, n], with which the prompt ends, read them, and write the prompt (`prompt_write` of the config).
+
+        Once in a session. Its last token is left, to be read again with what was written. Raises InPlaceTTTError where the config
+        has no `prompt_write`, and for prompts of less than three tokens.
+        """
+        if config_of(self.model).prompt_write is None:
+            raise InPlaceTTTError("this model's config has no prompt_write, so that nothing is written at a prompt's end; use read.")
+        if (0 if self.tokens is None else self.tokens.shape[1]) + ids.shape[1] < 3 or ids.shape[1] == 0:
+            raise InPlaceTTTError("a prompt of less than three tokens has nothing to write; give more of it.")
+        self.read(ids[:, :-1], progress=progress)
+        self.cache.activate_past_recording()  # or a layer with a window could not take its last token back
+        self.read(ids[:, -1:])
+        write_prompt(self.model, self.cache)
+
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
         """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`.
 
+        Where the config has `prompt_write` and nothing is written yet, the prompt ends here and is written.
         In a batch, a row that ends before the others is padded by `model.generate`, and what it pads is read as text.
         """
         settings = kwargs.get("generation_config") or self.model.generation_config
@@ -87,7 +104,10 @@ class FastWeightState:
                     f"a session goes on as one sequence of tokens a row, in its own cache; leave {name}={shown(asked)} out of the "
                     "arguments and of generation_config.json, or use model.generate."
                 )
-        self.read(ids, up_to_last=True, progress=progress)
+        if self._awaits_write(ids):
+            self.write_prompt(ids, progress=progress)
+        else:
+            self.read(ids, up_to_last=True, progress=progress)
         assert self.tokens is not None
         known = self.tokens.shape[1]
         if self.cache.get_seq_length() >= known:
@@ -96,6 +116,12 @@ class FastWeightState:
             )
         self.tokens = self.model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), past_key_values=self.cache, **kwargs)
         return self.tokens[:, known:]
+
+    def _awaits_write(self, ids: Tensor) -> bool:
+        """Whether a prompt that ends with `ids` is to be written, and long enough for it."""
+        known = 0 if self.tokens is None else self.tokens.shape[1]
+        wanted = config_of(self.model).prompt_write is not None and not self.chunks_written
+        return wanted and ids.shape[1] > 0 and known + ids.shape[1] > 2
 
     def fork(self) -> FastWeightState:
         """An independent copy: what one branch reads, the other does not know."""
@@ -165,5 +191,20 @@ class FastWeightState:
             prefix = f"{index}.fast."
             held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}
             if held:
-                attach(state.cache, index, FastWeightStream.restore(held, config, model.dtype))
+                attach(state.cache, index, stream_class(config).restore(held, config, model.dtype))
         return state
+
+
+def write_prompt(model: PreTrainedModel, cache: Cache) -> None:
+    """Write the prompt that a cache has read, and take its last token back, to be read again with what was written.
+
+    The cache must have recorded its past since that token at the latest (`cache.activate_past_recording()`).
+    """
+    layers = fast_weights(model)
+    for index, stream in streams(cache).items():
+        assert isinstance(stream, PromptStream)
+        stream.write(layers[index])
+    cache.crop(-1)
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False

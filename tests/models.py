@@ -47,6 +47,8 @@ def turn_writer_on(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(7)
     for layer in fast_weights(model).values():
         for parameter, std in ((layer.ttt.conv, 0.003), (layer.ttt.proj, 0.18)):
+            if parameter is None:  # conv="next"; a tap less of 0.003 wants a smaller η
+                continue
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 

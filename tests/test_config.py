@@ -15,6 +15,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layers": "every:3", "chunk_size": 512, "eta": 0.25, "target": "hidden_states", "conv": "causal", "kernel_size": 4,
         "clip": DeltaClip(0.1, True, "always"), "detach_target": True, "decode_updates": False,
     },
+    "next-token prediction": {
+        "conv": "next", "target": "hidden_states", "proj_init": "shared_diagonal", "write_norm": "spectral", "keep_row_norms": True,
+        "prompt_write": {"window": 9, "cap": None},
+    },
     "clip from JSON": {"clip": {"tau": 1e-3, "when": "always"}},
 }  # fmt: skip
 
@@ -31,7 +35,7 @@ def test_json_round_trip(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_round_trip_and_take_overrides(name: str) -> None:
     assert InPlaceTTTConfig.preset(name) == PRESETS[name] == InPlaceTTTConfig.from_dict(PRESETS[name].to_dict())
-    changed = InPlaceTTTConfig.preset(name, chunk_size=3, clip={"tau": 2})
+    changed = InPlaceTTTConfig.preset(name, chunk_size=3, clip={"tau": 2}, write_norm=None)
     assert (changed.chunk_size, changed.clip) == (3, DeltaClip(2))
     assert changed.target == PRESETS[name].target and changed.eta == PRESETS[name].eta
 
@@ -75,7 +79,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("eta must be a number of at least 0", [{"eta": x} for x in (-1.0, NAN, INF, "1", None, True, (), (1.0, None))]),
     ("eta has 1 values for 2 layers; give one", [{"layers": (0, 2), "eta": (1.0,)}]),
     ("target must be one of ('embeddings', 'hidden_states')", [{"target": x} for x in ("embedding", "", None, 1)]),
-    ("conv must be one of ('lookahead', 'causal')", [{"conv": x} for x in ("left", None)]),
+    ("conv must be one of ('lookahead', 'causal', 'next')", [{"conv": x} for x in ("left", None)]),
     ("kernel_size must be an integer of at least 1", [{"kernel_size": x} for x in (0, -1, 5.0, None, True)]),
     ("kernel_size 4 is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'", [{"kernel_size": 4}]),
     ("clip must be a DeltaClip or nothing", [{"clip": x} for x in (1.0, "inference", [])]),
@@ -97,6 +101,21 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("kernel_size must be at most", [{"kernel_size": 10**9 + 1}]),
     ("layers must be 'every:N'", [{"layers": "every:" + "9" * 5000}]),
     ("decode_updates must be true or false", [{"decode_updates": x} for x in (0, None)]),
+    ("kernel_size 3 is of a convolution, and conv='next' has none", [{"conv": "next", "kernel_size": 3}]),
+    ("proj_init must be one of", [{"proj_init": x} for x in ("small", None, 1)]),
+    ("proj_init 'identity' has no effect", [{"proj_init": "identity", "calibrated_proj": True}]),
+    ("write_norm must be 'spectral' or nothing", [{"write_norm": x} for x in ("frobenius", 1, True)]),
+    ("keep_row_norms must be true or false", [{"keep_row_norms": x} for x in (1, None, "yes")]),
+    ("write_norm belongs to the sum", [{"write_norm": "spectral", "rule": "least_squares", "damping": 0.5}]),
+    ("keep_row_norms belongs to the sum", [{"keep_row_norms": True, "rule": "least_squares", "damping": 0.5}]),
+    ("leaves a clip nothing to bound", [{"write_norm": "spectral", "clip": {"tau": 1}}]),
+    ("prompt_write.window must be an integer from 1", [{"conv": "next", "prompt_write": {"window": x}} for x in (0, 1.5, True, None)]),
+    ("prompt_write.ridge must be a number above 0,", [{"conv": "next", "prompt_write": {"ridge": x}} for x in (0, -1, NAN, None)]),
+    ("prompt_write.cap must be a number above 0, or left out", [{"conv": "next", "prompt_write": {"cap": x}} for x in (0, "1")]),
+    ("prompt_write.keep_row_norms must be true or false", [{"conv": "next", "prompt_write": {"keep_row_norms": 1}}]),
+    ("prompt_write must be a PromptWrite or nothing", [{"conv": "next", "prompt_write": x} for x in (True, 8192, [])]),
+    ("prompt_write fits the next token's source", [{"prompt_write": {}}, {"conv": "next", "prompt_write": {}, "whitening": {}}]),
+    ("keep_row_norms needs writes in the coordinates of W0", [{"keep_row_norms": True, "whitening": {}}]),
 ]  # fmt: skip
 
 

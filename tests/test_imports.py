@@ -64,6 +64,7 @@ def test_public_names() -> None:
         "InPlaceTTTConfig",
         "InPlaceTTTError",
         "KeyWhitening",
+        "PromptWrite",
         "__version__",
         "calibrate",
         "convert",

@@ -65,6 +65,11 @@ def audit_model(
     refuse_unreachable(lm)
     for layer in fast_weights(lm).values():
         layer.ttt.check_measured()
+    if unprobed := sorted({"conv", "write_norm", "keep_row_norms"} & set(config.extensions)):
+        raise InPlaceTTTError(
+            f"the audit measures the paper's sum through a convolution, and {' and '.join(unprobed)} of this config put something else in "
+            "their place; train with audit.profile null."
+        )
     auditor = _Auditor(lm.config.name_or_path or type(lm).__name__, profile, declared, (*METHOD, *(item for item, _ in extra)), progress)
     first, layer = next(iter(fast_weights(lm).items()))
     with borrowed(model, first) as module:

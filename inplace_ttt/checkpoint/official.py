@@ -47,6 +47,30 @@ def read_official(checkpoint: Checkpoint) -> Imported:
     values = checkpoint.config
     if not any(is_official_tensor(name) for name in checkpoint.weight_map):
         raise InPlaceTTTError(f"{checkpoint.name} has no ttt_conv or ttt_proj tensors; it is not a checkpoint of the public code.")
+    layers, ignored = layers_named(checkpoint)
+    target = values.get("ttt_target", "hidden_states")
+    if not isinstance(target, str) or target not in _TARGETS:
+        raise InPlaceTTTError(f"{checkpoint.name} has ttt_target {shown(target)}; known are {', '.join(_TARGETS)}.")
+    found = {i: _tensors_of(checkpoint, i, bool(values.get("ttt_proj", True))) for i in layers}
+    config = ttt_config_in(
+        {
+            "layers": sorted(layers),
+            "chunk_size": values.get("ttt_chunk", 8192),
+            "eta": values.get("ttt_lr", 0.3),
+            "target": _TARGETS[target],
+            "kernel_size": next(iter(found.values()))["conv"].shape[-1],
+        },
+        checkpoint.folder / CONFIG,
+    )
+    check_tensors(found, config, checkpoint.name)
+    base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if key not in _KEYS})
+    plan = plan_conversion(base, config)
+    return Imported(base, plan, found, ignored)
+
+
+def layers_named(checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
+    """The TTT layers that a public config.json names: those of the model, and those beyond it."""
+    values = checkpoint.config
     if "ttt_layers" not in values:
         raise InPlaceTTTError(
             f"{checkpoint.name} has TTT tensors, but its config.json no ttt_layers; take config.json from the training run."
@@ -67,24 +91,7 @@ def read_official(checkpoint: Checkpoint) -> Imported:
     ignored = [i for i in named if i >= count]
     if not layers:
         raise InPlaceTTTError(f"{checkpoint.name} names only layers {ignored}, the model has {count}: its code runs it as the plain model.")
-    target = values.get("ttt_target", "hidden_states")
-    if not isinstance(target, str) or target not in _TARGETS:
-        raise InPlaceTTTError(f"{checkpoint.name} has ttt_target {shown(target)}; known are {', '.join(_TARGETS)}.")
-    found = {i: _tensors_of(checkpoint, i, bool(values.get("ttt_proj", True))) for i in layers}
-    config = ttt_config_in(
-        {
-            "layers": sorted(layers),
-            "chunk_size": values.get("ttt_chunk", 8192),
-            "eta": values.get("ttt_lr", 0.3),
-            "target": _TARGETS[target],
-            "kernel_size": next(iter(found.values()))["conv"].shape[-1],
-        },
-        checkpoint.folder / CONFIG,
-    )
-    check_tensors(found, config, checkpoint.name)
-    base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if key not in _KEYS})
-    plan = plan_conversion(base, config)
-    return Imported(base, plan, found, ignored)
+    return layers, ignored
 
 
 def _tensors_of(checkpoint: Checkpoint, layer: int, has_proj: bool) -> dict[str, Tensor]:
@@ -125,11 +132,13 @@ def official_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:
 def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
     reasons = {
         f"its code knows {' and '.join(_MODEL_TYPES)} only, this is a {base_type}": base_type not in _MODEL_TYPES,
-        "its convolution is symmetric, this one is causal": config.conv != "lookahead",
+        "its convolution is symmetric, this one is causal": config.conv == "causal",
+        "its targets have a convolution, these have none": config.conv == "next",
         "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
         "it has no delta clip": config.clip is not None,
         "it has neither whitened keys nor standardised targets": config.whitening is not None or config.standardised,
         "it has no least squares": config.damping is not None,
+        "it norms neither writes nor rows": config.write_norm is not None or config.keep_row_norms,
     }
     if held := [reason for reason, holds in reasons.items() if holds]:
         raise InPlaceTTTError(f"the official format cannot hold this checkpoint: {'; '.join(held)}.")

@@ -185,7 +185,7 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
         width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
         wanted = {"conv": [width, 1, taps], "proj": [width, width]}
         for kind, shape in wanted.items():
-            if list(held[kind].shape) != shape:
+            if kind in held and list(held[kind].shape) != shape:
                 raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")
         if wrong := [kind for kind, tensor in held.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]:
             raise InPlaceTTTError(f"{name}: {wrong[0]} of layer {layer} holds what is no finite number; the file is damaged.")
@@ -224,7 +224,7 @@ def _refuse_more_layers_than_tensors(folder: Path, config: Mapping[str, Any], te
 def kinds(config: InPlaceTTTConfig) -> set[str]:
     """Names of the tensors that a TTT layer adds."""
     return (
-        {"conv", "proj"}
+        ({"proj"} if config.conv == "next" else {"conv", "proj"})
         | ({"mean", "gain"} if config.standardised else set())
         | ({"keys.directions", "keys.bias"} if config.whitening else set())
     )
@@ -232,7 +232,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
 
 def parameters_of(tensors: LayerTensors) -> int:
     """Numbers among a conversion's tensors that are trained; the others were measured."""
-    return sum(pair[kind].numel() for pair in tensors.values() for kind in ("conv", "proj"))
+    return sum(pair[kind].numel() for pair in tensors.values() for kind in ("conv", "proj") if kind in pair)
 
 
 def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:

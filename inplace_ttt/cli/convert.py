@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Result:
             write_adapter(folder, plan.config, tensors, base)
         else:
             write_full(folder, checkpoint, plan, tensors, base)
-        identity = None if args.no_verify else _prove(checkpoint, folder)
+        identity = _prove(checkpoint, folder) if plan.config.starts_as_base and not args.no_verify else None
     return {
         "output": str(args.out),
         "layers": list(plan.config.layers),
@@ -90,7 +90,12 @@ def render(result: dict[str, Any]) -> str:
     ]
     if result["identity"]:
         lines.append(f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} over {TOKENS} tokens")
-    lines.append("A fresh conversion writes nothing until its convolution is trained.")
+    starts = InPlaceTTTConfig.from_dict(result["config"]).starts_as_base
+    lines.append(
+        "A fresh conversion writes nothing until its convolution is trained."
+        if starts
+        else "With conv='next' a fresh conversion writes at once, so that it does not compute what its base does."
+    )
     return "\n".join(lines)
 
 

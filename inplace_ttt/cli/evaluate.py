@@ -20,12 +20,12 @@ from ..evaluation.second_copy import second_copy
 from ..files.folders import marked, new_folder, refuse_to_replace
 from ..files.json_files import json_text
 from ..files.text import files_in, tokens_of
-from ..surgery import config_of
+from ..surgery import config_of, fast_weights
 from ..tasks.passages import Passage
 from . import Result
 from .arguments import MOST_TOKENS, dtype, numbers, path, seed, whole
 from .loading import load_plain, load_with_tokenizer, refuse_not_finite
-from .messages import say_now
+from .messages import say_now, warn
 
 EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
@@ -95,6 +95,10 @@ def run(args: argparse.Namespace) -> Result:
         raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
     refuse_not_finite(model, args.path)
+    if config_of(model).prompt_write is not None:
+        warn("this model writes at a prompt's end, and a text to evaluate has none; what its chunks would write is measured instead.")
+        for layer in fast_weights(model).values():
+            layer.fast.config = dataclasses.replace(layer.fast.config, prompt_write=None)
     base = None if args.base is None else load_plain(args.base, model.dtype)
     protocol = Protocol(args.window, SINKS if args.sinks is None else args.sinks, _skip(args, model), args.batch_size)
     names, documents = _documents(args, model, tokenizer, protocol)

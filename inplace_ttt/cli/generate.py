@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, set_seed
 from ..errors import InPlaceTTTError, reported
 from ..files.text import read_text
 from ..state import FastWeightState
-from ..surgery import ttt_disabled
+from ..surgery import config_of, ttt_disabled
 from . import Result
 from .arguments import MOST_TOKENS, dtype, number, path, seed, whole
 from .loading import load_with_tokenizer, refuse_not_finite
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> Result:
     total = before + ids.shape[1]
     _warn_beyond_context(model, total + args.max_new_tokens)
     new = ids[:, :0]
+    waits = config_of(model).prompt_write is not None and not written_before and total > 2
     with nullcontext() if args.ttt == "on" else ttt_disabled(model):
         if args.max_new_tokens:
             set_seed(args.seed)
@@ -63,12 +64,13 @@ def run(args: argparse.Namespace) -> Result:
             with reported(f"cannot generate as {args.path}/generation_config.json asks", "mend it or delete it"):
                 new = state.generate(ids, progress=True, max_new_tokens=args.max_new_tokens, **sampling)
         else:
-            state.read(ids, progress=True)
+            state.write_prompt(ids, progress=True) if waits else state.read(ids, progress=True)
     result = {
         "text": tokenizer.decode(new[0], skip_special_tokens=True),
         "tokens_read": total - before,
         "tokens_generated": new.shape[1],
         "chunks_written": state.chunks_written - written_before,
+        "prompt_written": waits and state.chunks_written > 0,
         "state_bytes": state.state_bytes,
     }
     if args.save_state:
@@ -79,9 +81,9 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def render(result: dict[str, Any]) -> str:
+    wrote = "the prompt" if result["prompt_written"] else f"{result['chunks_written']} chunks"
     print(
-        f"read {result['tokens_read']:,} tokens, wrote {result['chunks_written']} chunks into the fast weights "
-        f"({result['state_bytes'] / 2**20:.1f} MiB)",
+        f"read {result['tokens_read']:,} tokens, wrote {wrote} into the fast weights ({result['state_bytes'] / 2**20:.1f} MiB)",
         file=sys.stderr,
     )
     return result["text"]

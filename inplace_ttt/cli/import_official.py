@@ -9,23 +9,30 @@ from ..checkpoint.official import is_official_tensor, read_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
 from ..checkpoint.saved_tensors import lacking
+from ..checkpoint.ttt_ntp import is_ttt_ntp, read_ttt_ntp
 from ..checkpoint.writing import write_full
 from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path
 
 EXAMPLES = """example:
-  inplace-ttt import-official ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt"""
+  inplace-ttt import-official ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt
+  inplace-ttt import-official ./ttt-ntp-qwen3-4b ./qwen3-4b-ntp"""
+
+_TRAINING = "TTT-NTP, its training form; its code keeps sums in bfloat16 and has one document a row, here they are float32 and any number"
+_INFERENCE = "prompt_write is not in its files: set to what its evaluation script gives"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="checkpoint of the public reference code")
+    parser.add_argument("path", type=path, metavar="PATH", help="checkpoint of the public code of In-Place TTT or TTT-NTP")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def run(args: argparse.Namespace) -> Result:
-    imported = read_official(Checkpoint.open(args.path))
+    checkpoint = Checkpoint.open(args.path)
+    of_ntp = is_ttt_ntp(checkpoint)
+    imported = read_ttt_ntp(checkpoint) if of_ntp else read_official(checkpoint)
     origin = {"name_or_path": str(args.path), "revision": imported.checkpoint.revision, "fingerprint": None}
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         keep = lambda name: not is_official_tensor(name)  # noqa: E731
@@ -34,6 +41,7 @@ def run(args: argparse.Namespace) -> Result:
             raise InPlaceTTTError(f"{args.path} {problem}: half a checkpoint, which could not be loaded.")
     return {
         "output": str(args.out),
+        "format": "TTT-NTP" if of_ntp else "In-Place TTT",
         "layers": list(imported.plan.config.layers),
         "ignored_layers": imported.ignored_layers,
         "config": imported.plan.config.to_dict(),
@@ -42,6 +50,8 @@ def run(args: argparse.Namespace) -> Result:
 
 def render(result: dict[str, Any]) -> str:
     lines = [f"wrote {result['output']}", f"TTT layers: {', '.join(map(str, result['layers']))}"]
+    if result["format"] == "TTT-NTP":
+        lines += [_TRAINING, _INFERENCE]
     if result["ignored_layers"]:
         lines.append(f"left out layers {result['ignored_layers']}: the model does not have them (the public code ignores them silently)")
     return "\n".join(lines)

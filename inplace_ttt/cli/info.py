@@ -59,7 +59,7 @@ def render(result: dict[str, Any]) -> str:
             f"layers           {', '.join(map(str, result['layers']))}",
             f"chunk size       {config['chunk_size']} tokens",
             f"eta              {config['eta']}",
-            f"target           {config['target']}, {config['conv']} convolution of {config['kernel_size']}",
+            f"target           {config['target']}, " + _mixing(config),
             f"clip             {config['clip'] or 'none'}",
             f"fast weight      {' x '.join(map(str, result['fast_weight']))} a layer",
             f"extensions       {', '.join(extensions) or 'none'}",
@@ -68,3 +68,7 @@ def render(result: dict[str, Any]) -> str:
             f"state            {result['state_bytes_per_sequence'] / 2**20:.1f} MiB a sequence (float32)",
         ]
     )
+
+
+def _mixing(config: dict[str, Any]) -> str:
+    return "the next token's" if config["conv"] == "next" else f"{config['conv']} convolution of {config['kernel_size']}"

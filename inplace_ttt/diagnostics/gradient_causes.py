@@ -133,7 +133,8 @@ def _etas(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 
 def _both_zero(model: DiagnosedModel, found: Gradients) -> list[int]:
-    return [i for i in model.layers if not _size(model, i, "conv") and not _size(model, i, "proj")]
+    known = model.parameters()
+    return [i for i in model.layers if (i, "conv") in known and not _size(model, i, "conv") and not _size(model, i, "proj")]
 
 
 def _small_p(model: DiagnosedModel, found: Gradients) -> list[int]:

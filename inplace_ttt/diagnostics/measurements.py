@@ -76,7 +76,8 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     if reads:
         if writing:
             sweeps.append(sweep_eta(model, scored, (on, max(w.state_ratio for w in writes.values())), off, tick))
-        sweeps.append(sweep_init(model, scored, off, tick))
+        if config_of(model.module).starts_as_base:
+            sweeps.append(sweep_init(model, scored, off, tick))
     return Measurements(
         layout=baseline.layout,
         etas={index: layer.eta for index, layer in model.layers.items()},

@@ -100,11 +100,12 @@ def _gradients(figure: Any, d: Diagnosis) -> None:
     m = d.measured
     left, right = figure.subplots(1, 2)
     layers = list(m.etas)
-    kinds = [("conv", _BLUE), ("proj", _ORANGE), ("weight", _SOFT)]
+    colours = {"conv": _BLUE, "proj": _ORANGE, "weight": _SOFT}
+    kinds = [(kind, colour) for kind, colour in colours.items() if any(key[1] == kind for key in m.sizes) or kind == "weight"]
     norms = [norm for key, norm in m.gradients.norms.items() if key[0] is not None]
     _log(left, [*norms, *(m.gradients.norms.get((i, "weight"), 0.0) * VANISHED for i in layers)])
     floor = left.get_ylim()[0]
-    for offset, (kind, colour) in zip((-0.27, 0.0, 0.27), kinds, strict=True):
+    for offset, (kind, colour) in zip((-0.27, 0.0, 0.27), kinds, strict=False):
         values = [m.gradients.norms.get((i, kind), 0.0) for i in layers]
         left.bar([x + offset for x in range(len(layers))], [max(v, floor) for v in values], 0.25, color=colour, label=_NAMES[kind])
         for x, value in enumerate(values):
@@ -120,7 +121,11 @@ def _gradients(figure: Any, d: Diagnosis) -> None:
     left.set(title="Gradient norm by layer", xlabel="TTT layer", ylabel="‖∂L/∂·‖")
     left.legend(fontsize=8.5, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0, handlelength=1.2, columnspacing=1)
     groups = d.to_dict()["groups"]
-    shares = {_NAMES[name]: (group["step_over_parameter"], colour) for (name, group), colour in zip(groups.items(), _KINDS, strict=True)}
+    shares = {
+        _NAMES[name]: (group["step_over_parameter"], colour)
+        for (name, group), colour in zip(groups.items(), _KINDS, strict=True)
+        if group["parameter"] is not None
+    }
     moving = {name: value for name, (value, _) in shares.items() if value}
     right.barh(list(shares), [value or 0 for value, _ in shares.values()], 0.55, color=[colour for _, colour in shares.values()])
     if moving:

@@ -14,8 +14,7 @@ from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layer.overrides import overriding
 from ..layout import ChunkLayout, Span
-from ..ops import readout, state_dtype
-from ..ops.reference import clip_factor
+from ..ops import state_dtype, write_factor
 from ..surgery import fast_weights
 from .keys import participation
 from .precision import UpdateLost, rounding_of_output, running_sums
@@ -28,7 +27,8 @@ class WriteHealth:
     """One layer's writes over the longest document of a forward.
 
     chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest η‖c_jV_jᵀZ_j‖/‖W0‖. With least
-    squares M stands in S's place, and what a chunk changes of it in a write's; with whitened keys both are what they change of W0.
+    squares, and where row norms are kept, M stands in S's place, and what a chunk changes of it in a write's; with whitened keys
+    both are what they change of W0.
     clipped: fraction of chunks whose delta was clipped.
     """
 
@@ -114,12 +114,12 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext
     """
     layout, w0, damping = context.part(layer.chunk_size), layer.matrix(), layer.fast.config.damping
     accurate = state_dtype(z.dtype)
-    if layer.tau() is None and z.dtype != torch.float16:
+    if layer.tau() is None and layer.fast.config.write_norm is None and z.dtype != torch.float16:
         row, (start, stop) = longest_document(layout)
         complete = slice(start, stop - (stop - start) % layout.chunk_size)
         keys, values = z[row, complete], v[row, complete]
         state = values.T @ keys if damping is None else torch.cat([values, keys], dim=1).T @ keys
-        read = readout(state.to(accurate), damping)
+        read = layer.readout(state.to(accurate))
     else:
         read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
         for write in _chunk_by_chunk(layer, z, v, layout):
@@ -181,7 +181,7 @@ class _Write:
 
 def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout) -> Iterator[_Write]:
     """What each complete chunk of the longest document writes."""
-    accurate, tau, damping = state_dtype(z.dtype), layer.tau(), layer.fast.config.damping
+    accurate, tau, config = state_dtype(z.dtype), layer.tau(), layer.fast.config
     row, span = longest_document(layout)
     state: Tensor | float = 0.0
     read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
@@ -189,11 +189,12 @@ def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout
         here = slice(*chunk)
         keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
         delta = values.T @ keys
-        factor = clip_factor(delta, tau)
+        factor = write_factor(delta, tau, config.write_norm)
         delta = factor * delta
-        state = state + (delta if damping is None else torch.cat([delta, factor * (keys.T @ keys)]))
-        after = readout(state, damping)
-        yield _Write(delta if damping is None else after - read, after, factor)
+        state = state + (delta if config.damping is None else torch.cat([delta, factor * (keys.T @ keys)]))
+        after = layer.readout(state)
+        clipped = factor if config.write_norm is None else torch.ones_like(factor)
+        yield _Write(delta if config.damping is None and not config.keep_row_norms else after - read, after, clipped)
         read = after
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,17 +12,34 @@ from ..ops import readout
 from ..ops.precision import in_range
 
 
+class Reader(Protocol):
+    """What reads of a state ask of their layer."""
+
+    @property
+    def eta(self) -> float: ...
+    def readout(self, state: Tensor) -> Tensor:
+        """As `FastWeight.readout`; asked for only where the row norms of W0 are kept."""
+
+
 class State:
-    """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where S itself is read."""
+    """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where S itself is read.
 
-    def __init__(self, value: Tensor, dtype: torch.dtype, damping: float | None) -> None:
-        self.value, self.damping = value, damping
-        self._read, self._factor = in_range(readout(value, damping), dtype)
+    keeps_rows: the row norms of W0 are kept, which only the layer knows; what reads use is then made at the first one.
+    """
 
-    def add_read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
+    _read: Tensor | None
+    _factor: Tensor | None
+
+    def __init__(self, value: Tensor, dtype: torch.dtype, damping: float | None, keeps_rows: bool = False) -> None:
+        self.value, self.damping, self.keeps_rows = value, damping, keeps_rows
+        self._read, self._factor = (None, None) if keeps_rows else in_range(readout(value, damping), dtype)
+
+    def add_read(self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None) -> None:
         """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r]."""
-        if self._read.dtype != out.dtype:  # autocast came or went
-            self._read, self._factor = in_range(readout(self.value, self.damping), out.dtype)
+        eta = layer.eta
+        if self._read is None or self._read.dtype != out.dtype:  # autocast came or went
+            read = layer.readout(self.value) if self.keeps_rows else readout(self.value, self.damping)
+            self._read, self._factor = in_range(read, out.dtype)
         rows = slice(None) if row is None else slice(row, row + 1)
         if self._factor is None:
             out.baddbmm_(z.to(out.dtype), self._read[rows].mT, alpha=eta)
@@ -31,7 +49,9 @@ class State:
     def put(self, row: int, state: Tensor | None) -> None:
         """Set a row's state [·, r]; None is zero."""
         self.value[row] = 0 if state is None else state
-        if self._read is not self.value:
+        if self.keeps_rows:
+            self._read = None
+        elif self._read is not None and self._read is not self.value:
             narrow, factor = in_range(readout(self.value[row], self.damping), self._read.dtype)
             self._read[row] = narrow
             if self._factor is not None and factor is not None:
@@ -40,12 +60,14 @@ class State:
     def select(self, rows: list[int]) -> State:
         chosen = copy.copy(self)
         chosen.value = self.value[rows]
-        chosen._read = chosen.value if self._read is self.value else self._read[rows]
+        chosen._read = chosen.value if self._read is self.value else None if self._read is None else self._read[rows]
         chosen._factor = None if self._factor is None else self._factor[rows]
         return chosen
 
     def thaw(self) -> None:
-        if self.value.is_inference() or self._read.is_inference():
+        if self.keeps_rows:
+            self.value, self._read = self.value.clone() if self.value.is_inference() else self.value, None
+        elif self._read is not None and (self.value.is_inference() or self._read.is_inference()):
             self.__init__(self.value.clone(), self._read.dtype, self.damping)  # type: ignore[misc]
 
 

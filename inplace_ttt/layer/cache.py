@@ -15,6 +15,7 @@ from transformers import Cache
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
+from .prompt_stream import stream_class
 from .stream import FastWeightStream
 
 
@@ -72,9 +73,9 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
     if not layers[layer].is_compileable and layers[layer].get_seq_length() != layers[0].get_seq_length():
         raise InPlaceTTTError("a refused crop has left this cache with layers of different lengths; start a new one, or crop a fork.")
     if not isinstance(layers[layer], CarriesFastWeight):
-        attach(cache, layer, FastWeightStream.of(config, batch))
+        attach(cache, layer, stream_class(config).of(config, batch))
     elif layers[layer].fast_weight.batch != batch and layers[layer].fast_weight.is_empty:
-        layers[layer].fast_weight = FastWeightStream.of(config, batch)
+        layers[layer].fast_weight = stream_class(config).of(config, batch)
     return layers[layer].fast_weight
 
 

@@ -20,7 +20,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import DecoderLayer, features
 from ..layout import ChunkLayout
-from ..ops import fast_weight, state_dtype, takes_weight
+from ..ops import fast_weight, keeping_row_norms, readout, state_dtype, takes_weight
 from ..ops.scan import fast_weight_across_ranks
 from .cache import stream_of
 from .forward_context import ForwardContext
@@ -53,11 +53,11 @@ class FastWeight(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """[B, T, h] -> [B, T, d]; of families whose MLPs take all rows as one, [B T, h] -> [B T, d]."""
-        if torch.compiler.is_compiling() and self.hooks.has_cache:
+        if torch.compiler.is_compiling() and (self.hooks.has_cache or self._has_norms):
             return self._forward_outside_of_graphs(z)
         return self._forward(z)
 
-    @torch.compiler.disable(reason="the fast weight of a cache is no part of a graph")
+    @torch.compiler.disable(reason="the fast weight of a cache, and one with norms of writes or rows, is no part of a graph")
     def _forward_outside_of_graphs(self, z: Tensor) -> Tensor:
         return self._forward(z)
 
@@ -86,8 +86,8 @@ class FastWeight(nn.Module):
     def check_split(self) -> None:
         """Refuse what is no sum over h, where tensor parallelism gives each rank a part of the down-projection's input."""
         config = self.fast.config
-        needing = {"clip": config.clip, "damping": config.damping, "whitening": config.whitening}
-        if held := [name for name, value in needing.items() if value is not None]:
+        names = ("clip", "damping", "whitening", "write_norm", "keep_row_norms")
+        if held := [name for name in names if getattr(config, name)]:
             raise InPlaceTTTError(
                 f"tensor parallelism splits the down-projection's input, of which {' and '.join(held)} would need the whole; "
                 "leave it out of the config, or split the model in another way."
@@ -112,6 +112,7 @@ class FastWeight(nn.Module):
         if (
             self.ttt.keys is None
             and self.fast.config.damping is None
+            and not self.fast.config.keep_row_norms
             and w0 is not None
             and w0.dtype == z.dtype == v.dtype
             and takes_weight(z)
@@ -136,7 +137,32 @@ class FastWeight(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         """What the op is told of the rule."""
-        return {"eta": self.eta, "clip": self.tau(), "damping": self.fast.config.damping}
+        config = self.fast.config
+        norms = {"write_norm": config.write_norm, "keep_norms_of": self._rows_to_keep()}
+        return {"eta": self.eta, "clip": self.tau(), "damping": config.damping, **norms}
+
+    @property
+    def _has_norms(self) -> bool:
+        return self.fast.config.write_norm is not None or self.fast.config.keep_row_norms
+
+    def _rows_to_keep(self) -> Tensor | None:
+        """W0 [d, h] where its row norms are kept, or None."""
+        return self.base_weight() if self.fast.config.keep_row_norms else None
+
+    def base_weight(self) -> Tensor:
+        """W0 [d, h], for what cannot do without it."""
+        w0 = self.matrix()
+        if w0 is None:
+            raise InPlaceTTTError(
+                f"keep_row_norms and prompt_write need W0, which {type(self).__name__} does not show; leave them out, or load W0 plain, "
+                "not quantised and not wrapped."
+            )
+        return w0
+
+    def readout(self, state: Tensor) -> Tensor:
+        """What keys are read with [..., d, r] of states [..., ·, r]: S itself in the paper."""
+        w0 = self._rows_to_keep()
+        return readout(state, self.fast.config.damping) if w0 is None else keeping_row_norms(state, w0.detach().to(state.dtype), self.eta)
 
     def _needs_gradient(self, z: Tensor, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (z.requires_grad or x.requires_grad or any(p.requires_grad for p in self.parameters()))
@@ -231,7 +257,7 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     factory: dict[str, Any] = {"device": weight.device, "dtype": dtype}
     keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.directions(dim, width), **factory)
     measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj, "keys": keys}
-    target = TargetGenerator(dim, config.kernel_size, config.conv, **measured, **factory)
+    target = TargetGenerator(dim, config.kernel_size, config.conv, proj_init=config.proj_init, **measured, **factory)
     if weight.device.type != "meta":
         with gathered(target.parameters()):
             target.reset_parameters(std, seed)

@@ -13,17 +13,15 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype
-from .buffers import OpenChunks, State
+from .buffers import OpenChunks, Reader, State
 
 _UNDO_REACH = 128
 """Tokens after which a written chunk can no longer be taken back, unless one forward read them all."""
 
 
-class StreamedLayer(Protocol):
+class StreamedLayer(Reader, Protocol):
     """What a stream asks of its layer."""
 
-    @property
-    def eta(self) -> float: ...
     def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
         """As `FastWeight.write`: what the keys read (only if `reads`), and the states after their complete chunks."""
 
@@ -53,8 +51,10 @@ class _Row:
 class FastWeightStream:
     """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the batch."""
 
-    def __init__(self, batch: int, chunk_size: int, decode_updates: bool = True, damping: float | None = None) -> None:
-        self.chunk_size, self.decode_updates, self.damping = chunk_size, decode_updates, damping
+    def __init__(
+        self, batch: int, chunk_size: int, decode_updates: bool = True, damping: float | None = None, keeps_rows: bool = False
+    ) -> None:
+        self.chunk_size, self.decode_updates, self.damping, self.keeps_rows = chunk_size, decode_updates, damping, keeps_rows
         self.rows = [_Row() for _ in range(batch)]
         self._open = OpenChunks(batch, chunk_size)
         self._state: State | None = None
@@ -63,7 +63,7 @@ class FastWeightStream:
     @classmethod
     def of(cls, config: InPlaceTTTConfig, batch: int) -> FastWeightStream:
         """An empty stream of a layer with this config."""
-        return cls(batch, config.chunk_size, config.decode_updates, config.damping)
+        return cls(batch, config.chunk_size, config.decode_updates, config.damping, config.keep_row_norms)
 
     @property
     def batch(self) -> int:
@@ -108,7 +108,7 @@ class FastWeightStream:
         for row in self.rows:  # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
             row.undo = row.undo if row.filled <= _UNDO_REACH else None
         if generated and not self.decode_updates and any(self.tokens):
-            self._read(out, z, layer.eta)
+            self._read(out, z, layer)
             self.skip()
             return out
         for row, (start, stop) in zip(self.rows, spans, strict=True):
@@ -116,7 +116,7 @@ class FastWeightStream:
             row.unbroken = unbroken if stop == z.shape[1] else 0
         fits = all(row.filled + stop - start <= self.chunk_size for row, (start, stop) in zip(self.rows, spans, strict=True))
         if fits:
-            self._read(out, z, layer.eta)
+            self._read(out, z, layer)
             for index, (start, stop) in enumerate(spans):
                 if start < stop:
                     self._take(index, z[index, start:stop], x[index, start:stop], layer, undoable=True)
@@ -133,16 +133,16 @@ class FastWeightStream:
             self._take_span(out, z, x, index, (start, stop), stop, layer)
         return out
 
-    def _read(self, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
+    def _read(self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None) -> None:
         if self._state is not None:
-            self._state.add_read(out, z, eta, row)
+            self._state.add_read(out, z, layer, row)
 
     def _take_span(self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer) -> None:
         """Read and take in a row's span, one chunk after the other; the row's tokens end at `last`."""
         start, stop = span
         while start < stop:
             end = min(start + self.chunk_size - self.rows[row].filled, stop)
-            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], layer.eta, row)
+            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], layer, row)
             self._take(row, z[row, start:end], x[row, start:end], layer, undoable=last - end < self.chunk_size)
             start = end
 
@@ -151,7 +151,7 @@ class FastWeightStream:
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         read, state = layer.write(z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True)
         out += read.to(out.dtype)
-        self._state = State(state, z.dtype, self.damping)
+        self._state = State(state, z.dtype, self.damping, self.keeps_rows)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             row.written += (stop - start) // self.chunk_size
 
@@ -169,7 +169,7 @@ class FastWeightStream:
         if undoable:
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
         if self._state is None:
-            self._state = State(after.new_zeros(self.batch, *after.shape), z.dtype, self.damping)
+            self._state = State(after.new_zeros(self.batch, *after.shape), z.dtype, self.damping, self.keeps_rows)
         self._state.put(index, after)
         row.filled, row.written = 0, row.written + 1
 
@@ -243,7 +243,7 @@ class FastWeightStream:
 
     def reset(self) -> None:
         """Back to W0, no tokens read."""
-        self.__init__(self.batch, self.chunk_size, self.decode_updates, self.damping)  # type: ignore[misc]
+        self.__init__(self.batch, self.chunk_size, self.decode_updates, self.damping, self.keeps_rows)  # type: ignore[misc]
 
     def select(self, rows: list[int]) -> None:
         """Keep the given rows, in this order, repeats included (beam search, batch select, repeat)."""
@@ -274,5 +274,5 @@ class FastWeightStream:
         if "z" in tensors:
             stream._open.held = tensors["z"].to(dtype), tensors["x"].to(dtype)
         if "state" in tensors:
-            stream._state = State(tensors["state"].to(state_dtype(dtype)), dtype, config.damping)
+            stream._state = State(tensors["state"].to(state_dtype(dtype)), dtype, config.damping, config.keep_row_norms)
         return stream

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import Conv
+from ..config import Conv, ProjInit
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from ..ops import chunk_conv
+from ..ops import chunk_conv, next_in_chunk
 from .whitened_keys import WhitenedKeys
+
+_SHARED_SEED = 1234567
+"""Of the diagonal that all layers share, as the public code of TTT-NTP draws it."""
 
 
 class TargetGenerator(nn.Module):
@@ -19,10 +22,12 @@ class TargetGenerator(nn.Module):
 
     conv [d, 1, k] and proj [d, d] are its parameters. The convolution is a correlation without bias; taps that fall
     outside the token's own chunk read zero. Tap j of a token t is t + j - k//2 ("lookahead") or t + j - k + 1 ("causal").
+    With "next" (extension) there is none: V_t = X_{t+1} P, and zero for a chunk's last token.
     With the extensions of the config, it also holds what was measured on a text: `mean` [d] and `gain` [], under which
     (X - mean) · gain stands in for X, and the whitened keys; and P starts from a text where it is calibrated.
     """
 
+    conv: nn.Parameter  # None with conv="next"
     mean: Tensor | None
     gain: Tensor | None
     _is_hf_initialized = False  # by this mark transformers knows what to leave as it is
@@ -35,37 +40,42 @@ class TargetGenerator(nn.Module):
         *,
         standardised: bool = False,
         calibrated_proj: bool = False,
+        proj_init: ProjInit = "random_diagonal",
         keys: WhitenedKeys | None = None,
         **factory: Any,
     ) -> None:
         super().__init__()
         self.first_tap = -(kernel_size // 2) if conv == "lookahead" else 1 - kernel_size
-        self.conv = nn.Parameter(torch.zeros(dim, 1, kernel_size, **factory))
+        self.register_parameter("conv", None if conv == "next" else nn.Parameter(torch.zeros(dim, 1, kernel_size, **factory)))
         self.proj = nn.Parameter(torch.zeros(dim, dim, **factory))
         self.register_buffer("mean", torch.zeros(dim, **factory) if standardised else None)
         self.register_buffer("gain", torch.zeros((), **factory) if standardised else None)
         self.keys = keys
-        self.calibrated_proj = calibrated_proj
+        self.calibrated_proj, self.proj_init = calibrated_proj, proj_init
         self._is_measured = False
 
     @torch.no_grad()
     def reset_parameters(self, std: float, seed: int) -> None:
         """Conv zero, P diagonal N(0, std²) (paper appendix C.3): the model starts as its base, yet conv has a gradient.
 
-        A calibrated P, and all else that is measured on a text, is zero until it is.
+        Of the extensions, the diagonal that all layers share takes no notice of `seed`, and the identity of neither. A calibrated
+        P, and all else that is measured on a text, is zero until it is.
         """
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
         if not self.calibrated_proj:
-            self.proj.diagonal().copy_(torch.randn(self.proj.shape[0], generator=torch.Generator().manual_seed(seed)) * std)
+            generator = torch.Generator().manual_seed(_SHARED_SEED if self.proj_init == "shared_diagonal" else seed)
+            random = torch.randn(self.proj.shape[0], generator=generator) * std
+            self.proj.diagonal().copy_(torch.ones_like(random) if self.proj_init == "identity" else random)
         self._is_hf_initialized = True
 
     def forward(self, x: Tensor, layout: ChunkLayout) -> Tensor:
         """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""
-        x = x.to(self.conv.device, self.conv.dtype)
+        x = x.to(self.proj.device, self.proj.dtype)
         self.check_measured()
         x = self.standardise(x)
-        return chunk_conv(x, self.conv, layout, self.first_tap) @ self.proj
+        mixed = next_in_chunk(x, layout) if self.conv is None else chunk_conv(x, self.conv, layout, self.first_tap)
+        return mixed @ self.proj
 
     def standardise(self, x: Tensor) -> Tensor:
         """(x - mean) · gain, or x as it is."""

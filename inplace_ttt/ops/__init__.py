@@ -8,14 +8,27 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..config import WriteNorm
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from . import chunked, compiled, conv, least_squares, reference, triton
+from . import chunked, compiled, conv, least_squares, reference, row_norms, triton
 from .compiled import TracedLayout
 from .least_squares import readout
+from .norms import keeping_row_norms
 from .precision import state_dtype
+from .reference import write_factor
 
-__all__ = ["chunk_conv", "fast_weight", "readout", "state_dtype", "state_rows", "takes_weight"]
+__all__ = [
+    "chunk_conv",
+    "fast_weight",
+    "keeping_row_norms",
+    "next_in_chunk",
+    "readout",
+    "state_dtype",
+    "state_rows",
+    "takes_weight",
+    "write_factor",
+]
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
@@ -23,12 +36,14 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., damping: float | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
+    clip: float | Tensor | None = ..., damping: float | None = ..., write_norm: WriteNorm | None = ...,
+    keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., damping: float | None = ..., backend: Backend = ..., return_state: Literal[True],
+    clip: float | Tensor | None = ..., damping: float | None = ..., write_norm: WriteNorm | None = ...,
+    keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight(
     z: Tensor,
@@ -40,6 +55,8 @@ def fast_weight(
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     damping: float | None = None,
+    write_norm: WriteNorm | None = None,
+    keep_norms_of: Tensor | None = None,
     backend: Backend = "auto",
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -52,16 +69,22 @@ def fast_weight(
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
     damping: λ of least squares (extension), where M_i = B_i(G_i + λI)⁻¹ is read in place of B_i = S_i, with G_i = G_init + Σ c_j Z_jᵀZ_j;
         a state is then [B, d + h, h], B above G. None is the paper.
+    write_norm: "spectral" divides each chunk's delta by its spectral norm, as five power steps find it (extension).
+    keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension); S stays the raw sum.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
     backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere; least squares has one
-        fast form (`ops/least_squares.py`).
+        fast form (`ops/least_squares.py`), and the norms that of "chunked".
 
-    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight and initial_state.
+    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight, keep_norms_of and initial_state.
     Raises InPlaceTTTError when shapes or dtypes disagree.
     """
     _check(z, v, weight, layout, initial_state, damping)
+    _check_norms(v, z, clip, damping, write_norm, keep_norms_of)
     if backend == "reference":
-        out, state = reference.fast_weight(z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping)
+        out, state = reference.fast_weight(
+            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping, write_norm=write_norm,
+            keep_norms_of=keep_norms_of,
+        )  # fmt: skip
         return (out, state) if return_state else out
     if backend not in ("auto", "chunked", "triton"):
         raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, triton, chunked or reference.")
@@ -69,7 +92,17 @@ def fast_weight(
         triton.require(z.device, z.dtype)
         if damping is not None:
             raise InPlaceTTTError("the kernels read the paper's sum; use backend='auto' with damping.")
+        if write_norm is not None or keep_norms_of is not None:
+            raise InPlaceTTTError("the kernels know no norms of writes and rows; use backend='auto' with write_norm and keep_norms_of.")
     given: dict[str, Any] = {"eta": eta, "layout": layout, "clip": clip}
+    if write_norm is not None or keep_norms_of is not None:
+        given |= {"initial_state": initial_state, "return_state": return_state, "write_norm": write_norm}
+        if keep_norms_of is None:
+            out, kept = chunked.fast_weight(z, v, weight, **given)
+        else:
+            out, kept = row_norms.fast_weight(z, v, keep_norms_of, **given)
+            out = out if weight is None else out + torch.nn.functional.linear(z, weight)
+        return out if kept is None else (out, kept)
     if isinstance(layout, TracedLayout) and (damping is not None or _form(z) is chunked):
         fused = weight if damping is None else None
         out, kept = compiled.fast_weight(z, v, fused, damping=damping, **given), None
@@ -105,6 +138,13 @@ def chunk_conv(x: Tensor, taps: Tensor, layout: ChunkLayout, first_tap: int) -> 
     return convolve(x, taps, layout.chunk_ids(x.device), first_tap)
 
 
+def next_in_chunk(x: Tensor, layout: ChunkLayout) -> Tensor:
+    """For each token of x [B, T, d] the next one of its chunk; zero for a chunk's last token and for padding."""
+    ids = layout.chunk_ids(x.device)
+    follows = (ids[:, :-1] == ids[:, 1:]) & (ids[:, 1:] >= 0)
+    return torch.nn.functional.pad(torch.where(follows.unsqueeze(-1), x[:, 1:], 0), (0, 0, 0, 1))
+
+
 def _form(x: Tensor) -> ModuleType:
     """The form that "auto" takes for tensors like x."""
     return triton if triton.preferred(x.device, x.dtype) else chunked
@@ -128,3 +168,16 @@ def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, ini
             raise InPlaceTTTError(f"initial_state must be {named} = {state}, got {list(initial_state.shape)}.")
         if initial_state.dtype != state_dtype(z.dtype):
             raise InPlaceTTTError(f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}.")
+
+
+def _check_norms(
+    v: Tensor, z: Tensor, clip: float | Tensor | None, damping: float | None, write_norm: WriteNorm | None, keep_norms_of: Tensor | None
+) -> None:
+    if write_norm not in (None, "spectral"):
+        raise InPlaceTTTError(f"write_norm must be 'spectral' or nothing, got {write_norm!r}.")
+    if damping is not None and (write_norm is not None or keep_norms_of is not None):
+        raise InPlaceTTTError("write_norm and keep_norms_of belong to the sum of writes; leave them out with damping.")
+    if clip is not None and write_norm is not None:
+        raise InPlaceTTTError("write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.")
+    if keep_norms_of is not None and tuple(keep_norms_of.shape) != (v.shape[-1], z.shape[-1]):
+        raise InPlaceTTTError(f"keep_norms_of must be W0 [d, h] = {[v.shape[-1], z.shape[-1]]}, got {list(keep_norms_of.shape)}.")

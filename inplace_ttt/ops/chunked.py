@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..config import WriteNorm
 from ..layout import ChunkLayout, Span
+from .norms import spectral_norm
 from .precision import add_product_, state_dtype, without_autocast
 from .reference import clip_factor
 
@@ -31,6 +33,7 @@ def fast_weight(
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     return_state: bool = False,
+    write_norm: WriteNorm | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`.
 
@@ -38,7 +41,7 @@ def fast_weight(
     the grid of W0 loses every change below half a step; so do calls that want the state, which fused never forms.
     """
     fused = weight is not None and not return_state and fuses(weight.dtype)
-    out, state = _FastWeight.apply(z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state)
+    out, state = _FastWeight.apply(z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state, write_norm)
     if weight is not None and not fused:
         out = out + torch.nn.functional.linear(z, weight)
     return out, state if return_state else None
@@ -61,20 +64,19 @@ class _FastWeight(torch.autograd.Function):
         clip: float | Tensor | None,
         layout: ChunkLayout,
         return_state: bool,
+        write_norm: WriteNorm | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(z, v, weight, initial_state)
-        ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state = eta, clip, layout, return_state
+        ctx.settings = eta, clip, layout, return_state, write_norm
         ctx.set_materialize_grads(False)
         with without_autocast(z.device):
-            walk = _Walk(z, v, weight, initial_state, eta, clip, layout, return_state)
-            return walk.forward()
+            return Walk(z, v, weight, initial_state, *ctx.settings).forward()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
         z, v, weight, initial_state = ctx.saved_tensors
-        given = gradients(d_out, d_state, z, v, weight, initial_state, ctx.eta, ctx.clip, ctx.layout, ctx.keeps_state)
-        return *given, None, None, None, None
+        return *gradients(d_out, d_state, z, v, weight, initial_state, *ctx.settings), None, None, None, None, None
 
 
 def gradients(
@@ -88,27 +90,39 @@ def gradients(
     clip: float | Tensor | None,
     layout: ChunkLayout,
     keeps_state: bool,
+    write_norm: WriteNorm | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of z, v, weight and initial_state, of a weight that is fused."""
     with without_autocast(z.device):
-        walk = _Walk(z, v, weight, initial_state, eta, clip, layout, keeps_state)
+        walk = Walk(z, v, weight, initial_state, eta, clip, layout, keeps_state, write_norm)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
 
 
-def sum_of_writes(z: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None = None) -> Tensor:
+def sum_of_writes(
+    z: Tensor,
+    v: Tensor,
+    spans: Sequence[Span | None],
+    *,
+    layout: ChunkLayout,
+    clip: float | Tensor | None = None,
+    write_norm: WriteNorm | None = None,
+) -> Tensor:
     """Σ c_j V_jᵀZ_j over the complete chunks of one span in each row, [B, d, h] in the state's dtype; zero without a span.
 
     Each span starts where a chunk does. Differentiable once in z [B, T, h] and v [B, T, d].
     """
-    return _SumOfWrites.apply(z, v, spans, layout, clip)
+    return _SumOfWrites.apply(z, v, spans, layout, clip, write_norm)
 
 
 class _SumOfWrites(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, z: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, z: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None,
+        write_norm: WriteNorm | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(z, v)
-        ctx.spans, ctx.layout, ctx.clip = spans, layout, clip
-        walk = _Walk(z, v, None, None, 1.0, clip, layout, False)
+        ctx.spans, ctx.settings = spans, (1.0, clip, layout, False, write_norm)
+        walk = Walk(z, v, None, None, *ctx.settings)
         state = z.new_zeros(z.shape[0], v.shape[-1], z.shape[-1], dtype=walk.dtype)
         with without_autocast(z.device):
             for row, chunk in _complete(spans, layout):
@@ -120,11 +134,11 @@ class _SumOfWrites(torch.autograd.Function):
     def backward(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
         z, v = ctx.saved_tensors
         dz, dv = torch.zeros_like(z), torch.zeros_like(v)
-        walk = _Walk(z, v, None, None, 1.0, ctx.clip, ctx.layout, False)
+        walk = Walk(z, v, None, None, *ctx.settings)
         with without_autocast(z.device):
-            for row, chunk in _complete(ctx.spans, ctx.layout):
+            for row, chunk in _complete(ctx.spans, walk.layout):
                 walk.through_write(row, chunk, d_state[row], dz, dv)
-        return dz, dv, None, None, None
+        return dz, dv, None, None, None, None
 
 
 def _complete(spans: Sequence[Span | None], layout: ChunkLayout) -> Iterator[tuple[int, Span]]:
@@ -133,7 +147,7 @@ def _complete(spans: Sequence[Span | None], layout: ChunkLayout) -> Iterator[tup
 
 
 @dataclass(eq=False)
-class _Walk:
+class Walk:
     """The walk over every row and document of a layout; see the module's docstring for the carry."""
 
     z: Tensor
@@ -144,6 +158,7 @@ class _Walk:
     clip: float | Tensor | None
     layout: ChunkLayout
     keeps_state: bool
+    write_norm: WriteNorm | None = None
 
     def __post_init__(self) -> None:
         self.read, self.write = (self.eta, 1.0) if self.weight is None else (1.0, self.eta)
@@ -180,11 +195,15 @@ class _Walk:
 
     def add_delta(self, carry: Tensor | None, row: int, chunk: Span) -> Tensor:
         values, keys = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.v, self.z))
-        if self.clip is None and carry is not None:
+        if self.clip is None and self.write_norm is None and carry is not None:
             return carry.addmm_(values.T, keys, alpha=self.write)
         delta = values.T @ keys
-        delta *= self.write * clip_factor(delta, self.clip)
+        delta *= self.write * (clip_factor(delta, self.clip) if self.write_norm is None else 1 / spectral_norm(delta))
         return delta if carry is None else carry.add_(delta)
+
+    def read_with(self, carry: Tensor) -> Tensor:
+        """The matrix [d, h] that keys are read with."""
+        return carry
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         z, v = self.z, self.v
@@ -204,7 +223,7 @@ class _Walk:
                 for chunk in self.layout.chunks((start, stop)):
                     here = slice(*chunk)
                     if carry is not None:
-                        add_product_(out[row, here], z[row, here], carry.T, beta=0, alpha=self.read)
+                        add_product_(out[row, here], z[row, here], self.read_with(carry).T, beta=0, alpha=self.read)
                     if self.is_written(chunk, row, number):
                         carry = self.add_delta(carry, row, chunk)
                 if state is not None and number == len(self.layout.documents[row]) - 1:
@@ -227,30 +246,33 @@ class _Walk:
                         d_weight.addmm_(grad.T, z[row, start:stop])
                     continue
                 chunks = list(self.layout.chunks((start, stop)))
-                self._through_reads(row, number, chunks, d_out, dz)
+                carry = self._through_reads(row, number, chunks, d_out, dz)
                 is_last = number == len(self.layout.documents[row]) - 1
                 d_carry = z.new_zeros(v.shape[-1], z.shape[-1], dtype=self.dtype)
                 if d_state is not None and is_last:
                     d_carry.copy_(d_state[row])
-                self._through_writes(row, number, chunks, d_out, d_carry, dz, dv)
+                self.through_writes(row, number, chunks, carry, d_out, d_carry, dz, dv)
                 if d_weight is not None:
                     d_weight += d_carry
                 if d_initial is not None and number == 0:
                     d_initial[row] = d_carry * (self.eta if self.weight is not None else 1.0)
         return dz, dv, d_weight, d_initial
 
-    def _through_reads(self, row: int, number: int, chunks: list[Span], d_out: Tensor, dz: Tensor) -> None:
-        """dZ_i = read · dO_i M_i, with the carry rebuilt in order."""
+    def _through_reads(self, row: int, number: int, chunks: list[Span], d_out: Tensor, dz: Tensor) -> Tensor | None:
+        """dZ_i = read · dO_i M_i, with the carry rebuilt in order; the carry that the last chunk reads."""
         carry = self.start_carry(row, number)
         for chunk in chunks:
             here = slice(*chunk)
             if carry is not None:
-                add_product_(dz[row, here], d_out[row, here], carry, beta=0, alpha=self.read)
+                add_product_(dz[row, here], d_out[row, here], self.read_with(carry), beta=0, alpha=self.read)
             if self.is_written(chunk, row, number) and chunk is not chunks[-1]:
                 carry = self.add_delta(carry, row, chunk)
+        return carry
 
-    def _through_writes(self, row: int, number: int, chunks: list[Span], d_out: Tensor, d_carry: Tensor, dz: Tensor, dv: Tensor) -> None:
-        """From the last chunk to the first: what each delta did to later reads, gathered in `d_carry`."""
+    def through_writes(
+        self, row: int, number: int, chunks: list[Span], carry: Tensor | None, d_out: Tensor, d_carry: Tensor, dz: Tensor, dv: Tensor
+    ) -> None:
+        """From the last chunk, which read `carry`, to the first: what each delta did to later reads, gathered in `d_carry`."""
         for chunk in reversed(chunks):
             if self.is_written(chunk, row, number):
                 self.through_write(row, chunk, d_carry, dz, dv)
@@ -261,15 +283,19 @@ class _Walk:
         """Add to dZ, and set dV, of a chunk that was written into a carry with gradient `d_carry` [d, h]."""
         here = slice(*chunk)
         keys, values = self.z[row, here], self.v[row, here]
-        d_delta = self._through_clip(d_carry, keys, values)
+        d_delta = self._through_factor(d_carry, keys, values)
         add_product_(dv[row, here], keys, d_delta.T, beta=0, alpha=self.write)
         add_product_(dz[row, here], values, d_delta, alpha=self.write)
 
-    def _through_clip(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The gradient of a delta D from that of cD, c = min(1, τ/‖D‖): c (G - [c<1] D ⟨D, G⟩ / ‖D‖²)."""
-        if self.clip is None:
+    def _through_factor(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The gradient of a delta D from that of cD; for c = min(1, τ/‖D‖) it is c (G - [c<1] D ⟨D, G⟩ / ‖D‖²)."""
+        if self.clip is None and self.write_norm is None:
             return d_clipped
         delta = values.T.to(self.dtype) @ keys.to(self.dtype)
+        if self.write_norm is not None:
+            with torch.enable_grad():
+                delta.requires_grad_()
+                return torch.autograd.grad(delta / spectral_norm(delta), delta, d_clipped)[0]
         factor = clip_factor(delta, self.clip)
         square = (delta * delta).sum()
         along = torch.where(factor < 1, (delta * d_clipped).sum() / torch.where(square > 0, square, 1.0), 0.0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..config import WriteNorm
 from ..layout import ChunkLayout
+from .norms import keeping_row_norms, spectral_norm
 from .precision import state_dtype
 
 
@@ -18,6 +20,11 @@ def clip_factor(delta: Tensor, tau: float | Tensor | None) -> Tensor:
     return torch.where(exceeds, tau / torch.where(exceeds, norm, 1.0), 1.0)
 
 
+def write_factor(delta: Tensor, clip: float | Tensor | None, write_norm: WriteNorm | None) -> Tensor:
+    """What a delta [..., d, h] is multiplied by before it is added [..., 1, 1]."""
+    return clip_factor(delta, clip) if write_norm is None else 1 / spectral_norm(delta)
+
+
 def fast_weight(
     z: Tensor,
     v: Tensor,
@@ -28,12 +35,15 @@ def fast_weight(
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     damping: float | None = None,
+    write_norm: WriteNorm | None = None,
+    keep_norms_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, T, d] and final state, [B, d, h] or, with damping, [B, d + h, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
     accurate = state_dtype(z.dtype)
     keys, values = z.to(accurate), v.to(accurate)
     w0 = keys.new_zeros(v.shape[-1], z.shape[-1]) if weight is None else weight.to(accurate)
     out = keys @ w0.T  # what padding reads; documents are written over below
+    kept = None if keep_norms_of is None else keep_norms_of.to(accurate)
     empty = w0.new_zeros(len(w0) if damping is None else sum(w0.shape), w0.shape[1])
     states = []
     for row, documents in enumerate(layout.documents):
@@ -43,11 +53,12 @@ def fast_weight(
                 state = empty  # reset at a document's first token
             for start, stop in layout.chunks(document):
                 chunk = keys[row, start:stop]
-                effective = w0 + eta * _read(state, damping)  # apply …
+                read = _read(state, damping) if kept is None else keeping_row_norms(state, kept, eta)
+                effective = w0 + eta * read  # apply …
                 out[row, start:stop] = chunk @ effective.T
                 if layout.is_complete((start, stop)):  # … then update
                     delta = values[row, start:stop].T @ chunk
-                    factor = clip_factor(delta, clip)
+                    factor = write_factor(delta, clip, write_norm)
                     state = state + factor * (delta if damping is None else torch.cat([delta, chunk.T @ chunk]))
         states.append(state)
     return out.to(z.dtype), torch.stack(states)

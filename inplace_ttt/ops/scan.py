@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from ..config import WriteNorm
 from ..layout import ChunkLayout, on_device
 from . import chunked, fast_weight, least_squares
 from .precision import state_dtype
@@ -32,12 +33,14 @@ from .precision import state_dtype
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., return_state: Literal[False] = ...,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., write_norm: WriteNorm | None = ...,
+    keep_norms_of: Tensor | None = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., return_state: Literal[True],
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., write_norm: WriteNorm | None = ...,
+    keep_norms_of: Tensor | None = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight_across_ranks(
     z: Tensor,
@@ -50,6 +53,8 @@ def fast_weight_across_ranks(
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     damping: float | None = None,
+    write_norm: WriteNorm | None = None,
+    keep_norms_of: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fast_weight` for this rank's part of each row; a collective call, also in its backward.
@@ -61,14 +66,17 @@ def fast_weight_across_ranks(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = layout.part(rank, ranks)
     links, links_here = _links(layout, ranks, initial_state is not None, return_state, z.device, state_dtype(z.dtype))
+    rule: dict[str, Any] = {"damping": damping, "write_norm": write_norm, "keep_norms_of": keep_norms_of}
     if not links.any():  # no document crosses a border
-        return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip, damping=damping)
+        return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip, **rule)
     wanted = links[:, :, rank + 1].any(dim=1).tolist()
     spans = [spans[-1] if spans and wanted[row] else None for row, spans in enumerate(part.documents)]
-    sum_of_writes = chunked.sum_of_writes if damping is None else least_squares.sum_of_writes
-    sums = sum_of_writes(z, v, spans, layout=part, clip=clip)
+    if damping is None:
+        sums = chunked.sum_of_writes(z, v, spans, layout=part, clip=clip, write_norm=write_norm)
+    else:
+        sums = least_squares.sum_of_writes(z, v, spans, layout=part, clip=clip)
     start, final = _Scan.apply(sums, initial_state, links_here, group, return_state)
-    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, clip=clip, damping=damping)
+    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, clip=clip, **rule)
     return (out, final) if return_state else out
 
 

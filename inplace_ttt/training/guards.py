@@ -73,11 +73,12 @@ class FirstStep(TrainerCallback):
         model = kwargs["model"]
         check_state_precision(model)
         for index, norms in gradients.read().items():
-            eta = fast_weights(model)[index].fast.eta
-            for name in ("conv", "proj"):
+            layer = fast_weights(model)[index]
+            eta, names = layer.fast.eta, ("proj",) if layer.ttt.conv is None else ("conv", "proj")
+            for name in names:
                 if name not in norms:
                     raise InPlaceTTTError(f"layer {index}'s {name} got no gradient at all: it is frozen, or the loss does not reach it.")
-            if not norms["conv"] and not norms["proj"] and eta > 0:
+            if not any(norms[name] for name in names) and eta > 0:
                 self.warnings.append(
                     f"layer {index}: conv and P got a zero gradient at the first step; was no row longer than a chunk, or are both zero?"
                 )

@@ -25,6 +25,8 @@ def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str,
                 ttt[name.rpartition(".")[2]].append(parameter)
         if not any(p.requires_grad for p in layer.ttt.parameters()):
             raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
+    if settings.conv_learning_rate is not None and all(layer.ttt.conv is None for layer in fast_weights(model).values()):
+        raise InPlaceTTTError("conv_learning_rate has no effect, since conv='next' has no convolution; leave it out of the recipe.")
     special = {id(p) for group in ttt.values() for p in group}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in special]
     members = {

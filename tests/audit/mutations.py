@@ -99,7 +99,7 @@ def update_then_apply(patch: Patch) -> None:
             while start < stop:
                 end = min(start + self.chunk_size - self.filled[row], stop)
                 self._take(row, z[row, start:end], x[row, start:end], writer, undoable=False)
-                self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer.eta, row)
+                self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], writer, row)
                 start = end
         return out
 
@@ -108,7 +108,7 @@ def update_then_apply(patch: Patch) -> None:
 
 def one_weight_a_call(patch: Patch) -> None:
     def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
-        self._read(out, z, writer.eta)
+        self._read(out, z, writer)
         for row, (start, stop) in enumerate(spans):
             while start < stop:
                 end = min(start + self.chunk_size - self.filled[row], stop)
@@ -173,15 +173,15 @@ def running_weight_in_half_precision(patch: Patch) -> None:
         step = real(self, torch.zeros_like(carry), row, chunk)
         return (carry.bfloat16() + step.bfloat16()).to(carry.dtype) if step.any() else carry
 
-    real = chunked._Walk.add_delta
-    patch.setattr(chunked._Walk, "add_delta", add_delta)
+    real = chunked.Walk.add_delta
+    patch.setattr(chunked.Walk, "add_delta", add_delta)
 
 
 def ranks_start_anew(patch: Patch) -> None:
     def start_carry(self: Any, row: int, number: int) -> Tensor | None:
         return None if self.weight is None else self.weight.clone()
 
-    patch.setattr(chunked._Walk, "start_carry", start_carry)
+    patch.setattr(chunked.Walk, "start_carry", start_carry)
 
 
 def padding_written(patch: Patch) -> None:
@@ -195,8 +195,8 @@ def second_row_without_memory(patch: Patch) -> None:
     def segments(self: Any, row: int) -> Any:
         return iter([((0, self.layout.length), None)]) if row else real(self, row)
 
-    real = chunked._Walk.segments
-    patch.setattr(chunked._Walk, "segments", segments)
+    real = chunked.Walk.segments
+    patch.setattr(chunked.Walk, "segments", segments)
 
 
 def clip_in_training_too(patch: Patch) -> None:
@@ -230,8 +230,8 @@ def clip_on_the_sum(patch: Patch) -> None:
         start = torch.zeros_like(whole) if self.weight is None else self.weight
         return start + (whole - start) * factor((whole - start) / self.write, clip)
 
-    real, factor = chunked._Walk.add_delta, chunked.clip_factor
-    patch.setattr(chunked._Walk, "add_delta", add_delta)
+    real, factor = chunked.Walk.add_delta, chunked.clip_factor
+    patch.setattr(chunked.Walk, "add_delta", add_delta)
 
 
 def random_convolution(patch: Patch) -> None:

@@ -7,9 +7,11 @@ with a tiny random model under the name of the real one. A block that cannot run
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 import inplace_ttt
@@ -75,6 +78,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     book = tmp_path / "book.txt"
     book.write_text(tiny.text(words=1500), encoding="utf-8")
     small_model(tmp_path / "smollm2-135m")
+    public_ttt_ntp(tmp_path / "ttt-ntp-smollm2", tmp_path / "smollm2-135m")
     (tmp_path / ".cache" / "text" / "shakespeare").mkdir(parents=True)
     (tmp_path / ".cache" / "text" / "shakespeare" / "hamlet.txt").symlink_to(book)
     (tmp_path / ".cache" / "smollm2-135m").symlink_to(tmp_path / "smollm2-135m")
@@ -87,6 +91,17 @@ def small_model(folder: Path) -> None:
     words = tiny.byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **roles)
     sizes = {"num_hidden_layers": 30, "num_attention_heads": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}
     tiny.save_llama(folder, words, torch.bfloat16, **sizes)
+
+
+def public_ttt_ntp(folder: Path, base: Path) -> None:
+    """The same as a checkpoint of TTT-NTP's public code."""
+    shutil.copytree(base, folder)
+    file, width = folder / "model.safetensors", 32
+    proj = {f"model.layers.{i}.mlp.ttt_proj.weight": torch.eye(width, dtype=torch.bfloat16) for i in (0, 6)}
+    save_file({**load_file(file), **proj}, file, {"format": "pt"})
+    keys = {"ttt_layers": [0, 6], "ttt_lr": 0.3, "ttt_chunk": 64, "ttt_inner_opt": "specnorm", "ttt_norm_preserve": True}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "ttt_predict_mode": "next", **keys}))
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)

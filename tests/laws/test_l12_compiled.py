@@ -19,6 +19,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "keep_row_norms": True, "eta": 0.2}
+
+
 def _padded_left() -> Tensor:
     mask = torch.ones_like(IDS)
     mask[1, :9] = 0
@@ -61,6 +64,13 @@ def check(model: nn.Module, *forwards: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_graph_with_every_option(options: str) -> None:
     check(converted("llama", **OPTIONS[options]), "whole rows")
+
+
+def test_norms_break_the_graph_and_nothing_else() -> None:
+    model = converted("llama", **NORMS)
+    run = compiled(model, fullgraph=False)
+    for eager, found in zip(*(results(run_, model, **FORWARDS["packed"]) for run_ in (model, run)), strict=True):
+        assert distance(found, eager) < 1e-5
 
 
 def test_documents_are_known_when_the_graph_runs() -> None:

@@ -22,6 +22,7 @@ SPLITS: dict[str, list[int]] = {
     "prefill, then tokens": [2 * CHUNK + 4, *[1] * (3 * CHUNK - 1)],
     "tokens, then a turn": [*[1] * 9, LENGTH - 9],
 }
+NEXT = {"conv": "next", "target": "hidden_states", "write_norm": "spectral"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"conv": "causal"},
     "causal, even kernel": {"conv": "causal", "kernel_size": 4},
@@ -39,6 +40,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
     "least squares": COMPACT,
     "least squares, all directions, hidden states": {**COMPACT, "whitening": KeyWhitening(), "target": "hidden_states"},
+    "next token": {"conv": "next", "eta": 0.006},
+    "next token, chunks of two": {"conv": "next", "chunk_size": 2, "eta": 0.006},
+    "next token, spectral writes": {**NEXT, "eta": 0.1},
+    "next token, row norms": {**NEXT, "write_norm": None, "keep_row_norms": True, "eta": 0.02},
+    "next token, both norms": {**NEXT, "keep_row_norms": True, "eta": 0.2},
+    "lookahead, both norms": {"write_norm": "spectral", "keep_row_norms": True, "eta": 0.2},
     "least squares, raw keys, clip": {"rule": "least_squares", "damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
 }  # fmt: skip
 

@@ -47,12 +47,16 @@ def whole(layout: ChunkLayout, given: dict[str, Tensor], weights: tuple[Tensor, 
 
 
 def compare(
-    group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool, damping: float | None
-) -> None:
+    group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool, damping: float | None,
+    norms: bool = False,
+) -> None:  # fmt: skip
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     length = WIDTH * ranks
     layout = ChunkLayout.from_lengths(LAYOUTS[name](length), CHUNK, length)
-    options = {"eta": 0.2, "clip": clip, "damping": damping}
+    options: dict[str, Any] = {"eta": 0.2, "clip": clip, "damping": damping}
+    if norms:
+        rows = torch.randn(D, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+        options |= {"write_norm": "spectral", "keep_norms_of": rows}
     state_shape = layout.batch, state_rows(D, H, damping), H
     weights = torch.randn(layout.batch, length, D, dtype=dtype), torch.randn(state_shape, dtype=dtype)
     for seed, tensor in enumerate(weights):
@@ -86,6 +90,8 @@ def every_case(group: dist.ProcessGroup) -> None:
             for clip, with_state, with_final in ((None, False, False), (2.0, False, True), (None, True, True), (2.0, True, False)):
                 compare(group, name, dtype, clip, with_state, with_final, None)
                 compare(group, name, dtype, clip, with_state, with_final, 0.5)
+                if clip is None:
+                    compare(group, name, dtype, clip, with_state, with_final, None, norms=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...files.results import Results
+from ...state import write_prompt
+from ...surgery import config_of, is_converted
 from .material import Material
 from .prompt import Prompter, Sample, Task, check, samples
 from .scoring import score
@@ -126,7 +128,18 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
     )
     kept, model.generation_config = own, config  # what a checkpoint sets for chatting (penalties, temperatures) is no part of RULER
     try:
-        new = model.generate(ids, attention_mask=mask)[:, width:]
+        writes = is_converted(model) and config_of(model).prompt_write is not None
+        cache = {"past_key_values": _written(model, ids, mask)} if writes else {}
+        new = model.generate(ids, attention_mask=mask, **cache)[:, width:]
     finally:
         model.generation_config = kept
     return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+
+
+def _written(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> DynamicCache:
+    """A cache that has read prompts but for their last token, and holds what was written of them; with TTT off, nothing."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    cache.activate_past_recording()
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+    write_prompt(model, cache)
+    return cache

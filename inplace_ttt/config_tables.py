@@ -1,0 +1,129 @@
+"""The tables inside a config, each with what it means and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from .errors import InPlaceTTTError
+
+ClipWhen = Literal["inference", "always"]
+
+_LEAST, _LARGEST = 1e-30, 1e30
+"""Sizes of numbers that float32 holds with room for products."""
+
+MOST_TOKENS = 2**31 - 1
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InPlaceTTTError(message)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+
+
+def require_size(name: str, *values: float | None) -> None:
+    for value in values:
+        require(not value or _LEAST <= value <= _LARGEST, f"{name} must be from {_LEAST:g} to {_LARGEST:g}, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class DeltaClip:
+    """Bound on the Frobenius norm of one chunk's delta V_jᵀZ_j (without η), paper appendix "Clipping".
+
+    tau: the bound; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the gradient.
+    when: "inference" clips in eval mode only (the paper), "always" in training too.
+    """
+
+    tau: float
+    relative: bool = False
+    when: ClipWhen = "inference"
+
+    def __post_init__(self) -> None:
+        require(
+            is_number(self.tau) and self.tau > 0, f"clip.tau must be a number above 0, got {self.tau!r}; leave clip out for no clipping."
+        )
+        require_size("clip.tau", self.tau)
+        require(isinstance(self.relative, bool), f"clip.relative must be true or false, got {self.relative!r}.")
+        require(
+            self.when in get_args(ClipWhen), f"clip.when must be one of {get_args(ClipWhen)}, got {self.when!r}; leave clip out for never."
+        )
+
+
+@dataclass(frozen=True)
+class KeyWhitening:
+    """Extension, not in the paper: keys K = s (Λ + ρI)^(-1/2) Uᵀ (Z - μ) of r numbers, in place of the h of Z.
+
+    U, Λ are the r largest directions and variances of the down-projection's input over a calibration text, and μ is its mean.
+    These inputs lie in few directions, so that raw keys collide and every read returns a mixture of all writes. s makes the
+    mean of ‖k‖² one: a key that was written once reads its own target back with weight about one.
+
+    rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.
+    ridge: ρ as a fraction of the mean variance.
+    """
+
+    rank: int | float | None = None
+    ridge: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(
+            self.rank is None or (type(self.rank) is int and self.rank >= 1) or (type(self.rank) is float and 0 < self.rank <= 1),
+            "whitening.rank must be an integer of at least 1, a fraction of the model's width from above 0 to 1.0, or left out for all "
+            f"directions, got {self.rank!r}.",
+        )
+        require(is_number(self.ridge) and self.ridge > 0, f"whitening.ridge must be a number above 0, got {self.ridge!r}.")
+        require_size("whitening.ridge", self.ridge)
+
+    def directions(self, d: int, h: int) -> int:
+        """r for a down-projection from h to d."""
+        if self.rank is None:
+            return h
+        return min(h, self.rank if isinstance(self.rank, int) else max(1, round(self.rank * d)))
+
+
+@dataclass(frozen=True)
+class PromptWrite:
+    """Extension, TTT-NTP's inference: one ridge regression over the end of a prompt, in place of the chunks' writes.
+
+    Over the last pairs (z_t, V_t = x_{t+1} P) of the prompt, ΔW minimises Σ ‖V_t - (W0 + ΔW) z_t‖² + λ‖ΔW‖²; what comes after
+    reads W0 + η' ΔW with η' = min(η, cap · ‖W0‖ / ‖ΔW‖).
+
+    window: pairs, across the borders of chunks. ridge: λ, absolute. eta: η, which is not the layer's.
+    cap: the largest ‖η' ΔW‖ as a fraction of ‖W0‖ (Frobenius), a layer and sequence each; None for none.
+    keep_row_norms: each row of what is read is brought to the norm of W0's.
+    """
+
+    window: int = 8192
+    ridge: float = 1.0
+    eta: float = 0.1
+    cap: float | None = 0.1
+    keep_row_norms: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            type(self.window) is int and 1 <= self.window <= MOST_TOKENS,
+            f"prompt_write.window must be an integer from 1 to {MOST_TOKENS}, got {self.window!r}.",
+        )
+        for name in ("ridge", "eta", "cap"):
+            value = getattr(self, name)
+            require(
+                (name == "cap" and value is None) or (is_number(value) and value > 0),
+                f"prompt_write.{name} must be a number above 0{', or left out' if name == 'cap' else ''}, got {value!r}.",
+            )
+            require_size(f"prompt_write.{name}", value)
+        require(isinstance(self.keep_row_norms, bool), f"prompt_write.keep_row_norms must be true or false, got {self.keep_row_norms!r}.")
+
+
+def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    require(isinstance(values, Mapping), f"{where} must be a table of settings, got {values!r}.")
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(set(values) - set(known))
+    require(not unknown, f"{where} has no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise InPlaceTTTError(f"{where} is incomplete: {error}.") from None

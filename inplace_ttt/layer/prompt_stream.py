@@ -1,0 +1,208 @@
+"""TTT-NTP's inference: a layer keeps the end of a prompt while it is read, and writes it once, by ridge regression."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import InPlaceTTTConfig
+from ..config_tables import PromptWrite
+from ..errors import InPlaceTTTError
+from ..layout import Span
+from ..ops import keeping_row_norms, state_dtype
+from .buffers import State
+from .stream import FastWeightStream
+from .target import TargetGenerator
+
+
+class PromptedLayer(Protocol):
+    """What the write of a prompt asks of its layer."""
+
+    ttt: TargetGenerator
+
+    def base_weight(self) -> Tensor:
+        """W0 [d, h]."""
+
+
+def ridge_write(keys: Tensor, values: Tensor, w0: Tensor, settings: PromptWrite) -> Tensor:
+    """η' ΔW [d, h] of keys [m, h] and values [m, d], see `PromptWrite`; in float64, by the smaller of the two Gram matrices."""
+    k, v, w = (x.to(torch.float64) for x in (keys, values, w0))
+    residual = v - k @ w.T
+    wide = len(k) > k.shape[1]
+    gram = k.T @ k if wide else k @ k.T
+    gram.diagonal().add_(settings.ridge)
+    factor = torch.linalg.cholesky(gram)
+    change = torch.cholesky_solve(k.T @ residual, factor).T if wide else torch.cholesky_solve(residual, factor).T @ k
+    size, eta = float(torch.linalg.vector_norm(change)), settings.eta
+    if settings.cap is not None and size > 0:
+        eta = min(eta, settings.cap * float(torch.linalg.vector_norm(w)) / size)
+    return eta * change
+
+
+class _Reads:
+    """How W0 + D is read, as `State` asks it: D is what was written, η' included."""
+
+    eta = 1.0
+
+    def __init__(self, layer: PromptedLayer, keep_row_norms: bool) -> None:
+        self.layer, self.keep_row_norms = layer, keep_row_norms
+
+    def readout(self, state: Tensor) -> Tensor:
+        return keeping_row_norms(state, self.layer.base_weight().to(state.dtype), 1.0) if self.keep_row_norms else state
+
+
+class _End:
+    """The last rows of Z [n, h] and X [n, d] that one sequence has read: `room` of them, and less than as many again."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pieces = room, list[tuple[Tensor, Tensor]]()
+        self.held = 0
+
+    def put(self, z: Tensor, x: Tensor) -> None:
+        """Rows [n, h] and [n, d] behind the others."""
+        self.pieces.append((z[-self.room :].clone(), x[-self.room :].clone()))
+        self.held += len(self.pieces[-1][0])
+        if self.held >= 2 * self.room or len(self.pieces) > 64:
+            self._keep(self.last(self.room))
+
+    def last(self, n: int) -> tuple[Tensor, Tensor]:
+        """The last n rows, or as many as there are."""
+        z, x = (torch.cat(tensors) for tensors in zip(*self.pieces, strict=True))
+        return z[-n:], x[-n:]
+
+    def drop(self, n: int) -> None:
+        """Forget the last n rows."""
+        z, x = self.last(self.held)
+        self._keep((z[: self.held - n], x[: self.held - n]))
+
+    def _keep(self, rows: tuple[Tensor, Tensor]) -> None:
+        self.pieces, self.held = [(rows[0].clone(), rows[1].clone())], len(rows[0])
+
+    def copy(self) -> _End:
+        other = _End(self.room)
+        other.pieces, other.held = list(self.pieces), self.held
+        return other
+
+
+class PromptStream(FastWeightStream):
+    """What a layer keeps of each sequence of a batch: the end of its prompt until that is written, then what was written.
+
+    Until then every token reads W0. The state is η' ΔW [B, d, h].
+    """
+
+    def __init__(self, batch: int, settings: PromptWrite) -> None:
+        super().__init__(batch, 1, decode_updates=False)
+        self.settings = settings
+        self.ends = [_End(settings.window + 1) for _ in range(batch)]  # a pair takes two tokens
+        self.seen, self.since = [0] * batch, [0] * batch
+        self.is_written = self._has_gap = False
+
+    @classmethod
+    def of(cls, config: InPlaceTTTConfig, batch: int) -> PromptStream:
+        assert config.prompt_write is not None
+        return cls(batch, config.prompt_write)
+
+    @property
+    def written(self) -> list[int]:
+        """Writes, for each row: one, once the prompt is written."""
+        return [int(self.is_written)] * self.batch
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens read, for each row."""
+        return self.seen
+
+    @torch.no_grad()
+    def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: Any, *, generated: bool = False) -> Tensor:
+        """Add what is read to `out` [B, T, d] in place; before the write, keep the end of what comes in, z [B, T, h] and x [B, T, d]."""
+        if len(spans) != self.batch:
+            raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
+        self.check_holds_state()
+        if self._state is not None:
+            self._state.add_read(out, z, _Reads(layer, self.settings.keep_row_norms))
+        for row, (start, stop) in enumerate(spans):
+            self.seen[row] += stop - start
+            self.since[row] += stop - start
+            if start < stop and not self.is_written:
+                self.ends[row].put(z[row, start:stop], x[row, start:stop])
+        return out
+
+    @torch.no_grad()
+    def write(self, layer: PromptedLayer) -> None:
+        """Write the prompt: the last pairs of all that was read; sequences of less than three tokens write nothing."""
+        self.check_holds_state()
+        if self.is_written:
+            raise InPlaceTTTError("this session's prompt is written already; fork the session before its end, or start a new one.")
+        if self._has_gap:
+            raise InPlaceTTTError("some of the prompt was read with TTT off, so that its pairs are not known; read it anew.")
+        w0 = layer.base_weight()
+        accurate = state_dtype(w0.dtype)
+        total = torch.zeros(self.batch, *w0.shape, dtype=accurate, device=w0.device)
+        for row, end in enumerate(self.ends):
+            if self.seen[row] > 2:
+                z, x = end.last(self.settings.window + 1)
+                source, proj = layer.ttt.standardise(x[1:].to(accurate)), layer.ttt.proj.to(accurate)
+                total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
+            end.__init__(end.room)  # type: ignore[misc]
+            self.since[row] = 1  # the last token may be taken back, to be read again
+        self._state = State(total, w0.dtype, None, keeps_rows=True)
+        self.is_written = True
+
+    def skip(self) -> None:
+        """Note tokens in the cache that were not taken in: what comes before and after them is no pair."""
+        self._has_gap = self._has_gap or any(self.seen)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens of every row, as if they had never been read."""
+        if tokens == 0 or self._abandoned:
+            return
+        if all(tokens >= seen for seen in self.seen):
+            self.reset()
+            return
+        back = [min(tokens, seen) for seen in self.seen]
+        for end, seen, since, n in zip(self.ends, self.seen, self.since, back, strict=True):
+            if self.is_written and n > since:
+                raise InPlaceTTTError(
+                    f"the last {n} tokens reach into the prompt, which is written for good; fork the session before its end."
+                )
+            if not self.is_written and end.held - n < min(end.room, seen - n):
+                raise InPlaceTTTError(
+                    f"the last {n} tokens cannot be taken back: the end of the prompt before them is no longer kept; "
+                    "fork the session before reading what you may take back."
+                )
+        for row, n in enumerate(back):
+            if not self.is_written and n:
+                self.ends[row].drop(n)
+            self.seen[row] -= n
+            self.since[row] -= n
+
+    def reset(self) -> None:
+        self.__init__(self.batch, self.settings)  # type: ignore[misc]
+
+    def select(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+        self.ends = [self.ends[row].copy() for row in rows]
+        self.seen, self.since = [self.seen[row] for row in rows], [self.since[row] for row in rows]
+        self._state = self._state and self._state.select(rows)
+
+    def tensors(self) -> dict[str, Tensor]:
+        self.check_holds_state()
+        if self.state is None:
+            raise InPlaceTTTError(
+                "this session's prompt is not written yet, and its end is not saved; write it first (state.write_prompt)."
+            )
+        return {"counts": torch.tensor([[0] * self.batch, [0] * self.batch, self.seen]), "state": self.state.contiguous()}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> PromptStream:
+        stream = cls.of(config, tensors["counts"].shape[1])
+        stream.seen, stream.is_written = tensors["counts"].tolist()[2], True
+        stream._state = State(tensors["state"].to(state_dtype(dtype)), dtype, None, keeps_rows=True)
+        return stream
+
+
+def stream_class(config: InPlaceTTTConfig) -> type[FastWeightStream]:
+    """What keeps a layer's fast weight under this config: chunk by chunk, or for one write at a prompt's end."""
+    return FastWeightStream if config.prompt_write is None else PromptStream
