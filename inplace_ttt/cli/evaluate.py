@@ -20,7 +20,7 @@ from ..evaluation.second_copy import second_copy
 from ..files.folders import marked, new_folder, refuse_to_replace
 from ..files.json_files import json_text
 from ..files.text import files_in, tokens_of
-from ..surgery import config_of, fast_weights
+from ..surgery import config_of
 from ..tasks.passages import Passage
 from . import Result
 from .arguments import MOST_TOKENS, dtype, numbers, path, seed, whole
@@ -97,8 +97,6 @@ def run(args: argparse.Namespace) -> Result:
     refuse_not_finite(model, args.path)
     if config_of(model).prompt_write is not None:
         warn("this model writes at a prompt's end, and a text to evaluate has none; what its chunks would write is measured instead.")
-        for layer in fast_weights(model).values():
-            layer.fast.config = dataclasses.replace(layer.fast.config, prompt_write=None)
     base = None if args.base is None else load_plain(args.base, model.dtype)
     protocol = Protocol(args.window, SINKS if args.sinks is None else args.sinks, _skip(args, model), args.batch_size)
     names, documents = _documents(args, model, tokenizer, protocol)

@@ -12,6 +12,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..attention_window import SINKS, attention_window, window_cache
 from ..layer.cache import streams
+from ..layer.overrides import with_config
+from ..surgery import fast_weights
 
 PIECE = 512
 """Tokens read at once by a model without chunks."""
@@ -33,13 +35,14 @@ def token_losses(
 ) -> Tensor:
     """-log p of every next token, float32 [B, T - 1] on the CPU, for rows of token ids [B, T] without padding.
 
+    What chunks write is read, also where the config has `prompt_write`: in a text no prompt ends.
     window, sinks: attention as in `attention_window`; all of the row without a window.
     before_piece: called with the cache before each piece of `piece` tokens.
     """
     rows = rows.to(model.device)
     cache = DynamicCache(config=model.config.get_text_config()) if window is None else window_cache(model, window, sinks)
     found = []
-    with attention_window(model, window, sinks):
+    with attention_window(model, window, sinks), with_config(fast_weights(model).values(), prompt_write=None):
         for start in range(0, rows.shape[1], piece):
             if before_piece is not None:
                 before_piece(cache)

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from models import CHUNK, converted, distance, logits, random_ids
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, revert, ttt_disabled
 from inplace_ttt.config_tables import PromptWrite
 from inplace_ttt.evaluation.ruler.answers import answer
 from inplace_ttt.evaluation.ruler.prompt import Sample
+from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.layer.prompt_stream import ridge_write
 from inplace_ttt.surgery import fast_weights
@@ -256,4 +257,5 @@ def test_bfloat16_and_training_without_a_cache() -> None:
     assert distance(in_a_session(model, prompt, prompt[:, :4]).float(), exact) < 0.1
     plain = converted("llama", conv="next", target="hidden_states")
     assert torch.equal(logits(prompted(), prompt), logits(plain, prompt)), "without a cache its chunks write"
-    assert isinstance(plain, nn.Module)
+    expected = torch.nn.functional.cross_entropy(logits(plain, prompt)[0, :-1], prompt[0, 1:], reduction="none")
+    assert distance(token_losses(prompted(), prompt)[0], expected) < 1e-5, "nor does a text to evaluate have a prompt"
