@@ -117,9 +117,15 @@ class _SumOfWrites(torch.autograd.Function):
 
 
 def _factor(state: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """B [..., d, r] and the Cholesky factor of G + λI, of a state [..., d + r, r]; not a number where float32 finds none."""
+    """B [..., d, r] and the Cholesky factor of G + λI, of a state [..., d + r, r]; not a number where G is no sum of KᵀK.
+
+    To λ comes what rounding may have taken from the sum, 8 ε tr G (1e-6 of it in float32): one key that is written a hundred
+    thousand times would else hide a small λ.
+    """
     r = state.shape[-1]
-    damped = state[..., -r:, :] + damping * torch.eye(r, dtype=state.dtype, device=state.device)
+    gram = state[..., -r:, :]
+    lost = 8 * torch.finfo(state.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    damped = gram + (damping + lost)[..., None, None] * torch.eye(r, dtype=state.dtype, device=state.device)
     factor, failed = torch.linalg.cholesky_ex(damped)  # without a look at `failed`, for which a GPU would be waited for
     return state[..., :-r, :], torch.where(failed[..., None, None] == 0, factor, torch.nan)
 

@@ -129,6 +129,15 @@ def test_much_damping_is_the_papers_rule() -> None:
     assert distance(found, fast_weight(**given, weight=None, eta=ETA, layout=layout).detach()) < 1e-6
 
 
+def test_one_sentence_without_end_hides_no_damping() -> None:
+    """In float32, where a Gram matrix of large numbers rounds off a small λ: what is read back is what was written."""
+    layout = ChunkLayout.from_lengths([[40_001]], 100)
+    z, v = (torch.randn(1, 4, width, generator=torch.Generator().manual_seed(1)) for width in (H, D))
+    z, v = (x.repeat(1, 10_001, 1)[:, :40_001] for x in (z, v))
+    out = fast_weight(z, v, None, eta=1.0, layout=layout, damping=1e-6)
+    assert distance(out[0, 40_000], v[0, 40_000]) < 0.01
+
+
 def test_a_sum_that_is_no_gram_is_not_a_number() -> None:
     """Where float32 finds no factor, what is read must not look like a number."""
     layout = ChunkLayout.from_lengths([[2]], 1)
