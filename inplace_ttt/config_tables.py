@@ -60,7 +60,7 @@ class KeyWhitening:
 
     U, Λ are the r largest directions and variances of the down-projection's input over a calibration text, and μ is its mean.
     These inputs lie in few directions, so that raw keys collide and every read returns a mixture of all writes. s makes the
-    mean of ‖k‖² one: a key that was written once reads its own target back with weight about one.
+    mean of ‖k‖² about one: a key that was written once reads its own target back with weight about one.
 
     rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.
     ridge: ρ as a fraction of the mean variance.

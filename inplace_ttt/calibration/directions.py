@@ -1,10 +1,10 @@
 """The directions in which a layer's activations vary most, from one reading of a text and without Σ [h, h] where h is large.
 
-Where Σ = Σ z zᵀ is no larger than a sketch it is summed. Else Y = Σ Ω [h, l] is summed for l = 2r directions Ω, and
-Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a spectrum that falls as slowly as that of activations. So each time
-the text has doubled, the approximation's own range becomes Ω, which changes nothing in it, and what is read from there on is
-sketched along the directions that matter: a subspace iteration whose steps read different parts of the text. The mean is
-taken off in the end.
+Where Σ = Σ z zᵀ is no larger than a sketch it is summed, and a short text is kept as it is. Else Y = Σ Ω [h, l] is summed
+for l = 2r directions Ω, and Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a spectrum that falls as slowly as that
+of activations. So each time the text has doubled, the approximation's own range becomes Ω, which changes nothing in it, and what
+is read from there on is sketched along the directions that matter: a subspace iteration whose steps read different parts of the
+text. The mean is taken off in the end.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _ROUNDINGS = 4
 """Of float32, by which ΩᵀY is shifted: of a text that is one token again and again its eigenvalues reach down to -0.7 of one."""
 
 _AT_ONCE = 1024
-"""Tokens that are widened to float32 together."""
+"""Tokens that are widened to float32 together; a text of no more is kept."""
 
 
 class Directions(NamedTuple):
     """Of the covariance of z, float32: r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; the mean [h].
 
-    From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the trace is exact.
+    From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the trace is exact, and so is
+    all of a text of 1,024 tokens and less.
     """
 
     values: Tensor
@@ -40,7 +41,7 @@ class Directions(NamedTuple):
 
 
 class LeadingDirections:
-    """Reads z [..., h] of any dtype row by row; holds the smaller of h² and 4 r h float32."""
+    """Reads z [..., h] of any dtype row by row; holds the smaller of h² and 4 r h float32, and a text of up to 1,024 tokens."""
 
     def __init__(self, width: int, rank: int, device: torch.device | str = "cpu") -> None:
         if not 0 < rank <= width:
@@ -53,6 +54,7 @@ class LeadingDirections:
             start = torch.randn(width, columns, generator=torch.Generator().manual_seed(0)).to(device)
             self._onto = torch.linalg.qr(start).Q
         self._sum = torch.zeros(width, width if self._onto is None else columns, device=device)
+        self._kept: list[Tensor] | None = None if self._onto is None else []
         self._total = torch.zeros(width, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -65,12 +67,17 @@ class LeadingDirections:
                 raise InPlaceTTTError(
                     "a down-projection's input was not finite on the calibration text; load the model in a dtype that holds it."
                 )
+            self._total += part.sum(0)
+            self.tokens, self.trace = self.tokens + len(part), self.trace + square
+            if self._kept is not None and self.tokens <= _AT_ONCE:
+                self._kept.append(part.clone())
+                continue
+            for unread in (*(self._kept or ()), part):
+                self._sum.addmm_(unread.T, unread if self._onto is None else unread @ self._onto)
+            self._kept = None
             if self._onto is not None and self.tokens >= self._next:
                 self._onto, inner = self._range()
                 self._sum, self._next = self._onto @ inner.float(), 2 * self.tokens
-            self._sum.addmm_(part.T, part if self._onto is None else part @ self._onto)
-            self._total += part.sum(0)
-            self.tokens, self.trace = self.tokens + len(part), self.trace + square
 
     @torch.no_grad()
     def found(self) -> Directions:
@@ -86,6 +93,9 @@ class LeadingDirections:
             raise InPlaceTTTError(
                 "a down-projection's input did not vary over the calibration text; give rows of a text like the one to be read."
             )
+        if self._kept is not None:
+            _, sizes, turned = torch.linalg.svd(torch.cat(self._kept).double() - mean, full_matrices=False)
+            return Directions((sizes.square() / self.tokens)[: self.rank].float(), turned[: self.rank].T.float(), trace, mean.float())
         basis, inner = (None, self._sum.double()) if self._onto is None else self._range()
         within = mean if basis is None else basis.T.double() @ mean
         values, vectors = torch.linalg.eigh(inner / self.tokens - within.outer(within))

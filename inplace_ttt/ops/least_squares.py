@@ -119,8 +119,8 @@ class _SumOfWrites(torch.autograd.Function):
 def _factor(state: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """B [..., d, r] and the Cholesky factor of G + λI, of a state [..., d + r, r]; not a number where G is no sum of KᵀK.
 
-    To λ comes what rounding may have taken from the sum, 8 ε tr G (1e-6 of it in float32): one key that is written a hundred
-    thousand times would else hide a small λ.
+    To λ comes what rounding may have taken from the sum, 8 ε tr G (1e-6 of it in float32), a constant to the gradient: one key
+    that is written a hundred thousand times would else hide a small λ.
     """
     r = state.shape[-1]
     gram = state[..., -r:, :]

@@ -67,11 +67,13 @@ def fast_weight(
 def _read(state: Tensor, damping: float | None) -> Tensor:
     """What a key is read with [d, h]: the sum B of VᵀZ itself, or with damping λ what minimises Σ ‖V - ZMᵀ‖² + λ‖M‖².
 
-    For that the state holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹, the normal equations.
+    For that the state holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹, the normal equations. To λ comes what rounding may
+    have taken from G, 8 ε tr G, a constant to the gradient.
     """
     if damping is None:
         return state
     width = state.shape[1]
     total, gram = state[:-width], state[-width:]
+    damping += 8 * torch.finfo(state.dtype).eps * float(gram.detach().trace())
     damped = (gram + gram.T) / 2 + damping * torch.eye(width, dtype=state.dtype, device=state.device)
     return torch.linalg.solve(damped, total.T).T

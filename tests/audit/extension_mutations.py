@@ -50,7 +50,7 @@ def loop(
 
     def op(
         z: Tensor, v: Tensor, weight: None, *, eta: float, layout: ChunkLayout, damping: float, clip: Any,
-        initial_state: Tensor | None = None, return_state: bool = False,
+        initial_state: Tensor | None = None, return_state: bool = False, **none: Any,
     ) -> Any:  # fmt: skip
         rows, states, (d, r) = [], [], (v.shape[-1], z.shape[-1])
         for row, documents in enumerate(layout.documents):

@@ -23,7 +23,7 @@ def test_the_compact_preset_is_an_extension(profile: str) -> None:
     report = audit_model(seven_layers(**settings), profile=profile)
     assert report.undeclared == ([] if profile == "paper" else ["target-source"])
     assert [id for id in BEYOND if report[id].verdict != "extension"] == []
-    assert "λ = 0.03" in report["least-squares"].outcome.found and "24 whitened numbers of 48" in report["keys"].outcome.found
+    assert "λ = 1" in report["least-squares"].outcome.found and "16 whitened numbers of 48" in report["keys"].outcome.found
     assert [r.item.id for r in report.items if r.verdict == "not checked"] == ["clip-scope", "clip-effect"]
 
 
