@@ -225,7 +225,7 @@ class _Walk:
             if group.chunks > 1 and read is not None:
                 later = read.flip(0).cumsum(0).flip(0)
                 after = torch.cat([later[1:] + d_sums, after])
-            if group.is_complete:
+            if self.is_written(row, number, group):
                 self.through_write(row, group, after, dk, dv)
             else:
                 dv[row, group.here] = 0
@@ -254,9 +254,7 @@ class _Walk:
 
     def sums_around(self, row: int, number: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
         """The sums before each chunk of a group [n, d + r, r], and those after all [d + r, r], if anything reads them."""
-        if group.chunks == 1 and not self.is_written(row, number, group):
-            return state[None], state
-        return self.with_writes(row, group, state)
+        return self.with_writes(row, group, state) if self.is_written(row, number, group) else (state[None], state)
 
     def with_writes(self, row: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
         """The same of complete chunks that are written."""
@@ -308,8 +306,9 @@ class _Walk:
         return self.keeps_state and number == len(self.layout.documents[row]) - 1
 
     def is_written(self, row: int, number: int, group: _Group) -> bool:
-        """Whether anything reads what a group's last chunk writes."""
-        return group.is_complete and (group.stop < self.layout.documents[row][number][1] or self.hands_on(row, number))
+        """Whether anything reads what a group writes: a chunk of its own, a later one, or who is handed the state."""
+        is_last = group.stop == self.layout.documents[row][number][1]
+        return group.is_complete and (group.chunks > 1 or not is_last or self.hands_on(row, number))
 
     def starts_written(self, number: int) -> bool:
         return number == 0 and self.initial_state is not None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import distance
 from test_l1_reference import DOCUMENTS, ETA, TOLERANCE, D, H, inputs, layout_of
+from test_l1_reference import run as results_of
 from torch import Tensor
 
 from inplace_ttt import InPlaceTTTError
@@ -32,17 +33,10 @@ def given_for(layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, ro
     return given
 
 
-def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], keep: bool, eta: float = ETA, **rule: Any) -> dict[str, Tensor]:
-    """Everything the op gives: outputs, state, and the gradient of each input under a random cotangent."""
-    rule.pop("rows", None)
-    result = fast_weight(**{"weight": None, **given}, eta=eta, layout=layout, backend=backend, return_state=keep, **rule)
-    results = dict(zip(("out", "state"), result, strict=True)) if keep else {"out": result}
-    g = torch.Generator().manual_seed(4)
-    loss = sum((x * torch.randn(x.shape, generator=g).to(x.dtype)).sum() for x in results.values())
-    grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True) if loss.requires_grad else [None] * len(given)
-    for name, x, grad in zip(given, given.values(), grads, strict=True):
-        results[f"d_{name}"] = torch.zeros_like(x) if grad is None else grad
-    return {name: x.detach() for name, x in results.items()}
+def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], keep: bool, **rule: Any) -> dict[str, Tensor]:
+    """`results_of` by a rule of RULES."""
+    settings = {name: value for name, value in rule.items() if name not in ("rows", "clip")}
+    return results_of(backend, layout, given, rule.get("clip"), keep, **settings)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

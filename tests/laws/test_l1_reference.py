@@ -1,6 +1,7 @@
 """L1: the chunked op is the reference, in outputs and in every gradient."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +53,11 @@ def inputs(layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, dampi
 
 
 def run(
-    backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool, damping: float | None = None
+    backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool, eta: float = ETA, **rule: Any
 ) -> dict[str, Tensor]:
     """Everything the op gives: outputs, state, and the gradient of each input under a random cotangent."""
-    weight = given.get("weight")
-    result = fast_weight(
-        given["z"], given["v"], weight, eta=ETA, layout=layout, initial_state=given.get("initial_state"), clip=clip, backend=backend,
-        return_state=keep, damping=damping,
-    )  # fmt: skip
+    settings = {"weight": None, **given, **rule}
+    result = fast_weight(**settings, eta=eta, layout=layout, clip=clip, backend=backend, return_state=keep)
     results = dict(zip(("out", "state"), result, strict=True)) if keep else {"out": result}
     g = torch.Generator().manual_seed(4)
     loss = sum((x * torch.randn(x.shape, generator=g).to(x.dtype)).sum() for x in results.values())
@@ -240,7 +238,7 @@ def test_every_output_is_written(documents: str, damping: float | None, monkeypa
     """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
     layout = layout_of(documents, 3)
     cases = [(inputs(layout, torch.float64, start, w0, damping), clip, keep) for clip, start, keep, w0 in CASES]
-    expected = [run("chunked", layout, given, CLIPS[clip], keep, damping) for given, clip, keep in cases]
+    expected = [run("chunked", layout, given, CLIPS[clip], keep, damping=damping) for given, clip, keep in cases]
     ttt, x = target("lookahead", 5, torch.float64), cases[0][0]["v"]
     expected_target = ttt(x, layout)
 
@@ -252,7 +250,7 @@ def test_every_output_is_written(documents: str, damping: float | None, monkeypa
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(Tensor, name, poisoned(getattr(Tensor, name)))
     for (given, clip, keep), values in zip(cases, expected, strict=True):
-        for name, value in run("chunked", layout, given, CLIPS[clip], keep, damping).items():
+        for name, value in run("chunked", layout, given, CLIPS[clip], keep, damping=damping).items():
             assert torch.equal(value, values[name]), name
     assert torch.equal(ttt(x, layout), expected_target)
 
