@@ -4,18 +4,19 @@ import functools
 import json
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from models import turn_writer_on
+from models import random_ids, turn_writer_on
 from safetensors.torch import load_file
 from tiny import word_level
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
-from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.training.__main__ import main
 from inplace_ttt.training.recipe import load_recipe
 
@@ -26,10 +27,13 @@ CHUNK, ROW = 16, 128
 LENGTHS = (70, 33, 150, 12, 300, 64, 5, 41, 128, 90, 17, 200, 256, 99)
 
 
-def checkpoint(folder: Path, **config: Any) -> Path:
+def checkpoint(folder: Path, ttt: Mapping[str, Any] | None = None, **config: Any) -> Path:
     """A converted tiny model with its writer on, and a tokenizer of words t3 … t96."""
     torch.manual_seed(0)
-    model = convert(MistralForCausalLM(MistralConfig(**{**CONFIG, **config})), InPlaceTTTConfig(layers=(0, 2), chunk_size=CHUNK))
+    surgery = InPlaceTTTConfig(layers=(0, 2), chunk_size=CHUNK, **(ttt or {}))
+    model = convert(MistralForCausalLM(MistralConfig(**{**CONFIG, **config})), surgery)
+    if surgery.needs_calibration:
+        calibrate(model, [random_ids(1, 64, seed=2)])
     turn_writer_on(model)
     model.save_pretrained(folder)
     word_level(f"t{i}" for i in range(3, CONFIG["vocab_size"])).save_pretrained(folder)

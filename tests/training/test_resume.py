@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import COMPACT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inplace_ttt import InPlaceTTTConfig, cli
@@ -28,7 +29,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     recipe = recipe_file(
         folder,
-        checkpoint(folder / "model", attention_dropout=0.1),  # so that the generators' states matter
+        checkpoint(folder / "model", COMPACT, attention_dropout=0.1),  # so that the generators' states matter
         documents(folder / "text"),
         optimisation=STEPS,
         data={"validation_documents": 2},

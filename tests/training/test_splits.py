@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import COMPACT
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
@@ -114,9 +115,22 @@ def held_out(model: Any, rows: Any, name: str) -> dict[str, float]:
     return {f"{name}_loss": cross_entropy(logits, labels).item(), f"{name}_accuracy": hits.double().mean().item()}
 
 
+@pytest.fixture(scope="module")
+def compact(recipe: Path) -> tuple[str, Run]:
+    """The setting of a model by the rule of the compact memory, in place of the paper's; its plain run."""
+    setting = f"model.path={checkpoint(recipe.parent / 'compact', COMPACT)}"
+    return setting, plain_run(load_recipe(recipe, [setting]))
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_path: Path) -> None:
     agree(recipe, plain, tmp_path / "out", SPLITS[split])
+
+
+@pytest.mark.parametrize("split", ["two processes, ZeRO 2, recomputed", "two ranks share rows, ZeRO 3, recomputed", "four ranks share rows"])
+def test_every_split_is_the_same_run_by_least_squares(split: str, recipe: Path, compact: tuple[str, Run], tmp_path: Path) -> None:
+    setting, plain = compact
+    agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))
 
 
 def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:

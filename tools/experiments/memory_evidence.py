@@ -5,7 +5,7 @@ python tools/experiments/memory_evidence.py [--rules compact paper official] [--
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
 off, and with a cross-document state, then with a passage that comes again. The first seed's models are read under full attention too,
-on the same documents and, on fewer, beyond the training length. What is read without writes is the base's, and is read once
+on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without writes is the base's, and is read once
 for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped.
 OUT.json, OUT.png and the tables have what is there so far.
 """
@@ -38,9 +38,10 @@ MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
 LAYERS = "12,18,24"
 HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
 DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
-LONG_DOCUMENTS, LONG = 12, 6144
+LONG_DOCUMENTS, LONG = 12, 3 * TOKENS
+FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
 CACHE = WORK / "without-writes"
-READ_IN_FULL = ("full_attention", "beyond_training")
+BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
 """The first documents, with an eye on which the rates and the start of P were chosen; the others are unseen."""
@@ -59,6 +60,10 @@ class Rule:
     convert: tuple[str, ...]
     settings: tuple[str, ...] = ()
 
+    def trained(self, *settings: str) -> Rule:
+        """The same, with more settings of the recipe."""
+        return Rule(self.convert, (*self.settings, *settings))
+
 
 def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
     """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one learning rate for conv and P."""
@@ -75,12 +80,24 @@ def _set(settings: Iterable[str]) -> Iterator[str]:
     return (word for setting in settings for word in ("--set", setting))
 
 
-RULES = {"compact": compact(), "paper": papers("paper", "eta=1"), "official": papers("official", "eta=3")}
+RULES = {
+    "compact": compact(),
+    "paper": papers("paper", "eta=1"),
+    "official": papers("official", "eta=3"),
+    **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
+    **{
+        f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained("data.sequence_length=8192", f"optimisation.steps={steps // 2}")
+        for steps in (24, 48)
+    },
+    **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "keep_row_norms=true") for eta in (1, 3)},
+}
+MAIN = ("compact", "paper", "official")
+"""What is run where nobody names the rules; the others are one thing changed."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES, metavar="R", help=", ".join(RULES))
+    parser.add_argument("--rules", nargs="+", default=MAIN, choices=RULES, metavar="R", help="; ".join(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "memory"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
@@ -114,7 +131,8 @@ def split_texts() -> None:
 
 def measure(name: str, seed: int) -> None:
     """Convert, train, evaluate; what is done already is left alone."""
-    rule, converted, run = RULES[name], WORK / slug(name), WORK / f"{slug(name)}-{seed}"
+    rule, run = RULES[name], WORK / f"{slug(name)}-{seed}"
+    converted = WORK / slug(next(other for other in RULES if RULES[other].convert == rule.convert))
     if not converted.exists():
         command("convert", str(MODEL), str(converted), "--layers", LAYERS, *rule.convert)
     if not (run / "final").exists():
@@ -123,6 +141,7 @@ def measure(name: str, seed: int) -> None:
     if seed == 0:  # at the training length, past the window's length; and beyond the training length
         read(run, "full-attention", DOCUMENTS, TOKENS, "--skip", str(WINDOW))
         read(run, "beyond-training", LONG_DOCUMENTS, LONG, "--skip", str(TOKENS))
+        read(run, "far-beyond", FAR_DOCUMENTS, FAR, "--window", str(WINDOW), "--skip", str(TOKENS))
 
 
 def train(converted: Path, run: Path, seed: int, *settings: str) -> None:
@@ -180,6 +199,7 @@ class Record:
             "sinks": 4,
             "documents": {"number": DOCUMENTS, "tokens": TOKENS, "past_token": WINDOW},
             "beyond_training": {"number": LONG_DOCUMENTS, "tokens": LONG, "past_token": TOKENS},
+            "far_beyond": {"number": FAR_DOCUMENTS, "tokens": FAR, "past_token": TOKENS, "window": WINDOW},
             **digests(),
         }
         results = Results(path.parent, "name another --out, or delete it")
@@ -187,7 +207,7 @@ class Record:
         return cls(results, path.name, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
 
     def is_done(self, name: str, seed: int) -> bool:
-        return {"difference", *(READ_IN_FULL if seed == 0 else ())} <= self.seeds.get((name, seed), {}).keys()
+        return {"difference", *(BESIDES if seed == 0 else ())} <= self.seeds.get((name, seed), {}).keys()
 
     def collect(self) -> None:
         """What lies under runs/memory."""
@@ -226,26 +246,32 @@ def print_tables(record: Record) -> None:
         gains = [values[key] - values["full_attention"][key] for _, values in full if key in values and key in values["full_attention"]]
         if gains:
             print(f"On {where}, full attention gains {gains[0]:.4f} over the window.")
-    print("\nWith full attention:\n")
-    print("| rule, seed 0 | on - off | memory | on - off beyond training | memory |\n|---|---|---|---|---|")
+    print(f"\nSeed 0, on - off and memory: full attention, at and past {TOKENS} of {LONG} tokens; the window, past {TOKENS} of {FAR}:\n")
+    print(f"| rule | {'on - off | memory | ' * len(BESIDES)}memory up to {TOKENS}, at the end |")
+    print("|---" * (2 + 2 * len(BESIDES)) + "|")
     for name, values in full:
-        pairs = [values.get(where, {}).get(key) for where in READ_IN_FULL for key in ("difference", "memory")]
+        pairs = [values.get(where, {}).get(key) for where in BESIDES for key in ("difference", "memory")]
         cells = ["not read yet" if pair is None else with_error(pair["mean"], pair["stderr"]) for pair in pairs]
+        rows = values.get("far_beyond", {}).get("positions", [])
+        known = [_memory(row) for row in rows if row["stop"] <= TOKENS]
+        cells.append(f"{known[-1]:+.4f}, {_memory(rows[-1]):+.4f}" if known else "not read yet")
         print(f"| {name} | {' | '.join(cells)} |")
 
 
 def draw(record: Record, file: Path) -> None:
-    """On - off by position under full attention, up to and beyond the length of the rows in training."""
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, values in record.having("beyond_training"):
-        rows = values["beyond_training"]["positions"]
+    """On - off and memory by position behind the window, up to and beyond the length of the rows in training."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), sharex=True)
+    for name, values in record.having("far_beyond"):
+        rows = values["far_beyond"]["positions"]
         middle = [(row["start"] + row["stop"]) / 2 for row in rows]
-        axes.plot(middle, [row["difference"] for row in rows], marker="o", markersize=3, label=name)
-    axes.axhline(0, color="#8a8f98", linewidth=1)
-    axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label="length of the training rows")
-    axes.set_yscale("symlog", linthresh=0.1)
-    axes.set(xlabel="position in the document (tokens)", ylabel="loss minus TTT off (nats a token)", title="Full attention, seed 0")
-    axes.legend(frameon=False)
+        for axes, heights in zip(panels, ([row["difference"] for row in rows], [_memory(row) for row in rows]), strict=True):
+            axes.plot(middle, heights, marker="o", markersize=3, label=name)
+    for axes, title in zip(panels, ("on - off", "memory: on - foreign"), strict=True):
+        axes.axhline(0, color="#8a8f98", linewidth=1)
+        axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label="length of the training rows")
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.set(xlabel="position in the document (tokens)", ylabel="nats a token", title=f"{title}, behind the window, seed 0")
+    panels[0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
 
@@ -255,7 +281,7 @@ def _seed(run: Path) -> dict[str, Any]:
     found = _evaluation(run / "evaluation")
     values = {"seed": int(run.name.rpartition("-")[2]), **_numbers(found)}
     values |= {key: found["second_copy"][key] for key in ("second_copy", "filler")}
-    for key in READ_IN_FULL:
+    for key in BESIDES:
         if (folder := run / key.replace("_", "-")).exists():
             found = _evaluation(folder)
             values[key] = {**_numbers(found), "positions": [_position(row) for row in found["positions"]]}
@@ -279,6 +305,10 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
 
 def _position(row: dict[str, Any]) -> dict[str, Any]:
     return {"start": row["start"], "stop": row["stop"], "difference": row["on"] - row["off"], "drift": row["foreign"] - row["off"]}
+
+
+def _memory(position: dict[str, Any]) -> float:
+    return float(position["difference"] - position["drift"])
 
 
 def _over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
