@@ -125,13 +125,22 @@ class _Auditor:
                 f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: {one_line(error, kind=False)}; "
                 "see to it that it runs on short random sequences."
             ) from error
+        if outcome.verdict == "deviates" and (names := [id for id in item.named_by if id in self.results and self._deviates(id)]):
+            outcome = Outcome("not checked", f"{outcome.found}, which {_quoted(names)} reports", outcome.numbers, outcome.tolerance)
         if self.profile == "official" and item.absent:
             outcome = _against_absence(outcome)
         declared = self.whys.get(item.id) if outcome.verdict == "deviates" else None
         self.results[item.id] = Result(item, outcome, item.expects(self.profile), declared)
 
+    def _deviates(self, id: str) -> bool:
+        return self.results[id].outcome.verdict == "deviates"
+
     def report(self, facts: dict[str, str]) -> Report:
         return Report(self.name, self.profile, [self.results[item.id] for item in self.items], self.declared, facts)
+
+
+def _quoted(ids: Sequence[str]) -> str:
+    return " and ".join(f"`{id}`" for id in ids)
 
 
 def _against_absence(outcome: Outcome) -> Outcome:

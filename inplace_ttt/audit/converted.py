@@ -297,9 +297,9 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
             stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None))
             if seed is None:
                 continue
-            conv, proj = layer.ttt.conv, layer.ttt.proj
-            conv.data = (torch.randn(conv.shape, generator=generator) / 10).to(conv)
-            proj.data = torch.eye(len(proj)).to(proj) / 10
+            for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, 0.1 / len(layer.ttt.proj) ** 0.5)):
+                if parameter is not None:
+                    parameter.data = (size * torch.randn(parameter.shape, generator=generator)).to(parameter)
         yield
 
 

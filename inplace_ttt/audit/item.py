@@ -26,7 +26,8 @@ class Item:
     probe: the function that decides it. on_model: the one for a whole converted model, where that sees more.
     expected: by profile, what the probe compares with. absent: the public code does not have it, so that having it is an
     extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the other items.
-    silent: it is decided on a module that writes nothing, too.
+    silent: it is decided on a module that writes nothing, too. named_by: ids of items that may say what is wrong where this one only
+    sees that something is; it is not checked where one of them deviates.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Item:
     absent: bool = False
     own_clip: bool = False
     silent: bool = False
+    named_by: tuple[str, ...] = ()
 
     def expects(self, profile: Profile) -> str:
         """What is held against a module, in words."""

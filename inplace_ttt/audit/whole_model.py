@@ -64,6 +64,13 @@ class WholeModel:
         return ids.to(self.lm.get_input_embeddings().weight.device)
 
     @cached_property
+    def plain_deviations(self) -> dict[int, float]:
+        """By TTT layer, how far one row that is read in one call is from what the settings declare, of what is read."""
+        from .probes.circumstances import plain_deviations
+
+        return plain_deviations(self)
+
+    @cached_property
     def after_reading(self) -> AfterReading:
         """What reading the text through a cache, and generating a chunk and more, leaves behind."""
         with small_chunks(self.model, self.chunk, self.seed), torch.no_grad():

@@ -5,13 +5,14 @@ training recipe are in `inplace_ttt.training.audit`.
 """
 
 from ..item import Item
+from .circumstances import CIRCUMSTANCES
 from .clip import CLIP
 from .layers import LAYERS
 from .rule import RULE
 from .sequence import SEQUENCE
 from .target import TARGET
 
-METHOD: tuple[Item, ...] = (*RULE, *TARGET, *CLIP, *SEQUENCE, *LAYERS)
+METHOD: tuple[Item, ...] = (*RULE, *TARGET, *CLIP, *SEQUENCE, *LAYERS, *CIRCUMSTANCES)
 
 
 def catalogue() -> dict[str, Item]:

@@ -1,7 +1,7 @@
 """Documents, padding, rows, pieces of a stream, ranks, the state, the gradient (paper §3.4, Algorithm 1)."""
 
 from ..item import Item
-from ..probes import sequence, session, state
+from ..probes import circumstances, sequence, session, state
 
 SEQUENCE: tuple[Item, ...] = (
     Item(
@@ -80,7 +80,7 @@ SEQUENCE: tuple[Item, ...] = (
         "Not stated; a rejected guess must be as if it had never been read.", "medium", "Nothing is taken back.",
         "Assisted decoding would write what the model rejected.",
         "Keep what was there before the last chunk, all of it.",
-        session.take_back, absent=True,
+        session.take_back, circumstances.take_back, absent=True,
     ),
     Item(
         "saved-session", "A saved stream goes on as it was", "—",

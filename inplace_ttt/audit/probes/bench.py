@@ -241,10 +241,10 @@ class Bench:
         columns = []
         for j in range(CHUNKS):
             effect = response(x, self.middle(len(x), j * self.chunk))
-            columns.append([self.share(part) / self._diluted(max(i, j + 1)) for i, part in enumerate(effect.split(self.chunk))])
+            columns.append([self.share(part) / self.diluted(max(i, j + 1)) for i, part in enumerate(effect.split(self.chunk))])
         return torch.tensor(columns, dtype=torch.float64).T
 
-    def _diluted(self, writes: int) -> float:
+    def diluted(self, writes: int) -> float:
         """How much of a write is read where `writes` chunks with equal keys were written, over one alone."""
         damping = self.module.damping
         if damping is None:

@@ -1,0 +1,64 @@
+"""Where the rule has to hold. The other items name what is wrong with a rule; these decide whether anything is."""
+
+from ..item import Item
+from ..probes import circumstances
+from .clip import CLIP
+from .rule import RULE
+from .sequence import SEQUENCE
+from .target import TARGET
+
+_OF_SETTINGS = ("chunk-size", "eta")
+_OF_THE_RULE = tuple(item.id for item in (*RULE, *TARGET, *CLIP, *SEQUENCE) if item.id not in _OF_SETTINGS)
+
+CIRCUMSTANCES: tuple[Item, ...] = (
+    Item(
+        "declared-rule", "A reading computes what the settings declare", "Algorithm 1",
+        "O_[i] = Z_[i] (W⁽⁰⁾ + η Σ_{j<i} V_[j]ᵀ Z_[j])ᵀ with V = Conv1D(X) W_target.", "high", "The same, in its own settings.",
+        "The other items look for faults that have a name; this one compares every output with the definition.",
+        "Compare the layer with ops/reference.py, chunk by chunk.",
+        None, circumstances.declared_rule, named_by=_OF_THE_RULE,
+    ),
+    Item(
+        "in-training", "Training computes the same rule, and its gradient", "§3.4, Algorithm 1",
+        "One rule, whose parallel form is trained and whose sequential form is used.", "high", "The same.",
+        "A rule that differs in training alone trains for something that is never used, and every test in evaluation passes.",
+        "Compare outputs and gradients in training mode with those of ops/reference.py.",
+        circumstances.layer_in_training, circumstances.in_training, named_by=("gradient",),
+    ),
+    Item(
+        "in-batches", "Rows of unequal length each compute what they do alone", "—",
+        "Not stated; a row must not depend on the batch it is in.", "medium", "Padding is written; inference computes row 0 only.",
+        "A state that is missing in later rows, or shifted by padding, shows in no test of one row.",
+        "Read batches of unequal rows, padded on either side, with and without a cache.",
+        None, circumstances.in_batches, named_by=("padding", "rows"), absent=True,
+    ),
+    Item(
+        "in-pieces", "A text in pieces computes what is declared for the whole", "§3.4",
+        "The parallel form is identical to the sequential loop.", "high", "The same, up to bf16 rounding.",
+        "What a model answers must not depend on how its prompt was cut.",
+        "Read pieces that end anywhere, and single tokens over a chunk's edge.",
+        None, circumstances.in_pieces,
+        named_by=("chunked-prefill", "token-by-token", "streaming-target", "stream-reset", "open-chunk", "generated-tokens"),
+    ),
+    Item(
+        "over-many-chunks", "The sixteenth chunk and the fifth document are read as the first", "§3.4, Algorithm 1",
+        "The sum runs over all chunks before, from the start of the document.", "high", "The same.",
+        "Long texts are what the method is for, and what short tests do not read.",
+        "Read sixteen chunks and five packed documents.",
+        circumstances.layer_over_many_chunks, circumstances.over_many_chunks, named_by=("document-reset", "document-grid"),
+    ),
+    Item(
+        "precisions", "The rule holds in every precision", "—",
+        "Not stated.", "medium", "bf16 throughout.",
+        "A path that only half precision takes is the one that runs on a GPU.",
+        "Compare each precision with float64.",
+        None, circumstances.precisions, named_by=("state-precision",),
+    ),
+    Item(
+        "through-a-file", "A checkpoint and a session come back as they were written", "—",
+        "Not stated.", "medium", "Checkpoints do; nothing else is saved.",
+        "What is lost in a file is missed in another process, days later.",
+        "Save, load, and compare every tensor and every output.",
+        None, circumstances.through_a_file, named_by=("saved-session",), absent=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""What a TTT layer of a converted model declares that it computes, from the definition: the yardstick of whole readings.
+
+One document at a time, chunk by chunk, in float64, by the model's config and the layer's tensors. Nothing of the package's own
+layout, target generator, op or stream takes part, so that a fault in them is no fault here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..config import InPlaceTTTConfig
+from ..layer.fast_linear import FastWeight
+
+
+@dataclass(frozen=True)
+class DeclaredRule:
+    """A layer's rule in one mode. tensors: float64, those that the rule depends on, by name; a gradient flows into them.
+
+    tau: the bound on a chunk's delta that is declared for this mode.
+    """
+
+    config: InPlaceTTTConfig
+    eta: float
+    tau: float | None
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, layer: FastWeight, config: InPlaceTTTConfig, eta: float, training: bool) -> DeclaredRule:
+        w0, whitened, target = layer.matrix(), layer.ttt.keys, layer.ttt
+        found: dict[str, Tensor | None] = {"conv": target.conv, "proj": target.proj, "w0": w0, "mean": target.mean, "gain": target.gain}
+        if whitened is not None:
+            found |= {"directions": whitened.directions, "bias": whitened.bias}
+        tensors = {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
+        tau = None
+        if config.clip is not None and (not training or config.clip.when == "always"):
+            tau = config.clip.tau * (float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0)
+        return cls(config, eta, tau, tensors)
+
+    def targets(self, x: Tensor) -> Tensor:
+        """V [n, d] of one chunk of target source [n, d]."""
+        if "mean" in self.tensors:
+            x = (x - self.tensors["mean"]) * self.tensors["gain"]
+        if self.config.conv == "next":
+            return torch.cat([x[1:], torch.zeros_like(x[:1])]) @ self.tensors["proj"]
+        taps = self.tensors["conv"][:, 0]
+        width = taps.shape[1]
+        before = width // 2 if self.config.conv == "lookahead" else width - 1
+        padded = torch.nn.functional.pad(x, (0, 0, before, width))
+        return sum(taps[:, j] * padded[j : j + len(x)] for j in range(width)) @ self.tensors["proj"]  # type: ignore[return-value]
+
+    def keys(self, z: Tensor) -> Tensor:
+        """K [n, r] of the down-projection's input [n, h]."""
+        return z if "directions" not in self.tensors else z @ self.tensors["directions"].T + self.tensors["bias"]
+
+    def reads(self, z: Tensor, x: Tensor, writes: Tensor) -> Tensor:
+        """What the tokens of one document read beyond W0 [T, d]: z [T, h] and target source x [T, d], float64.
+
+        writes: bool [T], the tokens that fill chunks; others read the state as it is then.
+        """
+        keys, size = self.keys(z), self.config.chunk_size
+        number = torch.cumsum(writes, 0) - writes.long()  # tokens written before each
+        chunk = torch.div(number, size, rounding_mode="floor")
+        written = writes.nonzero().flatten()
+        total = gram = None
+        parts = []
+        for i in range(int(chunk[-1]) + 1 if len(chunk) else 0):
+            if i > 0:
+                own = written[(i - 1) * size : i * size]
+                total, gram = self._after(total, gram, keys[own], self.targets(x[own]))
+            here = keys[chunk == i]
+            parts.append(here @ self._read(total, gram).T if total is not None else here.new_zeros(len(here), self.tensors["proj"].shape[1]))
+        return self.eta * torch.cat(parts)
+
+    def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        delta = v.T @ k
+        norm = float(torch.linalg.vector_norm(delta))
+        factor: float | Tensor = 1.0 if self.tau is None or norm <= self.tau else self.tau / norm
+        if self.config.write_norm is not None:
+            factor = 1 / _spectral_norm(delta)
+        delta, own = factor * delta, factor * (k.T @ k)
+        return (delta, own) if total is None else (total + delta, gram + own)
+
+    def _read(self, total: Tensor, gram: Tensor) -> Tensor:
+        if self.config.damping is not None:
+            return torch.linalg.solve(gram + self.config.damping * torch.eye(len(gram), dtype=gram.dtype), total.T).T
+        if self.config.keep_row_norms and self.eta:
+            w0 = self.tensors["w0"]
+            moved = w0 + self.eta * total
+            return (moved * (w0.norm(dim=1) / moved.norm(dim=1))[:, None] - w0) / self.eta
+        return total
+
+
+def _spectral_norm(delta: Tensor) -> Tensor:
+    """As TTT-NTP finds it: five power steps from the mean row."""
+    right = normalize(delta.mean(0), dim=0)
+    for _ in range(5):
+        left = normalize(delta @ right, dim=0)
+        right = normalize(delta.T @ left, dim=0)
+    return left @ delta @ right

@@ -1,0 +1,182 @@
+"""What TTT layers take in and give out while a converted model runs, and how far that is from what they declare.
+
+The hooks are the audit's own: of the down-projection, of its MLP and of the first decoder layer, whatever the package's hooks do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import InPlaceTTTConfig
+from ..families import locate
+from ..layer.fast_linear import FastWeight, plain_class
+from ..surgery import fast_weights
+from .declared_rule import DeclaredRule
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a document: where they stand in the batch of which forward. writes: whether they are to fill chunks."""
+
+    forward: int
+    row: int
+    start: int
+    stop: int
+    writes: bool = True
+
+
+@dataclass
+class Seen:
+    """Of one layer in one forward: the down-projection's input, what its targets are made of, its output, as they pass by; rows [B, T]."""
+
+    z: Tensor
+    source: Tensor
+    out: Tensor
+    rows: torch.Size
+
+    def part(self, name: str, piece: Piece) -> Tensor:
+        """One of them [n, ·] over the tokens of a piece, in float64."""
+        tensor: Tensor = getattr(self, name)
+        return tensor.reshape(*self.rows, -1)[piece.row, piece.start : piece.stop].double().cpu()
+
+
+Document = Sequence[Piece]
+
+
+@dataclass
+class Recording:
+    """One entry a forward: by layer, what it saw."""
+
+    forwards: list[dict[int, Seen]] = field(default_factory=list)
+
+    def whole(self, forward: int = 0) -> list[Document]:
+        """Each row of a forward as one document."""
+        rows, tokens = next(iter(self.forwards[forward].values())).rows
+        return [[Piece(forward, row, 0, tokens)] for row in range(rows)]
+
+    def of(self, index: int, document: Document) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """z [T, h], source [T, d], output [T, d] and what writes, bool [T], of a layer over a document, in float64."""
+        writes = torch.cat([torch.full((piece.stop - piece.start,), piece.writes) for piece in document])
+        z, source, out = (
+            torch.cat([self.forwards[piece.forward][index].part(name, piece).detach() for piece in document]) for name in ("z", "source", "out")
+        )
+        return z, source, out, writes
+
+
+@contextmanager
+def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
+    """Within it each forward of the model is an entry; tensors keep their graph where there is one."""
+    decoder, found = locate(lm), Recording()
+    held: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held[name] = args[0] if args else kwargs["hidden_states"]
+
+    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keep("embeddings", module, args, kwargs)
+        found.forwards.append({})
+
+    def note(index: int, down: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        source = held["embeddings" if config.target == "embeddings" else f"mlp {index}"]
+        found.forwards[-1][index] = Seen(args[0], source, out, held["embeddings"].shape[:2])
+
+    handles = [decoder.layers[0].block.register_forward_pre_hook(start, with_kwargs=True)]
+    for index, layer in fast_weights(lm).items():
+        mlp = decoder.layers[index].mlp
+        handles.append(mlp.register_forward_pre_hook(functools.partial(keep, f"mlp {index}"), with_kwargs=True))
+        handles.append(layer.register_forward_hook(functools.partial(note, index)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def base_output(layer: FastWeight, z: Tensor) -> Tensor:
+    """What the layer gives without fast weight [T, d] for z [T, h], in float64 where its weight can be read."""
+    w0 = layer.matrix()
+    if w0 is None:
+        plain: Any = plain_class(layer)
+        with torch.no_grad():
+            return plain.forward(layer, z.to(next(layer.ttt.parameters()).device, layer.ttt.proj.dtype)).double().cpu()
+    bias = getattr(layer, "bias", None)
+    out = z @ w0.detach().double().cpu().T
+    return out if bias is None else out + bias.detach().double().cpu()
+
+
+def deviation(record: Recording, index: int, layer: FastWeight, documents: Sequence[Document], rule: DeclaredRule) -> float:
+    """How far the layer's outputs are from what it declares, as a share of what a token that reads something reads.
+
+    Of each document's chunks the worst one counts, root mean square over its tokens.
+    """
+    off: list[Tensor] = []
+    sizes: list[Tensor] = []
+    for document in documents:
+        z, source, out, writes = record.of(index, document)
+        reads = rule.reads(z, source, writes)
+        off += (out - base_output(layer, z) - reads).square().sum(-1).split(rule.config.chunk_size)
+        sizes.append(reads.square().sum(-1))
+    size = torch.cat(sizes)
+    size = size[size > 0].mean() if bool((size > 0).any()) else torch.tensor(float("nan"), dtype=torch.float64)
+    return float(torch.stack([part.mean() for part in off]).max().div(size).sqrt())
+
+
+def gradient_errors(
+    record: Recording, layers: dict[int, FastWeight], documents: Sequence[Document], rule: Callable[[int], DeclaredRule]
+) -> dict[int, dict[str, float]]:
+    """By layer and tensor, how far autograd's gradient is from that of the declared rule, relative to this.
+
+    record: of one forward with a graph. rule: of a layer's index, `DeclaredRule`. What is differentiated is a random sum over the
+    layers' outputs; each layer's own gradient there is handed to both.
+    """
+    (seen,) = record.forwards
+    generator = torch.Generator().manual_seed(0)
+    loss = sum((s.out * torch.randn(s.out.shape, generator=generator).to(s.out)).sum() for s in seen.values())
+    found = {}
+    for index, layer in layers.items():
+        s, own = seen[index], {"z": seen[index].z, **_trained(layer)}
+        upstream, *given = torch.autograd.grad(loss, [s.out, *own.values()], retain_graph=True, allow_unused=True)
+        wanted = _declared_gradients(s, documents, rule(index), upstream)
+        found[index] = {
+            name: float((_like(got, wanted[name]) - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-30))
+            for name, got in zip(own, given, strict=True)
+        }
+    return found
+
+
+def _trained(layer: FastWeight) -> dict[str, Tensor]:
+    """The parameters that the rule depends on, by their names in `DeclaredRule.tensors`; W0 where it is a parameter."""
+    found = {"conv": layer.ttt.conv, "proj": layer.ttt.proj}
+    if layer.matrix() is not None:
+        found["w0"] = layer.get_parameter("weight")
+    return {name: parameter for name, parameter in found.items() if parameter is not None}
+
+
+def _declared_gradients(seen: Seen, documents: Sequence[Document], rule: DeclaredRule, upstream: Tensor) -> dict[str, Tensor]:
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in rule.tensors.items()}
+    own, given = dataclasses.replace(rule, tensors=leaves), dataclasses.replace(seen, out=upstream)
+    z = seen.z.detach().clone().requires_grad_()
+    total: Any = 0.0
+    for (piece,) in documents:
+        here = dataclasses.replace(seen, z=z).part("z", piece)
+        out = own.reads(here, seen.part("source", piece).detach(), torch.ones(len(here), dtype=torch.bool))
+        out = out if "w0" not in leaves else out + here @ leaves["w0"].T
+        total = total + (out * given.part("out", piece)).sum()
+    names = [*leaves, "z"]
+    return dict(zip(names, torch.autograd.grad(total, [*leaves.values(), z], allow_unused=True), strict=True))  # type: ignore[arg-type]
+
+
+def _like(gradient: Tensor | None, wanted: Tensor) -> Tensor:
+    """A gradient as the declared one lies, [d, h] of a weight that is kept as [h, d]."""
+    if gradient is None:
+        return torch.zeros_like(wanted)
+    gradient = gradient.to(wanted)
+    return gradient if gradient.shape == wanted.shape else gradient.T
