@@ -51,7 +51,8 @@ class DeclaredRule:
         width = taps.shape[1]
         before = width // 2 if self.config.conv == "lookahead" else width - 1
         padded = torch.nn.functional.pad(x, (0, 0, before, width))
-        return sum(taps[:, j] * padded[j : j + len(x)] for j in range(width)) @ self.tensors["proj"]  # type: ignore[return-value]
+        mixed = torch.stack([taps[:, j] * padded[j : j + len(x)] for j in range(width)]).sum(0)
+        return mixed @ self.tensors["proj"]
 
     def keys(self, z: Tensor) -> Tensor:
         """K [n, r] of the down-projection's input [n, h]."""
@@ -67,25 +68,26 @@ class DeclaredRule:
         chunk = torch.div(number, size, rounding_mode="floor")
         written = writes.nonzero().flatten()
         total = gram = None
-        parts = []
+        d = len(self.tensors["proj"])
+        parts: list[Tensor] = []
         for i in range(int(chunk[-1]) + 1 if len(chunk) else 0):
             if i > 0:
                 own = written[(i - 1) * size : i * size]
                 total, gram = self._after(total, gram, keys[own], self.targets(x[own]))
             here = keys[chunk == i]
-            parts.append(here @ self._read(total, gram).T if total is not None else here.new_zeros(len(here), self.tensors["proj"].shape[1]))
+            parts.append(here.new_zeros(len(here), d) if total is None else here @ self._read(total, gram).T)
         return self.eta * torch.cat(parts)
 
     def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         delta = v.T @ k
-        norm = float(torch.linalg.vector_norm(delta))
+        norm = float(torch.linalg.vector_norm(delta.detach()))
         factor: float | Tensor = 1.0 if self.tau is None or norm <= self.tau else self.tau / norm
         if self.config.write_norm is not None:
             factor = 1 / _spectral_norm(delta)
         delta, own = factor * delta, factor * (k.T @ k)
         return (delta, own) if total is None else (total + delta, gram + own)
 
-    def _read(self, total: Tensor, gram: Tensor) -> Tensor:
+    def _read(self, total: Any, gram: Any) -> Tensor:
         if self.config.damping is not None:
             return torch.linalg.solve(gram + self.config.damping * torch.eye(len(gram), dtype=gram.dtype), total.T).T
         if self.config.keep_row_norms and self.eta:

@@ -66,7 +66,8 @@ class Recording:
         """z [T, h], source [T, d], output [T, d] and what writes, bool [T], of a layer over a document, in float64."""
         writes = torch.cat([torch.full((piece.stop - piece.start,), piece.writes) for piece in document])
         z, source, out = (
-            torch.cat([self.forwards[piece.forward][index].part(name, piece).detach() for piece in document]) for name in ("z", "source", "out")
+            torch.cat([self.forwards[piece.forward][index].part(name, piece).detach() for piece in document])
+            for name in ("z", "source", "out")
         )
         return z, source, out, writes
 
@@ -139,7 +140,7 @@ def gradient_errors(
     """
     (seen,) = record.forwards
     generator = torch.Generator().manual_seed(0)
-    loss = sum((s.out * torch.randn(s.out.shape, generator=generator).to(s.out)).sum() for s in seen.values())
+    loss: Any = sum((s.out * torch.randn(s.out.shape, generator=generator).to(s.out)).sum() for s in seen.values())
     found = {}
     for index, layer in layers.items():
         s, own = seen[index], {"z": seen[index].z, **_trained(layer)}
@@ -171,7 +172,7 @@ def _declared_gradients(seen: Seen, documents: Sequence[Document], rule: Declare
         out = out if "w0" not in leaves else out + here @ leaves["w0"].T
         total = total + (out * given.part("out", piece)).sum()
     names = [*leaves, "z"]
-    return dict(zip(names, torch.autograd.grad(total, [*leaves.values(), z], allow_unused=True), strict=True))  # type: ignore[arg-type]
+    return dict(zip(names, torch.autograd.grad(total, [*leaves.values(), z], allow_unused=True), strict=True))
 
 
 def _like(gradient: Tensor | None, wanted: Tensor) -> Tensor:

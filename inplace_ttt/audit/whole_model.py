@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ _TEXT = (
 )
 
 
+Measured = TypeVar("Measured")
+
+
 @dataclass
 class WholeModel:
     """A converted model and what was measured on it as a whole."""
@@ -32,6 +36,7 @@ class WholeModel:
     tokenizer: Any = None
     seed: int = 0
     lm: Any = field(init=False)
+    _measured: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.lm = causal_lm(self.model)
@@ -63,12 +68,11 @@ class WholeModel:
             ids = text if text.shape[1] == tokens and int(text.max()) < vocabulary else ids
         return ids.to(self.lm.get_input_embeddings().weight.device)
 
-    @cached_property
-    def plain_deviations(self) -> dict[int, float]:
-        """By TTT layer, how far one row that is read in one call is from what the settings declare, of what is read."""
-        from .probes.circumstances import plain_deviations
-
-        return plain_deviations(self)
+    def once(self, measure: Callable[[WholeModel], Measured]) -> Measured:
+        """What `measure` finds on this model, measured for the first who asks."""
+        if measure not in self._measured:
+            self._measured[measure] = measure(self)
+        return self._measured[measure]
 
     @cached_property
     def after_reading(self) -> AfterReading:

@@ -11,8 +11,8 @@ from ..converted import borrowed
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
 from .bench import Bench
-from .model import calibration_ids, twin
 from .rule import own_keys, own_write
+from .twin import calibration_ids, twin
 
 
 def least_squares(bench: Bench, expected: Any) -> Outcome:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ... import surgery
-from ...calibration.calibrate import calibrate
-from ...config import InPlaceTTTConfig
 from ...errors import InPlaceTTTError
 from ...families import locate
 from ..converted import borrowed, small_chunks
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
 from .bench import Bench
+from .circumstances import plain_deviations
+from .twin import twin
 
 
 def target_source(whole: WholeModel, expected: Any) -> Outcome:
@@ -128,36 +124,6 @@ def untrained(whole: WholeModel) -> bool:
     return not any(bool(layer.ttt.conv.detach().any()) for layer in whole.layers.values())
 
 
-@contextmanager
-def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), before: Tensor | None = None) -> Iterator[Any]:
-    """A two-layer Llama, converted by this package with these settings. `before`: also its logits on ids, unconverted."""
-    eta = config.eta if not isinstance(config.eta, tuple) else config.eta[0]
-    settings = dataclasses.replace(config, layers=layers, eta=eta)
-    shape = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=1 << 20
-    )
-    level = logging.getLogger("inplace_ttt.surgery").level
-    logging.getLogger("inplace_ttt.surgery").setLevel(logging.ERROR)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model: Any = LlamaForCausalLM(shape).eval()
-        if before is not None:
-            with torch.no_grad():
-                model.logits_before = model(before, use_cache=False).logits
-        converted = surgery.convert(model, settings)
-        if settings.needs_calibration:
-            calibrate(converted, [calibration_ids()])
-        yield converted
-    finally:
-        logging.getLogger("inplace_ttt.surgery").setLevel(level)
-
-
-def calibration_ids() -> Tensor:
-    """The text [1, T] that a `twin` is measured on."""
-    return torch.randint(64, (1, 512), generator=torch.Generator().manual_seed(0))
-
-
 def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
     """Which layers hold a state after the model has read, every sixth or not."""
     layers = whole.after_reading.layers
@@ -209,7 +175,7 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
                 continue
             rows[index] = (size, float(bench.reads.diagonal().abs().max()))
     first = next(iter(rows.values()))
-    errors = whole.plain_deviations
+    errors = whole.once(plain_deviations)
     if errors[next(iter(errors))] < TOLERANCE:  # else the first layer itself is off, which other items report
         apart += [i for i, error in errors.items() if error >= TOLERANCE and i not in apart]
     apart += [i for i, row in rows.items() if i not in apart and max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE]
