@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, one_line
 from ..families import features
 from ..surgery import config_of, fast_weights
@@ -65,17 +66,16 @@ def audit_model(
     refuse_unreachable(lm)
     for layer in fast_weights(lm).values():
         layer.ttt.check_measured()
-    if unprobed := sorted({"conv", "write_norm", "keep_row_norms"} & set(config.extensions)):
-        raise InPlaceTTTError(
-            f"the audit measures the paper's sum through a convolution, and {' and '.join(unprobed)} of this config put something else in "
-            "their place; train with audit.profile null."
-        )
     auditor = _Auditor(lm.config.name_or_path or type(lm).__name__, profile, declared, (*METHOD, *(item for item, _ in extra)), progress)
     first, layer = next(iter(fast_weights(lm).items()))
-    with borrowed(model, first) as module:
-        bench = _bench(module, seed)
-        for item in METHOD:
-            if item.on_model is None:
+    on_layer = [item for item in METHOD if item.on_model is None]
+    if whole.undrivable:
+        for item in on_layer:
+            auditor.decide(item, item.by_settings or _refusing(whole.undrivable), whole)
+    else:
+        with borrowed(model, first) as module:
+            bench = _bench(module, seed)
+            for item in on_layer:
                 auditor.decide(item, _on_layer(item), bench)
     for item in METHOD:
         if item.on_model is not None:
@@ -89,9 +89,11 @@ def audit_model(
             "model": f"{type(lm).__name__}, {whole.depth} layers, {str(lm.dtype).removeprefix('torch.')}",
             "TTT layers": ", ".join(map(str, config.layers)),
             "fast weight": f"{d} x {h}",
-            "settings": f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}, {config.conv} convolution of "
-            f"{config.kernel_size}, {'no clip' if config.clip is None else f'clip {config.clip.tau:g}'}",
-            "closely probed": f"layer {first} (float64, seed {seed}); the other TTT layers against it",
+            "settings": f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}, {_convolution(config)}, "
+            f"{'no clip' if config.clip is None else f'clip {config.clip.tau:g}'}",
+            "closely probed": f"no layer: {whole.undrivable}"
+            if whole.undrivable
+            else f"layer {first} (float64, seed {seed}); the other TTT layers against it",
         }
     )
 
@@ -115,6 +117,8 @@ class _Auditor:
         if self.progress is not None:
             self.progress(len(self.results), len(self.items), item.title)
         try:
+            if self.profile == "ttt_ntp" and item.expected and "ttt_ntp" not in item.expected:
+                raise NotChecked("the public recipes of TTT-NTP do not agree on it")
             outcome = probe(measured, item.expected.get(self.profile))
         except NotChecked as reason:
             outcome = Outcome("not checked", str(reason))
@@ -170,6 +174,17 @@ def _bench(module: AuditedModule, seed: int) -> Bench:
             f"{'' if bool(out.isfinite().all()) else ', not all finite'}; an audited module must give [1, T, d]."
         )
     return Bench(module, seed)
+
+
+def _convolution(config: InPlaceTTTConfig) -> str:
+    return "the next token's source" if config.conv == "next" else f"{config.conv} convolution of {config.kernel_size}"
+
+
+def _refusing(reason: str) -> Probe:
+    def probe(measured: Any, expected: Any) -> Outcome:
+        raise NotChecked(reason)
+
+    return probe
 
 
 def _on_layer(item: Item) -> Probe:

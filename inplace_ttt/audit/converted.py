@@ -97,7 +97,7 @@ class ConvertedLayer(AuditedModule):
         self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
         self._own_chunk = own_chunk
         self.writes_generated = self.layer.fast.config.decode_updates
-        self.device = self.layer.ttt.conv.device
+        self.device = self.layer.ttt.proj.device
 
     def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
         kwargs: dict[str, Any] = {}
@@ -284,7 +284,7 @@ class ConvertedStream:
 
 @contextmanager
 def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterator[None]:
-    """The whole model in evaluation mode with short chunks and no clip; as before afterwards.
+    """The whole model in evaluation mode with short chunks and no clip, its sessions writing them; as before afterwards.
 
     seed: of a random conv and P; None leaves the model's own.
     """
@@ -294,7 +294,7 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
         stack.enter_context(overriding(model.modules(), training=False))
         for layer in layers.values():
             stack.enter_context(_restored(layer))
-            stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None))
+            stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None, prompt_write=None))
             if seed is None:
                 continue
             for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, 0.1 / len(layer.ttt.proj) ** 0.5)):

@@ -1,6 +1,7 @@
 """What a TTT layer of a converted model declares that it computes, from the definition: the yardstick of whole readings.
 
-One document at a time, chunk by chunk, in float64, by the model's config and the layer's tensors. Nothing of the package's own
+One document at a time, chunk by chunk, in float64, by the model's config and the layer's tensors; keys and targets are rounded as the
+layer's dtype rounds them. Nothing of the package's own
 layout, target generator, op or stream takes part, so that a fault in them is no fault here.
 """
 
@@ -15,18 +16,20 @@ from torch.nn.functional import normalize
 
 from ..config import InPlaceTTTConfig
 from ..layer.fast_linear import FastWeight
+from ..ops import state_dtype
 
 
 @dataclass(frozen=True)
 class DeclaredRule:
     """A layer's rule in one mode. tensors: float64, those that the rule depends on, by name; a gradient flows into them.
 
-    tau: the bound on a chunk's delta that is declared for this mode.
+    tau: the bound on a chunk's delta that is declared for this mode. dtype: the layer's own.
     """
 
     config: InPlaceTTTConfig
     eta: float
     tau: float | None
+    dtype: torch.dtype
     tensors: dict[str, Tensor]
 
     @classmethod
@@ -39,24 +42,27 @@ class DeclaredRule:
         tau = None
         if config.clip is not None and (not training or config.clip.when == "always"):
             tau = config.clip.tau * (float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0)
-        return cls(config, eta, tau, tensors)
+        return cls(config, eta, tau, target.proj.dtype, tensors)
 
     def targets(self, x: Tensor) -> Tensor:
         """V [n, d] of one chunk of target source [n, d]."""
         if "mean" in self.tensors:
             x = (x - self.tensors["mean"]) * self.tensors["gain"]
         if self.config.conv == "next":
-            return torch.cat([x[1:], torch.zeros_like(x[:1])]) @ self.tensors["proj"]
+            return self._rounded(torch.cat([x[1:], torch.zeros_like(x[:1])]) @ self.tensors["proj"])
         taps = self.tensors["conv"][:, 0]
         width = taps.shape[1]
         before = width // 2 if self.config.conv == "lookahead" else width - 1
         padded = torch.nn.functional.pad(x, (0, 0, before, width))
         mixed = torch.stack([taps[:, j] * padded[j : j + len(x)] for j in range(width)]).sum(0)
-        return mixed @ self.tensors["proj"]
+        return self._rounded(mixed @ self.tensors["proj"])
 
     def keys(self, z: Tensor) -> Tensor:
         """K [n, r] of the down-projection's input [n, h]."""
-        return z if "directions" not in self.tensors else z @ self.tensors["directions"].T + self.tensors["bias"]
+        return z if "directions" not in self.tensors else self._rounded(z @ self.tensors["directions"].T + self.tensors["bias"])
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).double()
 
     def reads(self, z: Tensor, x: Tensor, writes: Tensor) -> Tensor:
         """What the tokens of one document read beyond W0 [T, d]: z [T, h] and target source x [T, d], float64.
@@ -89,7 +95,8 @@ class DeclaredRule:
 
     def _read(self, total: Any, gram: Any) -> Tensor:
         if self.config.damping is not None:
-            return torch.linalg.solve(gram + self.config.damping * torch.eye(len(gram), dtype=gram.dtype), total.T).T
+            damping = self.config.damping + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(gram.detach().trace())
+            return torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), total.T).T
         if self.config.keep_row_norms and self.eta:
             w0 = self.tensors["w0"]
             moved = w0 + self.eta * total

@@ -9,8 +9,12 @@ from typing import Any, Literal
 from ..errors import InPlaceTTTError
 from .outcome import Outcome
 
-Profile = Literal["paper", "official"]
-PROFILES: dict[Profile, str] = {"paper": "what the paper says", "official": "what the authors' public code does"}
+Profile = Literal["paper", "official", "ttt_ntp"]
+PROFILES: dict[Profile, str] = {
+    "paper": "what the paper says",
+    "official": "what the authors' public code does",
+    "ttt_ntp": "what the public code of TTT-NTP does, by its recipe for Llama-3.1-8B",
+}
 
 Probe = Callable[[Any, Any], Outcome]
 """Measures an item: on a `Bench` (one layer), a `WholeModel` or a training `Run`; the second argument is what it compares with."""
@@ -27,7 +31,8 @@ class Item:
     expected: by profile, what the probe compares with. absent: the public code does not have it, so that having it is an
     extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the other items.
     silent: it is decided on a module that writes nothing, too. named_by: ids of items that may say what is wrong where this one only
-    sees that something is; it is not checked where one of them deviates.
+    sees that something is; it is not checked where one of them deviates. by_settings: for a model whose layer the
+    probes cannot drive, what its settings say; that it does as they say is `declared-rule`'s.
     """
 
     id: str
@@ -45,9 +50,12 @@ class Item:
     own_clip: bool = False
     silent: bool = False
     named_by: tuple[str, ...] = ()
+    by_settings: Probe | None = None
 
     def expects(self, profile: Profile) -> str:
         """What is held against a module, in words."""
+        if profile == "ttt_ntp":
+            return f"TTT-NTP's public code: {self.expected[profile]}." if profile in self.expected else self.paper
         return self.paper if profile == "paper" else self.public_code
 
 

@@ -35,12 +35,16 @@ class Piece:
 
 @dataclass
 class Seen:
-    """Of one layer in one forward: the down-projection's input, what its targets are made of, its output, as they pass by; rows [B, T]."""
+    """Of one layer in one forward: the down-projection's input, what its targets are made of, its output; rows [B, T].
+
+    passed: the output as it goes on, which others may change in place.
+    """
 
     z: Tensor
     source: Tensor
     out: Tensor
     rows: torch.Size
+    passed: Tensor
 
     def part(self, name: str, piece: Piece) -> Tensor:
         """One of them [n, ·] over the tokens of a piece, in float64."""
@@ -87,7 +91,7 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
 
     def note(index: int, down: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
         source = held["embeddings" if config.target == "embeddings" else f"mlp {index}"]
-        found.forwards[-1][index] = Seen(args[0], source, out, held["embeddings"].shape[:2])
+        found.forwards[-1][index] = Seen(args[0], source.detach().clone(), out.detach().clone(), held["embeddings"].shape[:2], out)
 
     handles = [decoder.layers[0].block.register_forward_pre_hook(start, with_kwargs=True)]
     for index, layer in fast_weights(lm).items():
@@ -140,11 +144,11 @@ def gradient_errors(
     """
     (seen,) = record.forwards
     generator = torch.Generator().manual_seed(0)
-    loss: Any = sum((s.out * torch.randn(s.out.shape, generator=generator).to(s.out)).sum() for s in seen.values())
+    loss: Any = sum((s.passed * torch.randn(s.out.shape, generator=generator).to(s.out)).sum() for s in seen.values())
     found = {}
     for index, layer in layers.items():
-        s, own = seen[index], {"z": seen[index].z, **_trained(layer)}
-        upstream, *given = torch.autograd.grad(loss, [s.out, *own.values()], retain_graph=True, allow_unused=True)
+        s, own = seen[index], _differentiated(seen[index], layer)
+        upstream, *given = torch.autograd.grad(loss, [s.passed, *own.values()], retain_graph=True, allow_unused=True)
         wanted = _declared_gradients(s, documents, rule(index), upstream)
         found[index] = {
             name: float((_like(got, wanted[name]) - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-30))
@@ -153,11 +157,11 @@ def gradient_errors(
     return found
 
 
-def _trained(layer: FastWeight) -> dict[str, Tensor]:
-    """The parameters that the rule depends on, by their names in `DeclaredRule.tensors`; W0 where it is a parameter."""
+def _differentiated(seen: Seen, layer: FastWeight) -> dict[str, Tensor]:
+    """What the outputs depend on, by the names in `DeclaredRule.tensors`; z and W0 where this can be read as one matrix."""
     found = {"conv": layer.ttt.conv, "proj": layer.ttt.proj}
     if layer.matrix() is not None:
-        found["w0"] = layer.get_parameter("weight")
+        found |= {"w0": layer.get_parameter("weight"), "z": seen.z}
     return {name: parameter for name, parameter in found.items() if parameter is not None}
 
 

@@ -11,6 +11,8 @@ from ..reports.page import render
 from .item import PROFILES, Item, Profile
 from .outcome import VERDICTS, Outcome, Verdict
 
+_NAMES: dict[Profile, str] = {"paper": "the paper", "official": "the public code", "ttt_ntp": "TTT-NTP"}
+
 
 @dataclass(frozen=True)
 class Declaration:
@@ -103,7 +105,7 @@ class Report:
 
     def summary(self) -> str:
         """One sentence on the whole."""
-        total, profile = len(self.items), "the paper" if self.profile == "paper" else "the public code"
+        total, profile = len(self.items), _NAMES[self.profile]
         deviations = [r.item.id for r in self.items if r.verdict == "deviates"]
         if not deviations:
             return f"No deviation from {profile} was found in {total - self.count('not checked')} checked items."

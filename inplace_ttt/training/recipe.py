@@ -188,7 +188,7 @@ class Deviation:
 class Audit:
     """The gate before the first step. profile: what the run is held against; None skips it."""
 
-    profile: Literal["paper", "official"] | None = "paper"
+    profile: Literal["paper", "official", "ttt_ntp"] | None = "paper"
     deviations: list[Deviation] = field(default_factory=list)
 
 

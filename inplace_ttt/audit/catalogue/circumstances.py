@@ -45,7 +45,8 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         "The sum runs over all chunks before, from the start of the document.", "high", "The same.",
         "Long texts are what the method is for, and what short tests do not read.",
         "Read sixteen chunks and five packed documents.",
-        circumstances.layer_over_many_chunks, circumstances.over_many_chunks, named_by=("document-reset", "document-grid"),
+        circumstances.layer_over_many_chunks, circumstances.over_many_chunks,
+        named_by=("document-reset", "document-grid", "plain-sum", "state-precision"),
     ),
     Item(
         "precisions", "The rule holds in every precision", "—",
@@ -59,6 +60,6 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         "Not stated.", "medium", "Checkpoints do; nothing else is saved.",
         "What is lost in a file is missed in another process, days later.",
         "Save, load, and compare every tensor and every output.",
-        None, circumstances.through_a_file, named_by=("saved-session",), absent=True,
+        None, circumstances.through_a_file, named_by=("saved-session", "slow-weights", "state-place", "state-precision"), absent=True,
     ),
 )  # fmt: skip

@@ -3,20 +3,23 @@
 from ..item import Item
 from ..probes import model
 
+TTT_NTP = {"conv": "next", "proj_init": "shared_diagonal", "write_norm": "spectral", "keep_row_norms": True}
+"""Of the preset, what forwards without a cache compute; the write at a prompt's end is inference's alone."""
+
 LAYERS: tuple[Item, ...] = (
     Item(
         "layer-spacing", "Every sixth layer", "Appendix C.3",
         "TTT in every sixth layer of the continually trained models.", "high", "0, 6, 12, …",
         "The number of TTT layers is the size of the state (Figure 3a).",
         "layers=\"every:6\", or declare another choice.",
-        None, model.layer_spacing, expected={"paper": 6, "official": 6},
+        None, model.layer_spacing, expected={"paper": 6, "official": 6, "ttt_ntp": 6},
     ),
     Item(
         "layer-offset", "The first TTT layer", "Appendix C.3",
         "Not stated.", "high", "Layer 0.",
         "Late layers have colliding keys; which layers work is an open question.",
         "State the layers with every result.",
-        None, model.layer_offset, expected={"official": 0},
+        None, model.layer_offset, expected={"official": 0, "ttt_ntp": 0},
     ),
     Item(
         "layers-in-range", "Every layer that is named exists and writes", "Appendix C.3",
@@ -37,6 +40,6 @@ LAYERS: tuple[Item, ...] = (
         "None.", "high", "None.",
         "They may help, but results with them are not results of the paper's method.",
         "Name them with every result.",
-        None, model.extensions,
+        None, model.extensions, expected={"ttt_ntp": TTT_NTP},
     ),
 )  # fmt: skip

@@ -81,6 +81,9 @@ SEQUENCE: tuple[Item, ...] = (
         "Assisted decoding would write what the model rejected.",
         "Keep what was there before the last chunk, all of it.",
         session.take_back, circumstances.take_back, absent=True,
+        named_by=(
+            "rows", "chunked-prefill", "token-by-token", "streaming-target", "apply-then-update", "state-precision", "generated-tokens",
+        ),
     ),
     Item(
         "saved-session", "A saved stream goes on as it was", "—",

@@ -10,7 +10,7 @@ TARGET: tuple[Item, ...] = (
         "By default the layer's own MLP input (hidden states); embeddings are an option.",
         "The choice decides what is remembered; which of the two the published runs used is open.",
         "target=\"embeddings\", or declare the other.",
-        None, model.target_source, expected={"paper": "embeddings", "official": "hidden_states"},
+        None, model.target_source, expected={"paper": "embeddings", "official": "hidden_states", "ttt_ntp": "hidden_states"},
     ),
     Item(
         "conv-depthwise", "The convolution is depthwise", "Appendix C.3",
@@ -24,7 +24,7 @@ TARGET: tuple[Item, ...] = (
         "Conv size 5.", "high", "The same.",
         "It sets how far the target looks ahead: two tokens.",
         "kernel_size=5, or declare another.",
-        target.conv_size, expected={"paper": 5, "official": 5},
+        target.conv_size, expected={"paper": 5, "official": 5, "ttt_ntp": 5},
     ),
     Item(
         "conv-bias", "The convolution has no bias", "Appendix C.3",

@@ -70,6 +70,8 @@ def _alike(a: Tensor, b: Tensor) -> float:
 
 def start_conv(whole: WholeModel, expected: Any) -> Outcome:
     """The convolutions of a fresh conversion with these settings, and of this model if it was never trained."""
+    if whole.config.conv == "next":
+        return Outcome("extension", "there is no convolution: the next token's source stands in its place", {"conv": "next"})
     with twin(whole.config) as model:
         fresh = max(float(layer.ttt.conv.detach().abs().max()) for layer in surgery.fast_weights(model).values())
     here = max(float(layer.ttt.conv.detach().abs().max()) for layer in whole.layers.values())
@@ -80,6 +82,8 @@ def start_conv(whole: WholeModel, expected: Any) -> Outcome:
 
 def start_projection(whole: WholeModel, expected: Any) -> Outcome:
     """P of a fresh conversion: its entries off the diagonal, and the spread on it against the model's initializer range."""
+    if whole.config.proj_init != "random_diagonal":
+        return Outcome("extension", f"P starts as the {whole.config.proj_init.replace('_', ' ')}", {"proj_init": whole.config.proj_init})
     if whole.config.calibrated_proj:
         return Outcome("extension", "P starts as the map to the next token that is measured on a text", {"calibrated_proj": True})
     with twin(whole.config) as model:
@@ -98,6 +102,8 @@ def start_projection(whole: WholeModel, expected: Any) -> Outcome:
 
 def start_identity(whole: WholeModel, expected: Any) -> Outcome:
     """With conv = 0: a small model before and after its conversion, and this model, untouched, with TTT on and off."""
+    if not whole.config.starts_as_base:
+        return Outcome("extension", "a fresh conversion writes at once, so that it is not its base", {"conv": whole.config.conv})
     ids = torch.randint(64, (1, 3 * whole.chunk), generator=torch.Generator().manual_seed(whole.seed))
     settings = dataclasses.replace(whole.config, chunk_size=whole.chunk)
     with twin(settings, before=ids) as model, torch.no_grad():
@@ -121,7 +127,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def untrained(whole: WholeModel) -> bool:
-    return not any(bool(layer.ttt.conv.detach().any()) for layer in whole.layers.values())
+    return whole.config.starts_as_base and not any(bool(layer.ttt.conv.detach().any()) for layer in whole.layers.values())
 
 
 def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
@@ -163,7 +169,7 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
     """η as measured over η as set, and own-chunk exposure, in each TTT layer against the first."""
     rows: dict[int, tuple[float, float]] = {}
     apart = []
-    for index in whole.layers:
+    for index in () if whole.undrivable else whole.layers:
         with borrowed(whole.model, index) as module, module.unclipped():
             bench = Bench(module, whole.seed)
             try:
@@ -174,14 +180,14 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
                 apart.append(index)  # of the first layer writes can be told from what is read, and of this one not
                 continue
             rows[index] = (size, float(bench.reads.diagonal().abs().max()))
-    first = next(iter(rows.values()))
     errors = whole.once(plain_deviations)
     if errors[next(iter(errors))] < TOLERANCE:  # else the first layer itself is off, which other items report
         apart += [i for i, error in errors.items() if error >= TOLERANCE and i not in apart]
+    first = next(iter(rows.values()), ())
     apart += [i for i, row in rows.items() if i not in apart and max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE]
-    found = f"all {len(rows)} TTT layers follow one rule"
+    found = f"all {len(errors)} TTT layers follow one rule"
     if apart:
-        found = f"layers {_list(sorted(apart))} differ from layer {next(iter(rows))}"
+        found = f"layers {_list(sorted(apart))} differ from layer {next(iter(errors))}"
     chart = {
         "kind": "bars",
         "title": "Size of a write over η, layer by layer",
@@ -218,6 +224,10 @@ def _unchanged(whole: WholeModel, wanted: Any, found: str) -> Outcome:
 def extensions(whole: WholeModel, expected: Any) -> Outcome:
     """Settings that the paper's method does not have, and their values."""
     on = whole.config.extensions
+    if expected is not None:
+        differs = [name for name, value in expected.items() if on.get(name) != value] + sorted(set(on) - {*expected, "prompt_write"})
+        found = "its options are those of TTT-NTP" if not differs else f"{', '.join(differs)} differ from TTT-NTP's"
+        return judged(not differs, found, {name: str(value) for name, value in on.items()})
     if not on:
         return judged(True, "no setting beyond the paper's method is on", {}, None)
     text = ", ".join(f"{name} = {value}" for name, value in on.items())
@@ -226,3 +236,18 @@ def extensions(whole: WholeModel, expected: Any) -> Outcome:
 
 def _list(values: list[Any]) -> str:
     return ", ".join(map(str, values))
+
+
+def eta_by_settings(whole: WholeModel, expected: Any) -> Outcome:
+    """η as the config has it."""
+    values = sorted({whole.config.eta_of(i) for i in range(len(whole.layers))})
+    found, numbers = f"η = {', '.join(f'{value:g}' for value in values)}", {"η": values}
+    if expected is None:
+        return Outcome("unspecified", found, numbers)
+    return judged(all(value in expected for value in values), found, numbers)
+
+
+def chunk_size_by_settings(whole: WholeModel, expected: Any) -> Outcome:
+    """Tokens a chunk as the config has them."""
+    size = whole.config.chunk_size
+    return judged(min(expected) <= size <= max(expected), f"{size} tokens", {"tokens a chunk": size, "expected": list(expected)}, 0)
