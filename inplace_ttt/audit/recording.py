@@ -159,7 +159,7 @@ def gradient_errors(
 
 def _differentiated(seen: Seen, layer: FastWeight) -> dict[str, Tensor]:
     """What the outputs depend on, by the names in `DeclaredRule.tensors`; z and W0 where this can be read as one matrix."""
-    found = {"conv": layer.ttt.conv, "proj": layer.ttt.proj}
+    found: dict[str, Tensor] = {"conv": layer.ttt.conv, "proj": layer.ttt.proj}
     if layer.matrix() is not None:
         found |= {"w0": layer.get_parameter("weight"), "z": seen.z}
     return {name: parameter for name, parameter in found.items() if parameter is not None}

@@ -2,6 +2,7 @@
 
 from ..item import Item
 from ..probes import circumstances, sequence, session, state
+from .groups import CLIPS, PIECES
 
 SEQUENCE: tuple[Item, ...] = (
     Item(
@@ -81,9 +82,7 @@ SEQUENCE: tuple[Item, ...] = (
         "Assisted decoding would write what the model rejected.",
         "Keep what was there before the last chunk, all of it.",
         session.take_back, circumstances.take_back, absent=True,
-        named_by=(
-            "rows", "chunked-prefill", "token-by-token", "streaming-target", "apply-then-update", "state-precision", "generated-tokens",
-        ),
+        named_by=("rows", "state-precision", "context-parallel", *PIECES, *CLIPS),
     ),
     Item(
         "saved-session", "A saved stream goes on as it was", "—",
