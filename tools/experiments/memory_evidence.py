@@ -5,9 +5,9 @@ python tools/experiments/memory_evidence.py [--rules compact paper official] [--
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
 off, and with a cross-document state, then with a passage that comes again. The first seed's models are read under full attention too,
-on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without writes is the base's, and is read once
-for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped.
-OUT.json, OUT.png and the tables have what is there so far.
+on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without
+writes is the base's, and is read once for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call
+goes on where the last one stopped. OUT.json, OUT.png and the tables have what is there so far.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def _set(settings: Iterable[str]) -> Iterator[str]:
     return (word for setting in settings for word in ("--set", setting))
 
 
+COMPACT_WITH = (("whitening.rank", "rank 0.5"), ("whitening.rank", "rank 1.0"), ("eta", "eta 2"), ("eta", "eta 4"))
 RULES = {
     "compact": compact(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
-    "compact, rank 0.5": compact("whitening.rank=0.5"),
+    **{f"compact, {setting}": compact(f"{name}={setting.split()[-1]}") for name, setting in COMPACT_WITH},
     **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained("data.sequence_length=8192", f"optimisation.steps={steps // 2}")
@@ -261,8 +262,11 @@ def print_tables(record: Record) -> None:
 
 def draw(record: Record, file: Path) -> None:
     """On - off and memory by position behind the window, up to and beyond the length of the rows in training."""
+    read = record.having("far_beyond")
+    if not read:
+        return
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), sharex=True)
-    for name, values in record.having("far_beyond"):
+    for name, values in read:
         rows = values["far_beyond"]["positions"]
         middle = [(row["start"] + row["stop"]) / 2 for row in rows]
         for axes, heights in zip(panels, ([row["difference"] for row in rows], [_memory(row) for row in rows]), strict=True):
