@@ -44,7 +44,7 @@ CACHE = WORK / "without-writes"
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
-"""The first documents, with an eye on which the rates and the start of P were chosen; the others are unseen."""
+"""The first documents: on them the rates, the start of P and the rank and η of `compact` were chosen; the others are unseen."""
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
@@ -80,12 +80,14 @@ def _set(settings: Iterable[str]) -> Iterator[str]:
     return (word for setting in settings for word in ("--set", setting))
 
 
-COMPACT_WITH = (("whitening.rank", "rank 0.5"), ("whitening.rank", "rank 1.0"), ("eta", "eta 2"), ("eta", "eta 4"))
 RULES = {
     "compact": compact(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
-    **{f"compact, {setting}": compact(f"{name}={setting.split()[-1]}") for name, setting in COMPACT_WITH},
+    "compact, rank 0.5": compact("whitening.rank=0.5"),
+    "compact, rank 1.0": compact("whitening.rank=1.0"),
+    "compact, eta 2": compact("eta=2"),
+    "compact, eta 4": compact("eta=4"),
     **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained("data.sequence_length=8192", f"optimisation.steps={steps // 2}")
