@@ -12,7 +12,7 @@ import torch
 from models import COMPACT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inplace_ttt import InPlaceTTTConfig, cli
+from inplace_ttt import cli
 from inplace_ttt.surgery import config_of
 from inplace_ttt.training.data import build_data
 from inplace_ttt.training.recipe import load_recipe
@@ -167,7 +167,7 @@ def test_what_may_change_takes_effect(unbroken: Path, tmp_path: Path) -> None:
         "optimisation.learning_rate": (1e-3, 1e-9),
         "optimisation.schedule": ("linear", "constant"),
         "optimisation.steps": (32, 34),
-        "surgery.eta": (1.0, 0.5),
+        "surgery.eta": (COMPACT["eta"], 0.5),
     }
     assert all(change["after_step"] == 32 for change in report["changes"]) and report["recipe"]["optimisation"]["learning_rate"] == 1e-9
     assert config_of(AutoModelForCausalLM.from_pretrained(output / "final")).eta == 0.5
@@ -178,7 +178,7 @@ def other_eta(unbroken: Path, folder: Path) -> Path:
     shutil.copytree(unbroken / "model", folder / "model")
     file = folder / "model" / "config.json"
     values: dict[str, Any] = json.loads(file.read_text())
-    assert InPlaceTTTConfig().eta == values["inplace_ttt"]["config"]["eta"] == 1.0
+    assert values["inplace_ttt"]["config"]["eta"] == COMPACT["eta"]
     values["inplace_ttt"]["config"]["eta"] = 0.5
     file.write_text(json.dumps(values))
     return file.parent

@@ -127,7 +127,9 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
     agree(recipe, plain, tmp_path / "out", SPLITS[split])
 
 
-@pytest.mark.parametrize("split", ["two processes, ZeRO 2, recomputed", "two ranks share rows, ZeRO 3, recomputed", "four ranks share rows"])
+@pytest.mark.parametrize(
+    "split", ["two processes, ZeRO 2, recomputed", "two ranks share rows, ZeRO 3, recomputed", "four ranks share rows"]
+)
 def test_every_split_is_the_same_run_by_least_squares(split: str, recipe: Path, compact: tuple[str, Run], tmp_path: Path) -> None:
     setting, plain = compact
     agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))

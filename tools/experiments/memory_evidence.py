@@ -5,9 +5,9 @@ python tools/experiments/memory_evidence.py [--rules compact paper official] [--
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
 off, and with a cross-document state, then with a passage that comes again. The first seed's models are read under full attention too,
-on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without writes is the base's, and is read once
-for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped.
-OUT.json, OUT.png and the tables have what is there so far.
+on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without
+writes is the base's, and is read once for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call
+goes on where the last one stopped. OUT.json, OUT.png and the tables have what is there so far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CACHE = WORK / "without-writes"
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
-"""The first documents, with an eye on which the rates and the start of P were chosen; the others are unseen."""
+"""The first documents: on them the rates, the start of P and the rank and η of `compact` were chosen; the others are unseen."""
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
@@ -84,6 +84,10 @@ RULES = {
     "compact": compact(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
+    "compact, rank 0.5": compact("whitening.rank=0.5"),
+    "compact, rank 1.0": compact("whitening.rank=1.0"),
+    "compact, eta 2": compact("eta=2"),
+    "compact, eta 4": compact("eta=4"),
     **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained("data.sequence_length=8192", f"optimisation.steps={steps // 2}")
@@ -260,8 +264,11 @@ def print_tables(record: Record) -> None:
 
 def draw(record: Record, file: Path) -> None:
     """On - off and memory by position behind the window, up to and beyond the length of the rows in training."""
+    read = record.having("far_beyond")
+    if not read:
+        return
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), sharex=True)
-    for name, values in record.having("far_beyond"):
+    for name, values in read:
         rows = values["far_beyond"]["positions"]
         middle = [(row["start"] + row["stop"]) / 2 for row in rows]
         for axes, heights in zip(panels, ([row["difference"] for row in rows], [_memory(row) for row in rows]), strict=True):
