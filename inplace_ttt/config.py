@@ -247,10 +247,10 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "compact": InPlaceTTTConfig(
         chunk_size=128,
-        eta=2.0,
+        eta=4.0,
         rule="least_squares",
         damping=1.0,
-        whitening=KeyWhitening(rank=0.5),
+        whitening=KeyWhitening(rank=1024),
         standardised=True,
         calibrated_proj=True,
     ),

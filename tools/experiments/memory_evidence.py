@@ -84,6 +84,7 @@ RULES = {
     "compact": compact(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
+    "compact, rank 0.5": compact("whitening.rank=0.5"),
     **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained("data.sequence_length=8192", f"optimisation.steps={steps // 2}")
