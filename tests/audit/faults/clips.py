@@ -71,11 +71,11 @@ INFERENCE = tuple(
     when for when in only.ANYWHERE if not when.name.endswith(("in training", "with gradients")) and when is not only.IN_FLOAT32
 )
 KINDS: tuple[Kind, ...] = (
-    Kind("the clip counts η", "clip", owned(CLIP), other_tau(over_eta), whens=(*INFERENCE, only.WITH_CACHE, only.DECODING), count=4,
+    Kind("the clip counts η", "clip", owned(CLIP), other_tau(over_eta), whens=(*INFERENCE, only.WITH_CACHE, only.DECODING), count=3,
          world=TIGHT),
     Kind("τ is meant for an entry", "clip", owned(f"{CLIP} clip-effect"), other_tau(by_entries), whens=(only.ALWAYS, *INFERENCE), count=3,
          world=ABSOLUTE),
-    Kind("the clip is looser than it says", "clip", owned(CLIP), other_tau(loosened), (1.0, 0.3), (*INFERENCE, only.IN_TRAINING), 6,
+    Kind("the clip is looser than it says", "clip", owned(CLIP), other_tau(loosened), (1.0, 0.3), (*INFERENCE, only.IN_TRAINING), 4,
          world=IN_TRAINING_TOO),
     Kind("the clip looks at all rows", "clip", owned(f"{CLIP} rows in-batches"), with_rule(over_the_batch), (1.0, 0.3),
          (only.IN_A_BATCH, only.LATER_ROWS, only.UNEVEN), 3, ("batch",), TIGHT),

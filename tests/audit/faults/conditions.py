@@ -79,7 +79,7 @@ def _later_row(at: Place) -> bool:
 ALWAYS = When("", lambda at: True, scenes=("whole", "stream"))
 
 IN_TRAINING = _when("in training", lambda c: c.training, "in-training", "training")
-WITH_GRADIENT = _when("with gradients", lambda c: c.with_gradient, "in-training", "training")
+WITH_GRADIENT = _when("with gradients", lambda c: c.with_gradient, "in-training gradient", "training")
 IN_EVALUATION = _when("in evaluation", lambda c: not c.training, "")
 
 IN_A_BATCH = _when("in a batch", lambda c: c.batch > 1, "in-batches rows", "batch")
@@ -130,6 +130,8 @@ LATER_LAYER_STREAMED = _when(
     "in the second TTT layer with a cache", lambda c: c.position == 1 and c.cached, "in-every-layer every-layer in-pieces", "stream"
 )
 
+WIDE = _when("where keys have more than 64 numbers", lambda c: c.width > 64, "", inner=96)
+
 IN_BFLOAT16 = _when("in bfloat16", lambda c: c.dtype == torch.bfloat16, "in-this-dtype", dtype=torch.bfloat16)
 IN_FLOAT32 = _when("in float32", lambda c: c.dtype == torch.float32, "in-this-dtype")
 BFLOAT16_TRAINING = _when(
@@ -139,7 +141,7 @@ BFLOAT16_TRAINING = _when(
 
 ANYWHERE = (
     IN_TRAINING, WITH_GRADIENT, IN_EVALUATION, IN_A_BATCH, LATER_ROWS, UNEVEN, PADDED_LEFT, PACKED_IN_A_BATCH, MANY_CHUNKS, SIX_CHUNKS,
-    LATE_DOCUMENTS, ODD_LENGTH, LARGE_CHUNKS, LATER_LAYER, LAST_LAYER, LATER_LAYER_TRAINING, IN_FLOAT32, AFTER_LOADING,
+    LATE_DOCUMENTS, ODD_LENGTH, LARGE_CHUNKS, LATER_LAYER, LAST_LAYER, LATER_LAYER_TRAINING, IN_FLOAT32, WIDE, AFTER_LOADING,
 )  # fmt: skip
 """Under which anything that shows in a call of whole rows can act."""
 

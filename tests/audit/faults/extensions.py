@@ -104,12 +104,12 @@ CHUNKS = tuple(when for when in only.ANYWHERE if when not in (only.IN_FLOAT32, o
 ROWS = (only.IN_A_BATCH, only.LATER_ROWS, only.LATER_LAYER)
 LAW, SIZES = "least-squares", (1.0, 0.3, 0.1)
 KINDS: tuple[Kind, ...] = (
-    Kind("the Gram fades", "extension", owned(LAW), writing(fading_gram), (0.9, 0.3), (*CHUNKS, *only.STREAMED), 8, world=RAW),
+    Kind("the Gram fades", "extension", owned(LAW), writing(fading_gram), (0.9, 0.3), (*CHUNKS, *only.STREAMED), 5, world=RAW),
     Kind("the Gram keeps few bits", "extension", owned(f"{LAW} state-precision"), writing(coarse_gram), (1, 2),
-         (*CHUNKS, *only.STREAMED), 5, world=COMPACT),
-    Kind("the Gram is of all rows", "extension", owned("rows in-batches"), writing(gram_of_all_rows), SIZES, ROWS, 4, ("batch",), COMPACT),
-    Kind("the keys' mean stays", "extension", owned("keys"), with_keys(without_mean), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 6,
+         (*CHUNKS, *only.STREAMED), 3, world=COMPACT),
+    Kind("the Gram is of all rows", "extension", owned("rows in-batches"), writing(gram_of_all_rows), SIZES, ROWS, 3, ("batch",), COMPACT),
+    Kind("the keys' mean stays", "extension", owned("keys"), with_keys(without_mean), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
          world=COMPACT),
-    Kind("keys are too large", "extension", owned(f"keys {LAW}"), with_keys(larger), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 6,
+    Kind("keys are too large", "extension", owned(f"keys {LAW}"), with_keys(larger), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
          world=COMPACT),
 )  # fmt: skip

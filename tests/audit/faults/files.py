@@ -153,7 +153,7 @@ CHECKPOINT, SAVED = ("checkpoint",), ("session",)
 ETA = {"settings": {"eta": 2.0}}
 KINDS: tuple[Kind, ...] = (
     Kind("P is saved smaller", "save/load", owned(FILE), spoil=saved_otherwise("proj", lambda t, size: (1 - size) * t),
-         sizes=(1.0, 0.3, 0.1), whens=BETWEEN, count=4, scenes=CHECKPOINT),
+         sizes=(1.0, 0.3, 0.1), whens=BETWEEN, count=3, scenes=CHECKPOINT),
     Kind("P is saved transposed", "save/load", owned(f"{FILE} projection-untransposed"), spoil=saved_otherwise("proj", lambda t, _: t.mT),
          whens=BETWEEN, count=2, scenes=CHECKPOINT),
     Kind("P is saved with few bits", "save/load", owned(FILE), spoil=saved_otherwise("proj", rounded), sizes=(2, 4, 7), whens=BETWEEN,
@@ -171,9 +171,9 @@ KINDS: tuple[Kind, ...] = (
          scenes=("official",)),
     Kind("the public format has P transposed", "save/load", owned(FILE), official_otherwise("proj", lambda t: t.mT), scenes=("official",)),
     Kind("the public format has another rate", "save/load", owned(FILE), official_rate, (2.0, 0.1), count=2, scenes=("official",)),
-    Kind("a session loses its open chunk", "save/load", owned(SESSION), session_saves(without_open_chunk), (1.0, 0.3), BETWEEN, 5,
+    Kind("a session loses its open chunk", "save/load", owned(SESSION), session_saves(without_open_chunk), (1.0, 0.3), BETWEEN, 3,
          scenes=SAVED),
-    Kind("a session's state has few bits", "save/load", owned(SESSION), session_saves(rounded_state), (2, 3), BETWEEN, 4, scenes=SAVED),
+    Kind("a session's state has few bits", "save/load", owned(SESSION), session_saves(rounded_state), (2, 3), BETWEEN, 3, scenes=SAVED),
     Kind("a session's rows are exchanged", "save/load", owned(f"{SESSION} in-batches"), session_saves(rows_exchanged), whens=BETWEEN,
          count=3, scenes=SAVED),
     Kind("a session's open chunks are exchanged", "save/load", owned(f"{SESSION} in-batches"), session_saves(open_rows_exchanged),

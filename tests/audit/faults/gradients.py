@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
+from inplace_ttt.ops import chunk_conv
 
 from . import conditions as only
 from .fault import Kind, owned
@@ -85,8 +86,6 @@ def of_conv(size: float) -> Target:
 
 
 def plain_forward(self: TargetGenerator, x: Tensor, layout: ChunkLayout) -> Tensor:
-    from inplace_ttt.ops import chunk_conv
-
     return chunk_conv(x, self.conv, layout, self.first_tap) @ self.proj
 
 
@@ -101,14 +100,14 @@ def of_later_rows(size: float) -> Inputs:
 
 SIZES = (1.0, 0.5, 0.1)
 KINDS: tuple[Kind, ...] = (
-    Kind("targets learn less", "training", owned("gradient in-training target-gradient"), with_inputs(of_targets), SIZES, TEACHING, 6,
+    Kind("targets learn less", "training", owned("gradient in-training target-gradient"), with_inputs(of_targets), SIZES, TEACHING, 4,
          TRAINING),
     Kind("targets learn more", "training", owned("gradient in-training"), with_inputs(lambda s: of_targets(-s)), (1.0, 0.3), TEACHING, 3,
          TRAINING),
-    Kind("W0 learns less", "training", owned("gradient in-training"), with_inputs(of_w0), SIZES, TEACHING, 5, TRAINING),
+    Kind("W0 learns less", "training", owned("gradient in-training"), with_inputs(of_w0), SIZES, TEACHING, 3, TRAINING),
     Kind("only the newest writes learn", "training", owned("gradient in-training over-many-chunks"), with_rule(truncated), (1, 2, 5),
-         (only.WITH_GRADIENT, only.LATER_LAYER_TRAINING, only.LAST_LAYER), 5, TRAINING),
-    Kind("conv's outer taps learn less", "training", owned("gradient in-training"), with_target(of_conv), SIZES, TEACHING, 5, TRAINING),
+         (only.WITH_GRADIENT, only.LATER_LAYER_TRAINING, only.LAST_LAYER), 3, TRAINING),
+    Kind("conv's outer taps learn less", "training", owned("gradient in-training"), with_target(of_conv), SIZES, TEACHING, 3, TRAINING),
     Kind("rows after the first learn less", "training", owned("gradient in-training in-batches"), with_inputs(of_later_rows), SIZES,
-         (only.IN_A_BATCH, only.LATER_LAYER_TRAINING, only.UNEVEN), 4, ("training batch",)),
+         (only.IN_A_BATCH, only.LATER_LAYER_TRAINING, only.UNEVEN), 3, ("training batch",)),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from inplace_ttt.checkpoint.adapter import save_adapter
 from inplace_ttt.checkpoint.official import read_official, write_official
 from inplace_ttt.checkpoint.reading import Checkpoint
 from inplace_ttt.checkpoint.writing import describe_base, initial_tensors, plan_conversion, write_full
+from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
 
 from .world import Spoil, World
@@ -97,6 +98,16 @@ def decode(world: World, spoil: Spoil | None) -> Numbers:
 
 def long_stream(world: World, spoil: Spoil | None) -> Numbers:
     return {"logits": streamed(world.model(spoil=spoil), random_ids(1, LONG), [20, 1, 9, 40, *[1] * 10, LONG - 80])}
+
+
+def half_precision(world: World, spoil: Spoil | None) -> Numbers:
+    """What the first TTT layer's stream holds after a long text: what comes before that layer is right to the last bit."""
+    model = world.model(spoil=spoil)
+    cache = DynamicCache(config=model.config)
+    read_on(model, cache, random_ids(1, LONG), (20, 1, 9, LONG - 30))
+    state = streams(cache)[0].state
+    assert state is not None
+    return {"state": state}
 
 
 def padded_stream(world: World, spoil: Spoil | None) -> Numbers:
@@ -286,6 +297,7 @@ SCENES: dict[str, Scene] = {
     "stream": stream,
     "decode": decode,
     "long stream": long_stream,
+    "half precision": half_precision,
     "padded stream": padded_stream,
     "reset": reset,
     "taken back": taken_back,

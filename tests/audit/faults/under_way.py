@@ -32,6 +32,7 @@ class Call:
     layers: int
     batch: int
     tokens: int
+    width: int
     dtype: torch.dtype
     spans: list[list[Span]]
     cache: Any
@@ -185,6 +186,6 @@ def _call_of(layer: FastWeight, z: Tensor, call: LayerCall) -> Call:
     context = call.context
     spans = [list(row) for row in context.layout(layer.chunk_size).documents] if call.cache is None else [[s] for s in context.spans()]
     return Call(
-        layer, order.index(layer.fast.layer), len(order), *z.shape[:2], z.dtype, spans, call.cache,
+        layer, order.index(layer.fast.layer), len(order), *z.shape, z.dtype, spans, call.cache,
         frozenset() if stream is None else stream.__dict__.get("past", frozenset()), layer.training, torch.is_grad_enabled(),
     )  # fmt: skip

@@ -16,23 +16,23 @@ from inplace_ttt.audit import Report, audit_model
 from inplace_ttt.surgery import config_of
 
 Spoil = Callable[[PreTrainedModel], None]
-_SIZES = ("num_hidden_layers", "max_position_embeddings")
+_SIZES = ("num_hidden_layers", "max_position_embeddings", "intermediate_size")
+_GPT2_SIZES = ("n_layer", "n_positions", "n_inner")
 
 
 @dataclass(frozen=True)
 class World:
-    """A tiny converted model. ttt_layers: how many of its layers are fast weights. settings: of its TTT config, beside those it needs."""
+    """A tiny converted model. ttt_layers: how many of its layers are fast weights. settings: of its TTT config. inner: width of keys."""
 
     family: str = "llama"
     dtype: torch.dtype = torch.float32
     ttt_layers: int = 2
+    inner: int = 48
     settings: tuple[tuple[str, Any], ...] = ()
 
     def audited(self, spoil: Spoil | None = None) -> Report:
         """The audit of a fresh conversion: every sixth layer, as the paper has it."""
-        layers, positions = _SIZES if "n_layer" not in BY_NAME[self.family].overrides else ("n_layer", "n_positions")
-        base = build(self.family, dtype=self.dtype, **{layers: 6 * self.ttt_layers - 5, positions: 8192})
-        model = self._converted(base, **dict(self.settings))
+        model = self._converted(self._base(depth=6 * self.ttt_layers - 5, positions=8192), **dict(self.settings))
         if spoil is not None:
             spoil(model)
         return audit_model(model)
@@ -41,13 +41,17 @@ class World:
         """A model of three layers, with its writer on, in evaluation mode."""
         layers = (0, 2) if self.ttt_layers == 2 else (0, 1, 2)
         model = self._converted(
-            build(self.family, dtype=self.dtype), **{"layers": layers, "chunk_size": chunk_size, **dict(self.settings), **settings}
+            self._base(depth=3, positions=512), **{"layers": layers, "chunk_size": chunk_size, **dict(self.settings), **settings}
         )
         if writes:
             turn_writer_on(model)
         if spoil is not None:
             spoil(model)
         return model
+
+    def _base(self, depth: int, positions: int) -> PreTrainedModel:
+        names = _GPT2_SIZES if "n_layer" in BY_NAME[self.family].overrides else _SIZES
+        return build(self.family, dtype=self.dtype, **dict(zip(names, (depth, positions, self.inner), strict=True)))
 
     @staticmethod
     def _converted(base: PreTrainedModel, **settings: Any) -> PreTrainedModel:

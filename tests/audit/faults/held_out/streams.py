@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from inplace_ttt import models
+from inplace_ttt.checkpoint import writing
+from inplace_ttt.cli import convert as convert_verb
 from inplace_ttt.layer import cache as cache_module
 from inplace_ttt.layer.buffers import State
 from inplace_ttt.layer.fast_linear import FastWeight
@@ -18,6 +20,7 @@ from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout, Span
 
 from .. import conditions as only
+from .. import scenes
 from ..conditions import When
 from ..fault import Kind, owned
 from ..files import layers_meant, session_saves
@@ -156,45 +159,26 @@ def folder_starts(change: Callable[[TargetGenerator, float], None]) -> Callable[
     def of(size: float, when: When) -> Plant:
         def plant(patch: Patch) -> None:
             def reset(self: TargetGenerator, std: float, seed: int) -> None:
-                fresh = self.proj.data_ptr() != 0 and not getattr(self, "_is_hf_initialized", False)
                 real(self, std, seed)
-                if fresh and folder_under_way:
+                if under_way:
                     change(self, std)
 
             def initial(*args: Any) -> Any:
-                folder_under_way.append(True)
+                under_way.append(True)
                 try:
                     return real_initial(*args)
                 finally:
-                    folder_under_way.pop()
+                    under_way.pop()
 
-            folder_under_way: list[bool] = []
-            real, real_initial = TargetGenerator.reset_parameters, _folder_module().initial_tensors
+            under_way: list[bool] = []
+            real, real_initial = TargetGenerator.reset_parameters, writing.initial_tensors
             patch.setattr(TargetGenerator, "reset_parameters", torch.no_grad()(reset))
-            for module in (_folder_module(), _scenes_module(), _convert_module()):
+            for module in (writing, convert_verb, scenes):
                 patch.setattr(module, "initial_tensors", initial)
 
         return plant
 
     return of
-
-
-def _folder_module() -> Any:
-    from inplace_ttt.checkpoint import writing
-
-    return writing
-
-
-def _scenes_module() -> Any:
-    from .. import scenes
-
-    return scenes
-
-
-def _convert_module() -> Any:
-    from inplace_ttt.cli import convert
-
-    return convert
 
 
 def dense(target: TargetGenerator, std: float) -> None:
@@ -216,18 +200,18 @@ PADDED = (only.ALWAYS, only.LATER_LAYER, only.CACHE_AND_BATCH, only.LATER_ROWS)
 FILE = "through-a-file"
 KINDS: tuple[Kind, ...] = (
     Kind("an open chunk is read early", "stream", owned("open-chunk chunked-prefill token-by-token in-pieces"), read_early, (1.0, 0.3, 0.1),
-         IN_CALLS, 7),
-    Kind("a reset keeps some of the state", "stream", owned("stream-reset"), reset_keeps, (1.0, 0.3, 0.1), BETWEEN, 5, ("reset",)),
-    Kind("a write that is taken back stays", "stream", owned("take-back taken-back"), write_stays, (1.0, 0.3, 0.1), BETWEEN, 5,
+         IN_CALLS, 4),
+    Kind("a reset keeps some of the state", "stream", owned("stream-reset"), reset_keeps, (1.0, 0.3, 0.1), BETWEEN, 3, ("reset",)),
+    Kind("a write that is taken back stays", "stream", owned("take-back taken-back"), write_stays, (1.0, 0.3, 0.1), BETWEEN, 3,
          ("taken back",)),
-    Kind("padding is read into the stream", "stream", owned("padding in-batches in-pieces"), pads_taken_in, (99, 2), PADDED, 5,
+    Kind("padding is read into the stream", "stream", owned("padding in-batches in-pieces"), pads_taken_in, (99, 2), PADDED, 3,
          ("padded stream",)),
     Kind("repeated rows are in another order", "stream", owned("taken-back in-batches"), tiled, whens=BETWEEN, count=3,
          scenes=("chosen rows",)),
     Kind("conv comes back smaller", "save/load", owned(FILE), conv_starts_anew, (1.0, 0.3), BETWEEN, 3, ("checkpoint",)),
     Kind("a session loses a later layer's state", "save/load", owned(f"{FILE} saved-session"),
          session_saves(lambda stream, held, size: {n: (1 - size) * t if n == "state" else t for n, t in held.items()}), (1.0, 0.3, 0.1),
-         (only.LATER_LAYER, only.LAST_LAYER), 4, ("session",)),
+         (only.LATER_LAYER, only.LAST_LAYER), 3, ("session",)),
     Kind("a write is saved with W0", "save/load", owned(f"{FILE} state-place"), None, (1.0, 0.3), BETWEEN, 3, ("checkpoint",),
          spoil=write_baked_in),
     Kind("P of a folder starts dense", "save/load", owned(f"{FILE} start-projection"), folder_starts(dense), scenes=("converted folder",)),
