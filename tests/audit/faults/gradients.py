@@ -73,20 +73,9 @@ def of_conv(size: float) -> Target:
     def target(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right: Tensor) -> Tensor:
         factor = torch.ones_like(self.conv)
         factor[..., 0] = factor[..., -1] = 1 - size
-        conv = self.conv
-        del self._parameters["conv"]
-        self.conv = taught(conv, factor)  # type: ignore[assignment]
-        try:
-            return plain_forward(self, x, layout)
-        finally:
-            del self.conv
-            self.register_parameter("conv", conv)
+        return chunk_conv(x, taught(self.conv, factor), layout, self.first_tap) @ self.proj
 
     return target
-
-
-def plain_forward(self: TargetGenerator, x: Tensor, layout: ChunkLayout) -> Tensor:
-    return chunk_conv(x, self.conv, layout, self.first_tap) @ self.proj
 
 
 def of_later_rows(size: float) -> Inputs:
