@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +43,15 @@ _BYTES_A_PROCESS = 32_000_000
 class TrainingData:
     """train and validation: rows with input_ids, position_ids and labels, each a list of `sequence_length` integers.
 
-    train is a stream where the recipe says so; its rows come in the same order every time.
+    train is a stream where the recipe says so; its rows come in the same order every time. documents: those that `train` is made of,
+    in their order, as token ids; each starts on a multiple of `align` tokens of its row.
     """
 
     train: Dataset | RowStream
     validation: Dataset | None
     report: DataReport
+    documents: Callable[[], Iterator[Sequence[int]]]
+    align: int = 1
 
 
 def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
@@ -76,7 +79,7 @@ def _recall(job: _Job) -> TrainingData:
     sha256 = hashlib.sha256("".join(map(digest_of, train[TOKENS])).encode()).hexdigest()
     sizes = _sizes([data.sequence_length] * data.validation_documents, job)
     report = make_report(job.recipe, counts, Tally(task.rows, sha256=sha256), [], sizes)
-    return TrainingData(train, validation, report)
+    return TrainingData(train, validation, report, lambda: iter(train[TOKENS]))
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,13 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
     tally = Tally(len(order), empty, len(repeated), sha.hexdigest(), mixture=mixture)
     report = make_report(job.recipe, counts, tally, [*sources, *held_sources], _sizes(held_lengths.tolist(), job))
     validation = _rows(job, held, held_order, held_lengths, cache) if len(held_order) else None
-    return TrainingData(_rows(job, documents, order, lengths, cache), validation, report)
+    return TrainingData(
+        _rows(job, documents, order, lengths, cache),
+        validation,
+        report,
+        lambda: (documents[int(number)][TOKENS] for number in order),
+        job.align,
+    )
 
 
 def _order(documents: Dataset, shuffle: bool, seed: int) -> tuple[np.ndarray, int]:
@@ -269,7 +278,13 @@ def _streamed(job: _Job) -> TrainingData:
     counts = count(lengths, length, job.chunk_size, job.align)
     sizes = _sizes([document["length"] for document in held], job)
     report = make_report(job.recipe, counts, tally, [*sources, *held_sources], sizes)
-    return TrainingData(RowStream(documents, length, job.pad_token, job.align), validation, report)
+    return TrainingData(
+        RowStream(documents, length, job.pad_token, job.align),
+        validation,
+        report,
+        lambda: (document[TOKENS] for _, _, document in documents.read()),
+        job.align,
+    )
 
 
 def _mixture(sources: Sequence[Source], data: Data, lengths: Iterable[int], of_source: Iterable[int]) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from .arguments import open_group, training_arguments
 from .audit import audit_recipe, write_report
 from .batches import collate
 from .data import TrainingData, build_data
-from .data_report import DataReport
 from .flops import device_peak, model_flops
 from .guards import FirstStep, GradientTap
 from .meeting import Meeting
@@ -131,7 +130,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     made = made_by(start, {**facts, DOCUMENTS: data.report.sha256})
     is_new = start.checkpoint is None or any(change["after_step"] == start.done for change in made.changes)
     if audit and recipe.audit.profile is not None and main and is_new:
-        refuse_undeclared(recipe, data.report, output)
+        refuse_undeclared(recipe, data, output)
     meeting.gather("prepared")
     open_group(meeting, recipe)
     settle(start, output, from_scratch=not resume)
@@ -165,7 +164,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     return Prepared(trainer, speed, data, start, warnings)
 
 
-def refuse_undeclared(recipe: Recipe, data: DataReport, output: Path) -> None:
+def refuse_undeclared(recipe: Recipe, data: TrainingData, output: Path) -> None:
     """The audit before the first step, written beside the run; NotSoError on an undeclared deviation."""
     report = audit_recipe(recipe, data=data)
     page = write_report(report, output)

@@ -17,7 +17,7 @@ from inplace_ttt.audit import catalogue
 from inplace_ttt.training.audit.catalogue import RECIPE
 
 PLANNED = {
-    "in-training", "in-batches", "in-pieces", "over-many-chunks", "in-every-layer", "in-this-dtype", "through-a-file", "taken-back",
+    "in-training", "in-batches", "in-pieces", "over-many-chunks", "every-layer", "precisions", "through-a-file", "take-back",
     "data-rows",
 }  # fmt: skip
 """Items that are still to be made, for what shows under some circumstance alone."""

@@ -1,17 +1,27 @@
 """The audit of a recipe, and the gate before a run's first step."""
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tiny import word_level
 from training.recipes import CONFIG, tiny_recipe
+from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTConfig, KeyWhitening, cli
+from inplace_ttt.training import parameters
 from inplace_ttt.training.audit import audit_recipe, gate, write_report
 from inplace_ttt.training.audit.catalogue import RECIPE
+from inplace_ttt.training.audit.rows import read_rows
 from inplace_ttt.training.audit.small_model import _narrowed_ttt
+from inplace_ttt.training.data import TrainingData, build_data
 from inplace_ttt.training.model import build_model
+from inplace_ttt.training.packing import pack
 from inplace_ttt.training.recipe import Recipe
 
 PAPER: dict[str, Any] = {
@@ -69,18 +79,68 @@ def test_a_recipe_declares(tmp_path: Path) -> None:
     assert found.undeclared == [] and [d.id for d in found.stale_declarations] == ["yarn"]
 
 
-class Rows:
-    long_share, tokens, chunks_per_piece = 0.25, 1000, {"min": 0, "median": 1, "max": 3}
+def data_of(recipe: Recipe, **report: Any) -> TrainingData:
+    """Rows of random documents, their report with some numbers changed."""
+    tokens = torch.randint(3, CONFIG["vocab_size"], (3, 40_000), generator=torch.Generator().manual_seed(0))
+    documents = [row.tolist() for row in tokens]
+    rows = list(pack(documents, recipe.data.sequence_length, 0))
+    counts = {"long_share": 0.25, "tokens": 1000, "chunks_per_piece": {"min": 0, "median": 1, "max": 3}}
+    return TrainingData(rows, None, SimpleNamespace(**{**counts, **report}), lambda: iter(documents))  # type: ignore[arg-type]
 
 
 def test_documents_are_measured(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, **PAPER)
     model = build_model(recipe)
-    assert gate(model, recipe)["long-documents"].verdict == "not checked"
-    assert gate(model, recipe, data=Rows())["long-documents"].outcome.found == "25.0% of the tokens"
-    none = Rows()
-    none.long_share = 0.0
-    assert gate(model, recipe, data=none).undeclared == ["long-documents"]
+    bare, measured = gate(model, recipe), gate(model, recipe, data=data_of(recipe))
+    assert {bare[id].verdict for id in ("long-documents", "data-rows")} == {"not checked"}
+    assert measured["long-documents"].outcome.found == "25.0% of the tokens" and measured["data-rows"].verdict == "conforms"
+    assert gate(model, recipe, data=data_of(recipe, long_share=0.0)).undeclared == ["long-documents"]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
+@pytest.mark.parametrize("align", [1, 16])
+def test_rows_are_held_against_documents(streaming: bool, align: int, tmp_path: Path) -> None:
+    """Of every kind of data that a recipe can have."""
+    lengths = (70, 33, 150, 12, 300, 64, 5, 41, 128, 16, 90)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, length in enumerate(lengths):
+        (folder / f"{number:02}.txt").write_text(" ".join(f"t{(7 * number + i) % 50}" for i in range(length)))
+    word_level(f"t{i}" for i in range(50)).save_pretrained(tmp_path / "tokenizer")
+    given = {"train": str(folder), "sequence_length": 64, "streaming": streaming, "shuffle": True}
+    cache = {} if streaming else {"cache": str(tmp_path / "cache")}
+    shared = {"processes": 2, "sequence_parallel": 2} if align > 1 else {"processes": 1}
+    recipe = tiny_recipe(tmp_path, data={**given, **cache}, parallel=shared, surgery={"chunk_size": 16})
+    data = build_data(recipe, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), 16)
+    assert data.align == align
+    found = read_rows(recipe, data)
+    assert found.verdict == "conforms" and found.numbers["rows"] > 5
+    shifted = dataclasses.replace(data, documents=lambda: itertools.islice(data.documents(), 1, None))
+    assert read_rows(recipe, shifted).verdict == "deviates"
+
+
+# What a recipe sets that comes to nothing, and the item that says so.
+IDLE = {
+    "optimisation.learning_rate=1e-20": "learning-rate",
+    "optimisation.conv_learning_rate=1e-20": "learning-rate",
+    "optimisation.eta_warmup_steps=100000000": "schedule",
+    "optimisation.ttt_warmup_steps=100000000": "schedule",
+}
+
+
+@pytest.mark.parametrize("change", IDLE)
+def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: Path) -> None:
+    assert report(tmp_path, change).undeclared == [IDLE[change]]
+
+
+@pytest.mark.parametrize("train", ["all", "ttt", "lora"])
+def test_what_the_optimiser_leaves_out_is_a_deviation(train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = parameters.parameter_groups
+    recipe = tiny_recipe(tmp_path, f"optimisation.train={train}", **PAPER)
+    assert gate(build_model(recipe), recipe)["optimiser"].verdict == "unspecified"
+    monkeypatch.setattr(parameters, "parameter_groups", lambda *args: [g for g in groups(*args) if g["name"] != "proj"])
+    found = gate(build_model(recipe), recipe)["optimiser"]
+    assert found.verdict == "deviates" and "ttt" in found.outcome.found and "proj is not optimised" in found.outcome.found
 
 
 def test_the_report_lies_beside_the_run(tmp_path: Path) -> None:

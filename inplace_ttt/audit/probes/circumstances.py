@@ -249,7 +249,8 @@ def in_training(whole: WholeModel, expected: Any) -> Outcome:
             raise NotChecked("packed rows are not what is declared in evaluation either, which other items report")
         probed.training = True
         layers = {i: probed.layers[i] for i in lawful}
-        parameters = [p for layer in probed.layers.values() for p in layer.parameters() if p.is_floating_point()]
+        learning = [lm.get_input_embeddings(), *probed.layers.values()]  # the embeddings, so that every layer's input has a gradient
+        parameters = [p for module in learning for p in module.parameters() if p.is_floating_point()]
         with overriding(lm.modules(), training=True), overriding(parameters, requires_grad=True), torch.enable_grad():
             record, documents = _packed(probed, rows)
             gradients = gradient_errors(record, layers, documents, probed.rule)

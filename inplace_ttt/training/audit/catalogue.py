@@ -71,4 +71,12 @@ RECIPE: tuple[Item, ...] = (
         "Use longer documents or smaller chunks.",
         probes.long_documents,
     ),
+    Item(
+        "data-rows", "Rows say what their documents say", "§3.4, appendix C.1",
+        "Packed documents are apart: the fast weight is reset at each border, and each token but a document's first is predicted.",
+        "high", "The same, by cu_seqlens.",
+        "Wrong positions or labels train another task at a plausible loss.",
+        "Look at position_ids and labels of the rows named; data made by `build_data` has them right.",
+        probes.data_rows,
+    ),
 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from ...audit.auditor import Progress, as_declarations, audit_model
 from ...audit.report import Report
 from ...errors import InPlaceTTTError
 from ...surgery import config_of
+from ..data import TrainingData
 from ..model import meta_model
 from ..recipe import Recipe, load_recipe
 from .catalogue import RECIPE
@@ -23,11 +23,16 @@ REPORT = "audit"
 
 
 def audit_recipe(
-    recipe: Recipe | str | Path, *, data: Any = None, profile: str | None = None, seed: int = 0, progress: Progress | None = None
+    recipe: Recipe | str | Path,
+    *,
+    data: TrainingData | None = None,
+    profile: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Report:
     """Audit a recipe: its method on a narrow model of the same kind (`small_model`), and what it sets, its data too where that is here.
 
-    data: the report on the run's rows (`TrainingData.report`), where they were built already. profile: the recipe's own, without one.
+    data: the run's rows, where they were built already. profile: the recipe's own, without one.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
@@ -37,11 +42,11 @@ def audit_recipe(
     return _audit(small_model(recipe), Run(recipe, whole, data, why), profile or recipe.audit.profile or "paper", seed, progress)
 
 
-def gate(model: nn.Module, recipe: Recipe, *, data: Any = None, progress: Progress | None = None) -> Report:
+def gate(model: nn.Module, recipe: Recipe, *, data: TrainingData | None = None, progress: Progress | None = None) -> Report:
     """The audit of a model in memory and the recipe that trains it, held against `recipe.audit`.
 
-    data: the report on the run's rows (`TrainingData.report`), for what documents are like. The caller decides what an
-    undeclared deviation means; `write_report` puts the report beside the run.
+    data: the run's rows, where they are known. The caller decides what an undeclared deviation means; `write_report` puts the
+    report beside the run.
     """
     return _audit(model, Run(recipe, model, data), recipe.audit.profile or "paper", 0, progress)
 

@@ -12,21 +12,29 @@ from transformers import AutoTokenizer
 
 from ...audit.outcome import NotChecked, Outcome, judged
 from ...errors import InPlaceTTTError
+from ...layer.fast_linear import FastWeight
 from ...surgery import fast_weights
-from ..data import build_data
+from .. import parameters
+from ..data import TrainingData, build_data
 from ..recipe import Recipe
+from .rows import read_rows
 
 _NEAR = 0.2
 """How far a token budget may be from the paper's "about"."""
+_GROUPS = ("conv", "proj", "matrices", "vectors")
+_REACHED = 0.5
+"""Of a rate or η, what a run must come to at some step; below it the setting says another thing than the run does."""
+_STILL = 0.02 * 2.0**-24
+"""Half a unit in the last place of a float32 of P's start, 0.02: what Adam's steps must add up to for anything to move."""
 
 
 @dataclass
 class Run:
-    """A recipe, its model, and what is known of its rows (`long_share` and `tokens`, as in a DataReport)."""
+    """A recipe, its model, and its rows where they are here."""
 
     recipe: Recipe
     model: nn.Module
-    data: Any = None
+    data: TrainingData | None = None
     why_no_data: str = "the rows were not built"
 
     @property
@@ -50,6 +58,11 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
     wanted = scratch if run.from_scratch else (continual,)
     rates = {"matrices": o.learning_rate, "conv": o.conv_learning_rate or o.learning_rate, "P": o.proj_learning_rate or o.learning_rate}
     text = f"{o.learning_rate:g}" + "".join(f", {k} {r:g}" for k, r in rates.items() if r != o.learning_rate)
+    paths = {kind: rate * run.recipe.steps for kind, rate in rates.items()}
+    still = [kind for kind, path in paths.items() if path < _STILL]
+    if still:
+        found = f"{rates[still[0]]:g} for {still[0]}: in {run.recipe.steps} steps an entry moves by {paths[still[0]]:.1g} at most"
+        return judged(False, f"{found}, which a float32 beside 0.02 does not hold", {**rates, "paths": paths}, _STILL)
     if not any(abs(o.learning_rate / w - 1) < 1e-6 for w in wanted):
         return judged(False, text, {**rates, "expected": list(wanted)}, 0)
     if len(set(rates.values())) > 1:
@@ -69,6 +82,12 @@ def schedule(run: Run, expected: Any) -> Outcome:
     o = run.recipe.optimisation
     numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.final_ratio}
     text = f"{o.schedule} to {o.final_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
+    factors = {group: [parameters.schedule(o, run.recipe.steps, group)(step) for step in range(run.recipe.steps)] for group in _GROUPS}
+    numbers["highest factor"] = highest = {group: max(values) for group, values in factors.items()}
+    numbers["highest factor"]["η"] = min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))
+    low = min(highest, key=lambda group: highest[group])
+    if highest[low] < _REACHED:
+        return judged(False, f"in its {run.recipe.steps} steps {low} comes to {highest[low]:.2g} of what is set for it", numbers, _REACHED)
     return Outcome("unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers)
 
 
@@ -76,7 +95,38 @@ def optimiser(run: Run, expected: Any) -> Outcome:
     """AdamW's settings."""
     o = run.recipe.optimisation
     text = f"AdamW {tuple(o.betas)}, gradient clipping {o.max_grad_norm:g}"
-    return Outcome("unspecified", text, {"betas": o.betas, "epsilon": o.epsilon, "gradient clipping": o.max_grad_norm})
+    numbers = {"betas": o.betas, "epsilon": o.epsilon, "gradient clipping": o.max_grad_norm}
+    if wrong := _wrongly_grouped(run):
+        return judged(False, f"{wrong[0]}, one of {len(wrong)}", {**numbers, "parameters": wrong}, 0)
+    return Outcome("unspecified", text, numbers)
+
+
+def _wrongly_grouped(run: Run) -> list[str]:
+    """Parameters that the optimiser does not have as the recipe says: once each, with their own rate."""
+    o, model = run.recipe.optimisation, run.model
+    try:
+        groups = parameters.parameter_groups(model, o)
+    except InPlaceTTTError as error:
+        return [str(error).rstrip(".")]
+    rates: dict[int, list[float]] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            rates.setdefault(id(parameter), []).append(group["lr"])
+    own = {id(p): kind for layer in fast_weights(model).values() for kind, p in _generator(layer).items()}
+    wanted = {"conv": o.conv_learning_rate or o.learning_rate, "proj": o.proj_learning_rate or o.learning_rate}
+    wrong = []
+    for name, parameter in model.named_parameters():
+        kind = own.get(id(parameter), "")
+        if kind or o.train == "all" or (o.train == "lora" and "lora_" in name):
+            known = rates.get(id(parameter), [])
+            if not parameter.requires_grad or known != [wanted.get(kind, o.learning_rate)]:
+                rate = "is not optimised" if not known or not parameter.requires_grad else f"has the rates {known}"
+                wrong.append(f"{name} {rate}")
+    return wrong
+
+
+def _generator(layer: FastWeight) -> dict[str, nn.Parameter]:
+    return {name.rpartition(".")[2]: parameter for name, parameter in layer.ttt.named_parameters() if "original_module" not in name}
 
 
 def token_budget(run: Run, expected: Any) -> Outcome:
@@ -117,21 +167,29 @@ def long_documents(run: Run, expected: Any) -> Outcome:
     """Share of the run's tokens in pieces of documents longer than a chunk."""
     if run.data is None:
         raise NotChecked(run.why_no_data)
-    share = float(run.data.long_share)
-    numbers = {"share of tokens": share, "tokens": int(run.data.tokens), "chunks a piece": dict(run.data.chunks_per_piece)}
+    report = run.data.report
+    share = report.long_share
+    numbers = {"share of tokens": share, "tokens": report.tokens, "chunks a piece": report.chunks_per_piece}
     if share == 0:
         return judged(False, "no document is longer than a chunk: nothing can train conv and P", numbers, 0)
     return Outcome("unspecified", f"{share:.1%} of the tokens", numbers)
 
 
-def measured_data(recipe: Recipe, chunk_size: int) -> tuple[Any, str]:
-    """The report on the recipe's rows where its data is here, or None and why not."""
+def data_rows(run: Run, expected: Any) -> Outcome:
+    """The first rows against their documents."""
+    if run.data is None:
+        raise NotChecked(run.why_no_data)
+    return read_rows(run.recipe, run.data)
+
+
+def measured_data(recipe: Recipe, chunk_size: int) -> tuple[TrainingData | None, str]:
+    """The recipe's rows where its data is here, or None and why not."""
     missing = [name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))]
     if missing:
         return None, f"the documents are not here ({missing[0]})"
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
-        return build_data(recipe, tokenizer, chunk_size).report, ""
+        return build_data(recipe, tokenizer, chunk_size), ""
     except ImportError as error:
         return None, f"the rows cannot be built here ({error}); install the extra `train`"
     except (InPlaceTTTError, OSError, ValueError) as error:

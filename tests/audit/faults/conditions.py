@@ -101,8 +101,8 @@ CACHE_AND_BATCH = _when(
 )
 
 AFTER_RESET = _when("after a reset", lambda c: "reset" in c.past, "stream-reset in-pieces", "reset")
-AFTER_CROP = _when("after tokens are taken back", lambda c: "crop" in c.past, "taken-back take-back", "taken back")
-AFTER_SELECT = _when("after rows are chosen", lambda c: "select" in c.past, "taken-back in-batches", "chosen rows")
+AFTER_CROP = _when("after tokens are taken back", lambda c: "crop" in c.past, "take-back", "taken back")
+AFTER_SELECT = _when("after rows are chosen", lambda c: "select" in c.past, "take-back in-batches", "chosen rows")
 AFTER_RESTORE = _when("after a session is loaded", lambda c: "restore" in c.past, "through-a-file saved-session", "session")
 AFTER_LOADING = _when(
     "in a model that was loaded", lambda c: getattr(c.layer.ttt.proj, "_is_hf_initialized", False), "through-a-file", "checkpoint"
@@ -121,21 +121,21 @@ LATE_DOCUMENTS = When(
 ODD_LENGTH = _when("where a chunk stays open", lambda c: c.tokens % c.chunk_size > 0, "open-chunk in-pieces")
 LARGE_CHUNKS = _when("with chunks above 12", lambda c: c.chunk_size > 12, "over-many-chunks chunk-size", "chunks of 16")
 
-LATER_LAYER = _when("in the second TTT layer", lambda c: c.position == 1, "in-every-layer every-layer")
-LAST_LAYER = _when("in the last of three TTT layers", lambda c: c.position == c.layers - 1, "in-every-layer every-layer", ttt_layers=3)
+LATER_LAYER = _when("in the second TTT layer", lambda c: c.position == 1, "every-layer")
+LAST_LAYER = _when("in the last of three TTT layers", lambda c: c.position == c.layers - 1, "every-layer", ttt_layers=3)
 LATER_LAYER_TRAINING = _when(
-    "in the second TTT layer in training", lambda c: c.position == 1 and c.training, "in-every-layer every-layer in-training", "training"
+    "in the second TTT layer in training", lambda c: c.position == 1 and c.training, "every-layer in-training", "training"
 )
 LATER_LAYER_STREAMED = _when(
-    "in the second TTT layer with a cache", lambda c: c.position == 1 and c.cached, "in-every-layer every-layer in-pieces", "stream"
+    "in the second TTT layer with a cache", lambda c: c.position == 1 and c.cached, "every-layer in-pieces", "stream"
 )
 
 WIDE = _when("where keys have more than 64 numbers", lambda c: c.width > 64, "", inner=96)
 
-IN_BFLOAT16 = _when("in bfloat16", lambda c: c.dtype == torch.bfloat16, "in-this-dtype", dtype=torch.bfloat16)
-IN_FLOAT32 = _when("in float32", lambda c: c.dtype == torch.float32, "in-this-dtype")
+IN_BFLOAT16 = _when("in bfloat16", lambda c: c.dtype == torch.bfloat16, "precisions", dtype=torch.bfloat16)
+IN_FLOAT32 = _when("in float32", lambda c: c.dtype == torch.float32, "precisions")
 BFLOAT16_TRAINING = _when(
-    "in bfloat16 in training", lambda c: c.dtype == torch.bfloat16 and c.training, "in-this-dtype in-training", "training",
+    "in bfloat16 in training", lambda c: c.dtype == torch.bfloat16 and c.training, "precisions in-training", "training",
     dtype=torch.bfloat16,
 )  # fmt: skip
 

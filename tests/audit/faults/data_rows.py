@@ -187,7 +187,7 @@ def faults() -> Iterator[Fault]:
     yield made("positions are not collated", "", collated(without_positions), "data-rows document-reset", STEPS)
     yield made("positions are the first row's", "", collated(first_rows_positions), "data-rows in-batches document-reset", STEPS)
     for name, layers in (("", slice(None)), ("in the second TTT layer", slice(1, 2))):
-        also = " in-every-layer every-layer" if name else ""
+        also = " every-layer" if name else ""
         yield made("conv is frozen", name, frozen("conv", layers), TRAINED + also, STEPS)
     yield made("the target is detached", "in a run", detached, "target-gradient gradient in-training", STEPS)
     for group in ("conv", "proj"):

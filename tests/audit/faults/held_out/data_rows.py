@@ -37,11 +37,11 @@ def faults() -> Iterator[Fault]:
         setting = f"optimisation.eta_warmup_steps={steps}"
         yield made("η warms up longer than the run", str(steps), None, "schedule eta in-training", STEPS, setting)
     for name, layers in (("", slice(None)), ("in the second TTT layer", slice(1, 2))):
-        also = " in-every-layer every-layer" if name else ""
+        also = " every-layer" if name else ""
         yield made("P is frozen", name, frozen("proj", layers), TRAINED + also, STEPS)
     for group in ("conv", "proj"):
         plant = grouped(lambda groups, moved=group: with_the_matrices(groups, moved))
         yield made("a group decays with the matrices", group, plant, "weight-decay optimiser learning-rate", STEPS,
                    needs=(f"optimisation.{group}_learning_rate=1e-2",))  # fmt: skip
     for which, eta in (("the first", "[0.0, 1.0]"), ("the second", "[1.0, 0.0]")):
-        yield made("η is zero in a layer", which, None, "eta writes every-layer in-every-layer loss-sum", STEPS, f"surgery.eta={eta}")
+        yield made("η is zero in a layer", which, None, "eta writes every-layer every-layer loss-sum", STEPS, f"surgery.eta={eta}")
