@@ -81,8 +81,13 @@ class AuditedModule(ABC):
 
     @property
     @abstractmethod
-    def proj(self) -> Tensor:
-        """W_target [d, d], as stored."""
+    def proj(self) -> Tensor | None:
+        """W_target [d, d], as stored; None where the target is the convolution's output."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What the down-projection adds [d]."""
+        return None
 
     @property
     def tau(self) -> float | None:
@@ -96,7 +101,8 @@ class AuditedModule(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer, to see what a forward changes."""
-        return {"fast weight": self.fast_weight, "conv": self.conv, "proj": self.proj}
+        found = {"fast weight": self.fast_weight, "conv": self.conv, "proj": self.proj}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def is_fast(self, name: str) -> bool:
         """Whether a tensor of `tensors` is the fast weight or a place for its state, and not a slow weight."""
@@ -134,6 +140,17 @@ class AuditedModule(ABC):
         raise NotChecked("the adapter has one precision only")
         yield self
 
+    @contextmanager
+    def deployed(self) -> Iterator[AuditedModule]:
+        """The same layer in the precision that it was given in."""
+        raise NotChecked("the adapter does not know what precision the layer is used in")
+        yield self
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Within it W0 is zero, where writes beside it would be lost in the only precision that the module has."""
+        yield
+
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """Outputs as computed by `parts` ranks, each with an equal share of whole chunks."""
         raise NotChecked("the module has no way to spread a sequence over ranks")
@@ -156,7 +173,10 @@ class AuditedModule(ABC):
 
 
 class CopiedModule(AuditedModule):
-    """Common ground of adapters of modules in memory: a gated MLP of somebody else's, copied and widened to float64."""
+    """Common ground of adapters of modules in memory: a gated MLP of somebody else's, copied and widened to float64.
+
+    Those derived from it say how they are made in another precision: `_in(dtype)`.
+    """
 
     def __init__(self, module: nn.Module, name: str | None, dtype: torch.dtype) -> None:
         self._given, self._dtype = module, dtype
@@ -169,6 +189,21 @@ class CopiedModule(AuditedModule):
 
     def train(self, mode: bool) -> None:
         self.module.train(mode)
+
+    @abstractmethod
+    def _in(self, dtype: torch.dtype) -> AuditedModule:
+        """The given module anew, in another precision."""
+
+    def _part(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    @contextmanager
+    def single_precision(self) -> Iterator[AuditedModule]:
+        yield self._in(torch.float32)
+
+    @contextmanager
+    def deployed(self) -> Iterator[AuditedModule]:
+        yield self._in(next(self._given.parameters()).dtype)
 
 
 class ReferenceMLP(CopiedModule):
@@ -194,9 +229,6 @@ class ReferenceMLP(CopiedModule):
         self.chunk_size, self.eta = chunk_size, eta
         self.input_size, (self.d, self.h) = self._part("gate_proj").in_features, self.fast_weight.shape
 
-    def _part(self, name: str) -> Any:
-        return getattr(self.module, name)
-
     def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
         if documents is not None:
             raise NotChecked("the module takes no document boundaries: documents packed in one row share its state")
@@ -217,8 +249,12 @@ class ReferenceMLP(CopiedModule):
         return self._part("ttt_conv").weight
 
     @property
-    def proj(self) -> Tensor:
-        return self._part("ttt_proj").weight
+    def proj(self) -> Tensor | None:
+        return None if self._part("ttt_proj") is None else self._part("ttt_proj").weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._part("down_proj").bias
 
     def is_fast(self, name: str) -> bool:
         return name == "down_proj.weight" or name in dict(self.module.named_buffers())
@@ -226,6 +262,5 @@ class ReferenceMLP(CopiedModule):
     def stream(self) -> Stream:
         return super().stream() if self._stream is None else self._stream(self.module)
 
-    @contextmanager
-    def single_precision(self) -> Iterator[AuditedModule]:
-        yield ReferenceMLP(self._given, self.chunk_size, self.eta, name=self.name, stream=self._stream, dtype=torch.float32)
+    def _in(self, dtype: torch.dtype) -> AuditedModule:
+        return ReferenceMLP(self._given, self.chunk_size, self.eta, name=self.name, stream=self._stream, dtype=dtype)

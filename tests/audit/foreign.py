@@ -1,18 +1,10 @@
-"""Small modules with two interfaces of others: the reference MLP's, and the Moshi port's gating with its adapter. Written for the tests."""
+"""Small modules with two interfaces of others: the reference MLP's, and the Moshi port's gating. Written for the tests."""
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from inplace_ttt.audit import AuditedModule, NotChecked
-from inplace_ttt.audit.adapters import CopiedModule, Stream
 
 CHUNK = 12
 
@@ -104,101 +96,6 @@ class PortGating(nn.Module):
             state = state + self._delta(keys, values)
         return torch.cat(parts, 1)
 
-
-def restart(gating: nn.Module) -> None:
-    """The port's reset of a conversation: the weight goes back, what waits stays."""
-    assert isinstance(gating, PortGating)
-    gating.w_down.data.copy_(gating.get_buffer("w_down_pretrained"))
-
-
-class MoshiGating(CopiedModule):
-    """A gating module of the Moshi port: `gating(x, token_embeddings)`, parallel in training mode, streaming in evaluation.
-
-    gating: has `linear_in` (gate and value stacked), `activation`, `linear_out` (the model's own down-projection), `w_down`
-    (its copy that is written), `target_generator.conv1d.conv` and `target_generator.W_target`, `chunk_size`, `ttt_lr`,
-    `delta_clip_fro_norm`. reset: forgets a conversation; without one nothing is known that does.
-    """
-
-    def __init__(
-        self,
-        gating: nn.Module,
-        *,
-        name: str | None = None,
-        reset: Callable[[nn.Module], None] | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        super().__init__(gating, name, dtype)
-        self._reset, m = reset, self._part
-        self.chunk_size, self.eta = m("chunk_size"), m("ttt_lr")
-        self.input_size, (self.d, self.h) = m("linear_in").in_features, m("linear_out").weight.shape
-
-    def _part(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
-        if documents is not None or padding is not None:
-            raise NotChecked("the module takes neither document boundaries nor a padding mask")
-        was_training = self.module.training
-        self.module.train()  # whole sequences are read in parallel in training mode alone
-        try:
-            return self.module(x.to(self._dtype), target.to(self._dtype))
-        finally:
-            self.module.train(was_training)
-
-    def keys(self, x: Tensor) -> Tensor:
-        both = self._part("linear_in")(x.to(self._dtype)).unflatten(-1, (2, -1))
-        return self._part("activation")(both[..., 0, :]) * both[..., 1, :]
-
-    @property
-    def fast_weight(self) -> Tensor:
-        return self._part("linear_out").weight
-
-    @property
-    def conv(self) -> Tensor:
-        return self._part("target_generator").conv1d.conv.weight
-
-    @property
-    def proj(self) -> Tensor:
-        return self._part("target_generator").W_target.weight
-
-    def is_fast(self, name: str) -> bool:
-        return name in ("linear_out.weight", "w_down") or name in dict(self.module.named_buffers())
-
-    def stream(self) -> Stream:
-        return _MoshiStream(copy.deepcopy(self.module).eval(), self._reset, self._dtype)
-
-    @contextmanager
-    def single_precision(self) -> Iterator[AuditedModule]:
-        yield MoshiGating(self._given, name=self.name, reset=self._reset, dtype=torch.float32)
-
-    @property
-    def tau(self) -> float | None:
-        return self._part("delta_clip_fro_norm")
-
-    @contextmanager
-    def unclipped(self) -> Iterator[None]:
-        clip = self._part("delta_clip_fro_norm")
-        self.module.delta_clip_fro_norm = None  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            self.module.delta_clip_fro_norm = clip
-
-
-class _MoshiStream:
-    """A copy of the module as one conversation: it keeps its state itself."""
-
-    def __init__(self, module: nn.Module, reset: Callable[[nn.Module], None] | None, dtype: torch.dtype) -> None:
-        self._module, self._reset, self._dtype = module, reset, dtype
-
-    def __call__(self, x: Tensor, target: Tensor) -> Tensor:
-        return self._module(x.to(self._dtype), target.to(self._dtype))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Those of the copy, in which the conversation is kept."""
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-
-    def reset(self) -> None:
-        if self._reset is None:
-            raise NotChecked("no function was given that forgets a conversation")
-        self._reset(self._module)
+    def reset_ttt_state(self) -> None:
+        """Of a conversation: the weight goes back, what waits stays."""
+        self.w_down.data.copy_(self.get_buffer("w_down_pretrained"))

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from audit.foreign import CHUNK, MoshiGating, PortGating, PublicMLP, restart
+from audit.foreign import CHUNK, PortGating, PublicMLP
 from audit.toy import ToyAdapter, ToyLayer
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.audit import Declaration, ReferenceMLP, audit_module
+from inplace_ttt.audit.public_code import MoshiGating
 
 SHORT = Declaration("chunk-size", "a test's chunk is short")
 
@@ -23,7 +24,7 @@ def test_a_module_with_the_public_signature_conforms() -> None:
 
 
 def test_the_ports_faults_are_found() -> None:
-    report = audit_module(MoshiGating(PortGating(), reset=restart), declared=[SHORT])
+    report = audit_module(MoshiGating(PortGating()), declared=[SHORT])
     assert report.undeclared == [
         "fast-tensor",  # a copy of the weight
         "state-place",  # the state is in a parameter

@@ -67,7 +67,8 @@ class Bench:
 
     def response(self, x: Tensor, target: Tensor, **kwargs: object) -> Tensor:
         """What the writes of `target` change in the outputs [T, d]."""
-        return self.run(x, target, **kwargs) - self.run(x, torch.zeros_like(target), **kwargs)
+        with self.module.bare():
+            return self.run(x, target, **kwargs) - self.run(x, torch.zeros_like(target), **kwargs)
 
     @torch.no_grad()
     def stream(self, x: Tensor, target: Tensor, pieces: Sequence[int], stream: Stream | None = None) -> Tensor:
@@ -80,7 +81,8 @@ class Bench:
 
     def stream_response(self, x: Tensor, target: Tensor, pieces: Sequence[int]) -> Tensor:
         """`response` of a row that is read in pieces."""
-        return self.stream(x, target, pieces) - self.stream(x, torch.zeros_like(target), pieces)
+        with self.module.bare():
+            return self.stream(x, target, pieces) - self.stream(x, torch.zeros_like(target), pieces)
 
     # Inputs and the target generator
 
@@ -134,7 +136,10 @@ class Bench:
             channels = torch.arange(len(conv))
             values[channels, channels] = taps.to(values)
         conv.copy_(values)
-        self.module.proj.copy_(proj.to(self.module.proj))
+        if self.module.proj is not None:
+            self.module.proj.copy_(proj.to(self.module.proj))
+        elif not torch.equal(proj, self.identity()):
+            raise NotChecked("the module has no P")
 
     def neutral(self) -> None:
         """V = X, but for a shift of tokens that depends on the padding: one tap of 1, P = 1."""
@@ -181,18 +186,18 @@ class Bench:
         x = self.bank[:chunk].repeat(2, 1)
         target = self.zeros(2 * chunk)
         target[:chunk] = torch.nn.functional.normalize(torch.ones(self.module.d, dtype=torch.float64), dim=0)
-        with self.mode(training):
+        with self.mode(training), self.module.bare():
             none = self.run(x, self.zeros(2 * chunk))
             changes = [float(torch.linalg.vector_norm((self.run(x, s * target) - none)[chunk:])) for s in SCALES]
         return self._sizes.setdefault(training, changes)
 
     @staticmethod
     def knee(sizes: Sequence[float]) -> float | None:
-        """Size of target from which its effect no longer grows with it; None where it grows all along, or never does."""
+        """Size of target from which its effect no longer grows with it, the least where it never grows; None where it grows all along."""
         slopes = [b / a if a > 0 else float("nan") for a, b in itertools.pairwise(sizes)]
         grows = [8 < slope < 12.5 for slope in slopes]
         if True not in grows:
-            return None
+            return SCALES[0] if all(0.8 < slope < 1.25 for slope in slopes) else None
         stops = [i for i, slope in enumerate(slopes) if slope < 8 and any(grows[:i])]
         return SCALES[stops[0]] if stops else None
 

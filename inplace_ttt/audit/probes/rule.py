@@ -23,9 +23,15 @@ def writes(bench: Bench, expected: Any) -> Outcome:
 
 
 def fast_tensor(bench: Bench, expected: Any) -> Outcome:
-    """Change W0 and see whether the first chunk follows; read one write with other keys and see whether it is linear in them."""
+    """Change W0 and see whether the first chunk follows, its bias included; read one write with other keys and see whether it is linear."""
     module, chunk = bench.module, bench.chunk
     off = follows(bench)
+    if (bias := module.bias) is not None:
+        x = bench.tiled(chunk)
+        wanted = module.features(x).detach().double().cpu() @ module.fast_weight.detach().double().cpu().T + bias.detach().double().cpu()
+        lost = error(bench.run(x, bench.zeros(chunk)), wanted)
+        if lost >= TOLERANCE:
+            return judged(False, "the down-projection's bias is left out", {"error of W0 Z + bias": lost}, TOLERANCE)
     other = bench.bank[torch.randperm(chunk, generator=bench.generator)]
     effect = bench.response(torch.cat([bench.tiled(chunk), other]), bench.middle(2 * chunk, 0))[chunk:]
     same, new = (module.keys(t).detach().double().cpu() for t in (bench.tiled(chunk), other))

@@ -15,6 +15,8 @@ from .bench import Bench, error
 _WRITES, _SOLVES = 64, 16
 _SMALL = 3e-4
 _LOST = 1e-3
+_ARRIVED = 0.1
+"""Of what should arrive in half precision, whose own rounding is below this."""
 _GRADIENT = 0.05
 _DIRECTIONS = 3
 
@@ -23,8 +25,10 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
     """In float32 arithmetic: do many writes add up, and does one write of 0.03 % of ‖W0‖ count as much as a large one?
 
     A state in half precision fails the first, a running weight in half precision the second. Of least squares, also whether
-    scattered keys read what they should, where they do in float64, which a Gram in half precision fails.
+    scattered keys read what they should, where they do in float64, which a Gram in half precision fails. A layer that is used
+    in half precision is asked there, too: what arrives of many small writes that agree.
     """
+    arrived = _arrived(bench)
     with bench.module.single_precision() as module, module.unclipped():
         single = Bench(module, 0)
         single.bank, single.scale = bench.bank, bench.scale
@@ -39,10 +43,34 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
             losses["lost of the least-squares map"] = single.law_error
     kept = f"a {dtype} state" if dtype else "the state"
     worst = max(1.0 if math.isnan(loss) else loss for loss in losses.values())
-    numbers = {**losses, "state": dtype}
+    numbers = {**losses, "state": dtype, **arrived}
+    if few := [name for name, share in arrived.items() if not abs(share - 1) < _ARRIVED]:
+        return judged(False, f"{arrived[few[0]]:.0%} {few[0]}", numbers, _ARRIVED)
     if worst >= _LOST:
         return judged(False, f"{kept} loses {worst:.1%} of an update", numbers, _LOST)
     return Outcome("unspecified", f"{kept} loses {worst:.0e} of an update", numbers, _LOST)
+
+
+def _arrived(bench: Bench) -> dict[str, float]:
+    """What arrives of writes that agree, each small beside W0, over their sum, in the precision that the layer is used in."""
+    try:
+        with bench.module.deployed() as module, module.unclipped():
+            half = Bench(module, 0)
+            half.bank, half.scale, half.chunk = bench.bank, bench.scale, bench.chunk
+            dtype = module.fast_weight.dtype
+            if torch.finfo(dtype).bits > 16 or module.damping is not None:
+                return {}
+            x = half.tiled((_WRITES + 1) * half.chunk)
+            one = half.middle(2 * half.chunk, 0)
+            large = half.response(half.tiled(len(one)), one)[half.chunk :]
+            delta = torch.linalg.vector_norm(torch.linalg.lstsq(half.keys_of(half.tiled(half.chunk)), large).solution)
+            factor = float(_SMALL * torch.linalg.vector_norm(module.fast_weight.detach().double()) / delta)
+            target = factor * half.middle(len(x), *range(0, _WRITES * half.chunk, half.chunk))
+            read = half.response(x, target)[-half.chunk :] / (_WRITES * factor)
+            name = f"of {_WRITES} writes of {_SMALL} ‖W0‖ arrive in {str(dtype).removeprefix('torch.')}"
+            return {name: float((read * large).sum() / (large * large).sum())}
+    except NotChecked:
+        return {}
 
 
 def _additivity(bench: Bench, writes: int) -> float:
@@ -149,7 +177,7 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
         out = module.forward(x[None], target[None])[0, 2 * chunk :]
         return (out * weights.to(out)).sum()
 
-    leaves = {"conv": module.conv, "P": module.proj, "keys": x, "targets": target}
+    leaves = {"conv": module.conv, "keys": x, "targets": target} | ({} if module.proj is None else {"P": module.proj})
     flags = [(tensor, tensor.requires_grad) for tensor in leaves.values()]
     errors = {}
     try:

@@ -83,11 +83,11 @@ def schedule(run: Run, expected: Any) -> Outcome:
     numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.final_ratio}
     text = f"{o.schedule} to {o.final_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
     factors = {group: [parameters.schedule(o, run.recipe.steps, group)(step) for step in range(run.recipe.steps)] for group in _GROUPS}
-    numbers["highest factor"] = highest = {group: max(values) for group, values in factors.items()}
-    numbers["highest factor"]["η"] = min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))
+    highest = {group: max(values) for group, values in factors.items()} | {"η": min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))}
     low = min(highest, key=lambda group: highest[group])
     if highest[low] < _REACHED:
-        return judged(False, f"in its {run.recipe.steps} steps {low} comes to {highest[low]:.2g} of what is set for it", numbers, _REACHED)
+        found = f"in its {run.recipe.steps} steps {low} comes to {highest[low]:.2g} of what is set for it"
+        return judged(False, found, {**numbers, "highest": highest}, _REACHED)
     return Outcome("unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers)
 
 
