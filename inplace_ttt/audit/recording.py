@@ -57,8 +57,9 @@ Document = Sequence[Piece]
 
 @dataclass
 class Recording:
-    """One entry a forward: by layer, what it saw."""
+    """One entry a forward: by layer, what it saw. config: the settings under which the model ran."""
 
+    config: InPlaceTTTConfig
     forwards: list[dict[int, Seen]] = field(default_factory=list)
 
     def whole(self, forward: int = 0) -> list[Document]:
@@ -79,7 +80,7 @@ class Recording:
 @contextmanager
 def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
     """Within it each forward of the model is an entry; tensors keep their graph where there is one."""
-    decoder, found = locate(lm), Recording()
+    decoder, found = locate(lm), Recording(config)
     held: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,11 +141,17 @@ def gradient_errors(
     """By layer and tensor, how far autograd's gradient is from that of the declared rule, relative to this.
 
     record: of one forward with a graph. rule: of a layer's index, `DeclaredRule`. What is differentiated is a random sum over the
-    layers' outputs; each layer's own gradient there is handed to both.
+    layers' outputs for the documents' tokens; each layer's own gradient there is handed to both.
     """
     (seen,) = record.forwards
     generator = torch.Generator().manual_seed(0)
-    loss: Any = sum((s.passed * torch.randn(s.out.shape, generator=generator).to(s.out)).sum() for s in seen.values())
+    loss: Any = 0.0
+    for s in seen.values():
+        weights = torch.zeros(*s.rows, s.out.shape[-1])
+        for (piece,) in documents:
+            here = weights[piece.row, piece.start : piece.stop]
+            here.copy_(torch.randn(here.shape, generator=generator))
+        loss = loss + (s.passed * weights.reshape(s.out.shape).to(s.out)).sum()
     found = {}
     for index, layer in layers.items():
         s, own = seen[index], _differentiated(seen[index], layer)

@@ -1,14 +1,15 @@
 """Where the rule has to hold. The other items name what is wrong with a rule; these decide whether anything is."""
 
 from ..item import Item
-from ..probes import circumstances
+from ..probes import circumstances, through_files
 from .clip import CLIP
-from .groups import CLIPS, PIECES
+from .groups import PIECES
 from .rule import RULE
 from .sequence import SEQUENCE
 from .target import TARGET
 
-_OF_SETTINGS = ("chunk-size", "eta")
+_OF_SETTINGS = ("chunk-size", "eta", "target-source", "clip-training", "clip-effect", "start-conv", "start-projection", "start-identity")
+"""Items that a setting may deviate in while the rule is as declared."""
 _OF_THE_RULE = tuple(item.id for item in (*RULE, *TARGET, *CLIP, *SEQUENCE) if item.id not in _OF_SETTINGS)
 
 CIRCUMSTANCES: tuple[Item, ...] = (
@@ -20,25 +21,25 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         None, circumstances.declared_rule, named_by=_OF_THE_RULE,
     ),
     Item(
-        "in-training", "Training computes the same rule, and its gradient", "§3.4, Algorithm 1",
+        "in-training", "Training computes the same rule", "§3.4, Algorithm 1",
         "One rule, whose parallel form is trained and whose sequential form is used.", "high", "The same.",
         "A rule that differs in training alone trains for something that is never used, and every test in evaluation passes.",
-        "Compare outputs and gradients in training mode with those of ops/reference.py.",
-        circumstances.layer_in_training, circumstances.in_training, named_by=("gradient", *CLIPS),
+        "Compare outputs in training mode with those of ops/reference.py.",
+        circumstances.layer_in_training, circumstances.in_training,
     ),
     Item(
         "in-pieces", "A text in pieces computes what is declared for the whole", "§3.4",
         "The parallel form is identical to the sequential loop.", "high", "The same, up to bf16 rounding.",
         "What a model answers must not depend on how its prompt was cut.",
         "Read pieces that end anywhere, and single tokens over a chunk's edge.",
-        None, circumstances.in_pieces, named_by=("rows", *PIECES, *CLIPS),
+        None, circumstances.in_pieces, named_by=("rows", *PIECES),
     ),
     Item(
         "in-batches", "Rows of unequal length each compute what they do alone", "—",
         "Not stated; a row must not depend on the batch it is in.", "medium", "Padding is written; inference computes row 0 only.",
         "A state that is missing in later rows, or shifted by padding, shows in no test of one row.",
         "Read batches of unequal rows, padded on either side, with and without a cache.",
-        None, circumstances.in_batches, named_by=("padding", "rows", "in-pieces", *PIECES, *CLIPS), absent=True,
+        None, circumstances.in_batches, named_by=("padding", "rows", "in-pieces", *PIECES), absent=True,
     ),
     Item(
         "over-many-chunks", "The sixteenth chunk and the fifth document are read as the first", "§3.4, Algorithm 1",
@@ -46,7 +47,7 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         "Long texts are what the method is for, and what short tests do not read.",
         "Read sixteen chunks and five packed documents.",
         circumstances.layer_over_many_chunks, circumstances.over_many_chunks,
-        named_by=("document-reset", "document-grid", "plain-sum", "state-precision", "context-parallel", "in-pieces", *PIECES, *CLIPS),
+        named_by=("document-reset", "document-grid", "plain-sum", "state-precision", "context-parallel", "in-pieces", *PIECES),
     ),
     Item(
         "precisions", "The rule holds in every precision", "—",
@@ -60,7 +61,7 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         "Not stated.", "medium", "Checkpoints do; nothing else is saved.",
         "What is lost in a file is missed in another process, days later.",
         "Save, load, and compare every tensor and every output.",
-        None, circumstances.through_a_file, absent=True,
+        None, through_files.through_a_file, absent=True,
         named_by=("saved-session", "in-pieces", *PIECES, "slow-weights", "state-place", "state-precision"),
     ),
 )  # fmt: skip

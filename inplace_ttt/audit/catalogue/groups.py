@@ -1,4 +1,3 @@
 """Ids of items that name what is wrong in one circumstance, for those that only see that something is (`Item.named_by`)."""
 
 PIECES = ("chunked-prefill", "token-by-token", "streaming-target", "stream-reset", "open-chunk", "generated-tokens", "apply-then-update")
-CLIPS = ("clip-training", "clip-inference", "clip-scope")

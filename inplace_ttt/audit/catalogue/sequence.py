@@ -2,7 +2,7 @@
 
 from ..item import Item
 from ..probes import circumstances, sequence, session, state
-from .groups import CLIPS, PIECES
+from .groups import PIECES
 
 SEQUENCE: tuple[Item, ...] = (
     Item(
@@ -19,7 +19,7 @@ SEQUENCE: tuple[Item, ...] = (
         "Chunks are cut from the row's start and may straddle documents.",
         "Otherwise results depend on what a document was packed with.",
         "Start the chunk grid anew at each document.",
-        sequence.document_grid, absent=True,
+        sequence.document_grid, circumstances.packed_documents, absent=True, named_by=("document-reset",),
     ),
     Item(
         "reset-keeps-training", "A reset goes back to the trained weight", "§3.4",
@@ -82,7 +82,7 @@ SEQUENCE: tuple[Item, ...] = (
         "Assisted decoding would write what the model rejected.",
         "Keep what was there before the last chunk, all of it.",
         session.take_back, circumstances.take_back, absent=True,
-        named_by=("rows", "state-precision", "context-parallel", *PIECES, *CLIPS),
+        named_by=("rows", "state-precision", "context-parallel", *PIECES),
     ),
     Item(
         "saved-session", "A saved stream goes on as it was", "—",
@@ -125,6 +125,6 @@ SEQUENCE: tuple[Item, ...] = (
         "The parallel form is differentiated as it stands; no stop-gradient is mentioned.", "medium", "Full.",
         "Conv and P learn only from what later chunks make of the writes; a stop-gradient leaves them untrained.",
         "Detach nothing between a delta and the chunks that read it.",
-        state.gradient,
+        state.gradient, circumstances.gradient,
     ),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -86,14 +87,14 @@ def start_projection(whole: WholeModel, expected: Any) -> Outcome:
         return Outcome("extension", f"P starts as the {whole.config.proj_init.replace('_', ' ')}", {"proj_init": whole.config.proj_init})
     if whole.config.calibrated_proj:
         return Outcome("extension", "P starts as the map to the next token that is measured on a text", {"calibrated_proj": True})
-    with twin(whole.config) as model:
+    with twin(whole.config, layers=(0, 1, 2)) as model:
         wanted = surgery.initial_std(model.config)
         matrices = [layer.ttt.proj.detach() for layer in surgery.fast_weights(model).values()]
     if untrained(whole):
         matrices += [layer.ttt.proj.detach().float().cpu() for layer in whole.layers.values()]
     off = max(float((p - p.diagonal().diag()).abs().max()) for p in matrices)
     std = float(matrices[0].diagonal().std())
-    alike = len(matrices) > 1 and torch.equal(matrices[0], matrices[1])
+    alike = any(torch.equal(a, b) for a, b in itertools.combinations(matrices, 2))
     holds = off == 0 and abs(std / wanted - 1) < 0.25 and not alike
     found = f"P is diagonal, N(0, {std:.3g}²)" if off == 0 else f"P has entries up to {off:.2g} off its diagonal"
     found += "; the same in two layers" if alike else ""
@@ -166,9 +167,11 @@ def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def every_layer(whole: WholeModel, expected: Any) -> Outcome:
-    """η as measured over η as set, and own-chunk exposure, in each TTT layer against the first."""
+    """η as measured over η as set, and own-chunk exposure, in each TTT layer against the first; whether each has tensors of its own."""
     rows: dict[int, tuple[float, float]] = {}
-    apart = []
+    apart = _sharing(whole)
+    if isinstance(etas := whole.config.eta, tuple):
+        apart += [i for i, eta in zip(whole.layers, etas, strict=True) if whole.layers[i].eta != eta and i not in apart]
     for index in () if whole.undrivable else whole.layers:
         with borrowed(whole.model, index) as module, module.unclipped():
             bench = Bench(module, whole.seed)
@@ -198,6 +201,17 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
     }
     numbers = {f"layer {i}": {"write over η": row[0], "own write read": row[1]} for i, row in rows.items()}
     return judged(not apart, found, numbers, TOLERANCE, chart if len(rows) > 1 else None)
+
+
+def _sharing(whole: WholeModel) -> list[int]:
+    """TTT layers whose conv or P is another one's too."""
+    found: list[int] = []
+    seen: set[int] = set()
+    for index, layer in whole.layers.items():
+        own = {id(parameter) for parameter in layer.ttt.parameters()}
+        found += [index] * bool(own & seen)
+        seen |= own
+    return found
 
 
 def model_state_place(whole: WholeModel, expected: Any) -> Outcome:

@@ -19,11 +19,11 @@ from ...config import InPlaceTTTConfig
 
 @contextmanager
 def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), before: Tensor | None = None) -> Iterator[Any]:
-    """A two-layer Llama, converted by this package with these settings. `before`: also its logits on ids, unconverted."""
+    """A three-layer Llama, converted by this package with these settings. `before`: also its logits on ids, unconverted."""
     eta = config.eta if not isinstance(config.eta, tuple) else config.eta[0]
     settings = dataclasses.replace(config, layers=layers, eta=eta)
     shape = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=1 << 20
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=1 << 20
     )
     level = logging.getLogger("inplace_ttt.surgery").level
     logging.getLogger("inplace_ttt.surgery").setLevel(logging.ERROR)

@@ -1,0 +1,121 @@
+"""What comes back from a file: checkpoints, adapters, the public format, sessions. On a small model with the same settings."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from ...checkpoint.adapter import save_adapter
+from ...checkpoint.loading import load
+from ...checkpoint.official import read_official, write_official
+from ...checkpoint.reading import Checkpoint
+from ...errors import InPlaceTTTError
+from ...state import FastWeightState
+from ...surgery import config_of, fast_weights, revert
+from ..outcome import Outcome, judged
+from ..readings import Probed
+from ..whole_model import WholeModel
+from .twin import twin
+
+_OFF = 1e-5
+"""Of logits, beside their size: a session that goes on is read in other pieces."""
+
+
+@torch.no_grad()
+def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
+    """This model's tensors as its state dict has them; of a small one, what each kind of file gives back."""
+    if changed := [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer.ttt)]:
+        return judged(False, f"a state dict has {changed[0]} otherwise than the model", {"changed": changed}, 0)
+    with twin(whole.config) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder, _quiet():
+        model.config.inplace_ttt["config"] = probed.config.to_dict()
+        wrong: list[str] = []
+        numbers: dict[str, Any] = {}
+        for name, file in (("a checkpoint", _checkpoint), ("an adapter", _adapter), ("the public format", _official)):
+            changed = file(model, probed, Path(folder))
+            numbers[f"{name}: changed"] = changed
+            wrong += [f"{name} does not give back {what}" for what in changed]
+        try:
+            off = numbers["logits through a session"] = _session(model, probed, Path(folder))
+            wrong += [f"a session comes back {off:.2g} away"] * (not off < _OFF)
+        except InPlaceTTTError as refusal:
+            wrong.append(f"a session that was saved does not load: {refusal}")
+    return judged(not wrong, wrong[0] if wrong else "what is saved comes back as it was, checkpoint, adapter and session", numbers, _OFF)
+
+
+def _not_as_held(generator: nn.Module) -> list[str]:
+    """Names of a target generator's parameters that its state dict lacks, or has with other values."""
+    saved = generator.state_dict()
+    return [name for name, p in generator.named_parameters() if name not in saved or not torch.equal(saved[name], p.detach())]
+
+
+def _checkpoint(model: Any, probed: Probed, folder: Path) -> list[str]:
+    model.save_pretrained(folder / "checkpoint")
+    return _unlike(load(folder / "checkpoint"), model, probed)
+
+
+def _adapter(model: Any, probed: Probed, folder: Path) -> list[str]:
+    revert(copy.deepcopy(model)).save_pretrained(folder / "base")
+    save_adapter(model, folder / "adapter", base=str(folder / "base"))
+    return _unlike(load(folder / "adapter"), model, probed)
+
+
+def _official(model: Any, probed: Probed, folder: Path) -> list[str]:
+    """Of what the public format can hold; nothing where it refuses."""
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    try:
+        write_official(theirs, Checkpoint.open(folder / "checkpoint"))
+    except InPlaceTTTError:
+        return []
+    read = read_official(Checkpoint.open(theirs))
+    own = {i: {"conv": layer.ttt.conv, "proj": layer.ttt.proj} for i, layer in fast_weights(model).items()}
+    changed = [f"layer {i}'s {kind}" for i, kinds in own.items() for kind, t in kinds.items() if not torch.equal(read.tensors[i][kind], t)]
+    same = (read.plan.config.eta, read.plan.config.chunk_size) == (probed.config.eta, probed.config.chunk_size)
+    return changed if same else [*changed, "η and the chunk size"]
+
+
+def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
+    """What of a loaded model is not as it was."""
+    theirs = loaded.state_dict()
+    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, theirs[name])]
+    if config_of(loaded) != probed.config:
+        changed.append("its settings")
+    ids = probed.ids(1, 3 * probed.chunk + 2)
+    if not changed and _difference(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits) >= _OFF:
+        changed.append("its logits")
+    return changed
+
+
+def _session(model: Any, probed: Probed, folder: Path) -> float:
+    """Two rows, saved in the middle of a chunk: how far what is read after it is from a session that was not."""
+    known, later = probed.ids(2, 5 * probed.chunk).split([2 * probed.chunk + 5, 3 * probed.chunk - 5], 1)
+    state = FastWeightState(model)
+    state.read(known)
+    state.save(folder / "session")
+    again = FastWeightState.load(folder / "session", model)
+    unbroken, loaded = (model(later, past_key_values=s.cache, use_cache=True).logits for s in (state, again))
+    return _difference(loaded, unbroken)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars, which would stand in the middle of the audit's own."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))

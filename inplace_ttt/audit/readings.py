@@ -1,0 +1,274 @@
+"""Ways of reading that a rule has to hold in: batches, pieces, packed documents, many chunks, other chunk sizes, training.
+
+A converted model runs as a user runs it, with short chunks and writes that show; each scene gives what its TTT layers saw, and which
+documents they read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..config import DeltaClip, InPlaceTTTConfig
+from ..layer.fast_linear import FastWeight
+from ..layer.overrides import with_config
+from ..state import FastWeightState
+from ..surgery import config_of, fast_weights
+from .converted import probe_chunk, small_chunks
+from .declared_rule import DeclaredRule
+from .recording import Document, Piece, Recording, base_output, deviation, recording
+
+Documents = Sequence[Document]
+Reading = tuple[str, Recording, Documents]
+Scene = Callable[["Probed"], Iterator[Reading]]
+"""Runs a model; for each way of reading its name, what the layers saw, and the documents in it."""
+
+_STRENGTH = 0.5
+"""What tokens read over what W0 gives them, as the probes set P: large beside rounding, and beside what clips let through."""
+
+
+class Probed:
+    """A converted model with short chunks, writes that show, and a clip that acts on half of them where there is one.
+
+    training: whether rules are asked for as training has them.
+    """
+
+    def __init__(self, lm: Any, config: InPlaceTTTConfig, seed: int, training: bool = False) -> None:
+        self.lm, self.config, self.seed, self.training = lm, config, seed, training
+        self.layers: dict[int, FastWeight] = fast_weights(lm)
+        self.chunk = config.chunk_size
+
+    @classmethod
+    @contextmanager
+    def of(cls, lm: Any, seed: int) -> Iterator[Probed]:
+        """The model as probed; as before afterwards."""
+        declared = config_of(lm)
+        chunk = probe_chunk(declared.kernel_size)
+        with small_chunks(lm, chunk, seed), torch.no_grad():
+            probed = cls(lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed)
+            record = probed.read(probed.ids(1, 4 * chunk))
+            norms = probed._strengthen(record)
+            if declared.clip is None:
+                yield probed
+                return
+            clip = DeltaClip(median(norms), when=declared.clip.when)
+            with with_config(probed.layers.values(), clip=clip):
+                yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
+
+    @contextmanager
+    def with_larger_chunks(self) -> Iterator[Probed]:
+        """The same with chunks of another, odd, length."""
+        chunk = 2 * self.chunk + 5
+        with with_config(self.layers.values(), chunk_size=chunk):
+            yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training)
+
+    def _strengthen(self, record: Recording) -> list[float]:
+        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that."""
+        norms = []
+        for index, layer in self.layers.items():
+            z, source, _, writes = record.of(index, record.whole()[0])
+            rule = self.rule(index)
+            reads, base = rule.reads(z, source, writes), base_output(layer, z)
+            factor = float(_STRENGTH * base.norm() / reads.norm().clamp(min=1e-30))
+            if self.config.write_norm is None:
+                layer.ttt.proj.data = layer.ttt.proj.data * factor
+            for k, x in zip(rule.keys(z).split(self.chunk), source.split(self.chunk), strict=True):
+                norms.append(factor * float((rule.targets(x).T @ k).norm()))
+        return norms
+
+    def rule(self, index: int, config: InPlaceTTTConfig | None = None) -> DeclaredRule:
+        """What a layer declares; config: of a reading with other settings than these."""
+        config = config or self.config
+        own = config.eta[sorted(self.layers).index(index)] if isinstance(config.eta, tuple) else config.eta
+        return DeclaredRule.of(self.layers[index], config, own, self.training)
+
+    def ids(self, rows: int, tokens: int, part: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1000 * part)
+        ids = torch.randint(self.lm.config.get_text_config().vocab_size, (rows, tokens), generator=generator)
+        return ids.to(self.lm.get_input_embeddings().weight.device)
+
+    def read(self, ids: Tensor, **kwargs: Any) -> Recording:
+        with recording(self.lm, self.config) as record:
+            self.lm(input_ids=ids, **{"use_cache": False, **kwargs})
+        return record
+
+    def cache(self) -> DynamicCache:
+        return DynamicCache(config=self.lm.config.get_text_config())
+
+    def deviations(self, scene: Scene) -> dict[str, dict[int, float]]:
+        """By way of reading and layer."""
+        return {name: self.errors(record, documents) for name, record, documents in scene(self)}
+
+    def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
+        """By layer, how far its outputs are from what it declares."""
+        return {i: deviation(record, i, layer, documents, self.rule(i, record.config)) for i, layer in self.layers.items()}
+
+
+# Scenes
+
+
+def plain(probed: Probed) -> Iterator[Reading]:
+    """One row in one call, in evaluation."""
+    record = probed.read(probed.ids(1, 3 * probed.chunk + 5))
+    yield "one row in one call", record, record.whole()
+
+
+def batches(probed: Probed) -> Iterator[Reading]:
+    """Rows of unequal lengths, padded on either side, in one call and, on the left, in pieces; rows of documents; rows reordered."""
+    chunk = probed.chunk
+    yield "rows of documents", *_packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]])
+    lengths = [4 * chunk + 1, 2 * chunk + 3, chunk + 5]
+    for left in (False, True):
+        yield f"padded on the {'left' if left else 'right'}", *_padded(probed, lengths, left)
+    longest = max(lengths)
+    ids, mask, spans = _padding(probed, lengths, left=True)
+    pieces = [2 * chunk + 4, 1, chunk, longest - 3 * chunk - 5]
+    documents: list[list[Piece]] = [[] for _ in lengths]
+    cache, begin = probed.cache(), 0
+    with recording(probed.lm, probed.config) as record:
+        for number, size in enumerate(pieces):
+            part = slice(begin, begin + size)
+            probed.lm(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True)
+            for row, (start, _) in enumerate(spans):
+                if part.stop > start:
+                    documents[row].append(Piece(number, row, max(start - begin, 0), size, _writes(probed, size, begin)))
+            begin += size
+    yield "padded on the left, in pieces", record, documents
+    order = torch.tensor([2, 0, 0])
+    first = probed.ids(3, 2 * chunk + 3).split([chunk + 1, chunk + 2], 1)
+    second = probed.ids(3, 3 * chunk, 1).split([4, *[1] * (chunk - 1), 2 * chunk - 3], 1)
+    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
+    yield "rows reordered", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)]
+
+
+def pieces(probed: Probed) -> Iterator[Reading]:
+    """A row through a cache, in pieces that end anywhere, token by token over a chunk's edge; and another one after a reset."""
+    chunk = probed.chunk
+    sizes = [chunk // 2, chunk + 3, chunk, *[1] * (chunk + 2), 3, chunk // 2]
+    first = probed.ids(1, sum(sizes)).split(sizes, 1)
+    yield "in pieces", *_streamed(probed, [first])
+    sizes = [chunk + 3, chunk, *[1] * chunk, 2 * chunk]
+    second = probed.ids(1, sum(sizes), 1).split(sizes, 1)
+    record, (document,) = _streamed(probed, [first[:3], second], lambda cache, part: cache.reset(), restarts=True)
+    yield "in pieces after a reset", record, [document[:3], document[3:]]
+
+
+def taken_back(probed: Probed) -> Iterator[Reading]:
+    """A cache that takes back the tokens that completed a chunk, and one that was branched off."""
+    chunk = probed.chunk
+    yield from _branched(probed)
+    if any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers) or not probed.config.decode_updates:
+        return  # what left a window does not come back, and where tokens may be unwritten nothing is taken back
+    first = probed.ids(1, 2 * chunk + 2).split([chunk + 2, chunk], 1)
+    second = probed.ids(1, 3 * chunk, 1).split([4, *[1] * chunk, 2 * chunk - 4], 1)
+    record, (document,) = _streamed(probed, [first, second], lambda cache, part: cache.crop(-chunk))
+    yield "a chunk taken back", record, [[document[0], *document[2:]]]
+
+
+def _branched(probed: Probed) -> Iterator[Reading]:
+    """A branch and its stem read on in turn, each text of its own."""
+    chunk = probed.chunk
+    known = probed.ids(1, 2 * chunk + 3)
+    later = [probed.ids(1, 2 * chunk, part).split([chunk, chunk], 1) for part in (1, 2)]
+    state = FastWeightState(probed.lm)
+    with recording(probed.lm, probed.config) as record:
+        state.read(known)
+        both = (state, state.fork())
+        for turn in range(2):
+            for one, ids in zip(both, later, strict=True):
+                one.read(ids[turn])
+    size = Piece(0, 0, 0, known.shape[1])
+    yield "a session and its branch", record, [[size, Piece(1 + n, 0, 0, chunk), Piece(3 + n, 0, 0, chunk)] for n in range(2)]
+
+
+def documents(probed: Probed) -> Iterator[Reading]:
+    """Five documents in a row."""
+    chunk = probed.chunk
+    yield "five documents", *_packed(probed, [[2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, 4 * chunk + 5]])
+
+
+def many_chunks(probed: Probed) -> Iterator[Reading]:
+    """Sixteen chunks of one document, in one call, and in pieces with single tokens late; and a few larger ones."""
+    chunk = probed.chunk
+    record = probed.read(probed.ids(1, 16 * chunk + 3))
+    yield "sixteen chunks", record, record.whole()
+    sizes = [9 * chunk + 4, *[1] * chunk, 6 * chunk - 1]
+    yield "sixteen chunks in pieces", *_streamed(probed, [probed.ids(1, sum(sizes)).split(sizes, 1)])
+    with probed.with_larger_chunks() as larger:
+        record = larger.read(larger.ids(1, 3 * larger.chunk + 4))
+        yield f"chunks of {larger.chunk} tokens", record, record.whole()
+
+
+def training_rows(probed: Probed) -> Reading:
+    """Packed rows, one document of them of nine chunks."""
+    chunk = probed.chunk
+    return "rows of documents", *_packed(probed, [[9 * chunk + 3, chunk + 4], [chunk - 1, 4 * chunk, 5 * chunk + 8]])
+
+
+def padded_training_rows(probed: Probed) -> Reading:
+    """Rows of unequal lengths."""
+    chunk = probed.chunk
+    return f"padded rows, chunks of {chunk} tokens", *_padded(probed, [3 * chunk + 4, 2 * chunk + 1], left=True)
+
+
+def _padding(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Ids [B, T], their mask, and where each row's tokens stand."""
+    longest = max(lengths)
+    spans = [(longest - n, longest) if left else (0, n) for n in lengths]
+    ids = probed.ids(len(lengths), longest)
+    mask = torch.zeros_like(ids)
+    for row, (start, stop) in enumerate(spans):
+        mask[row, start:stop] = 1
+    return ids, mask, spans
+
+
+def _padded(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Recording, Documents]:
+    ids, mask, spans = _padding(probed, lengths, left)
+    return probed.read(ids, attention_mask=mask), [[Piece(0, row, *span)] for row, span in enumerate(spans)]
+
+
+def _packed(probed: Probed, rows: Sequence[Sequence[int]]) -> tuple[Recording, Documents]:
+    """Rows of packed documents of these lengths in one call."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    ids = probed.ids(*positions.shape)
+    record = probed.read(ids, position_ids=positions.to(ids.device))
+    found: list[Document] = []
+    for row, lengths in enumerate(rows):
+        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        found += [[Piece(0, row, start, stop)] for start, stop in itertools.pairwise(starts)]
+    return record, found
+
+
+def _streamed(
+    probed: Probed, parts: Sequence[Sequence[Tensor]], between: Callable[[Any, int], None] | None = None, restarts: bool = False
+) -> tuple[Recording, list[list[Piece]]]:
+    """Pieces of ids [B, n] through one cache; `between` is called with the cache after each part but the last.
+
+    restarts: each part is a text of its own.
+    """
+    cache, number, known = probed.cache(), 0, 0
+    found: list[list[Piece]] = [[] for _ in parts[0][0]]
+    with recording(probed.lm, probed.config) as record:
+        for part, pieces in enumerate(parts):
+            known = 0 if restarts else known
+            for ids in pieces:
+                probed.lm(input_ids=ids, past_key_values=cache, use_cache=True)
+                for row, document in enumerate(found):
+                    document.append(Piece(number, row, 0, ids.shape[1], _writes(probed, ids.shape[1], known)))
+                number, known = number + 1, known + ids.shape[1]
+            if between is not None and part + 1 < len(parts):
+                between(cache, part)
+    return record, found
+
+
+def _writes(probed: Probed, tokens: int, known: int) -> bool:
+    """Whether a piece of so many tokens fills chunks: one token that is read alone into a cache counts as generated."""
+    return probed.config.decode_updates or tokens > 1 or known == 0
