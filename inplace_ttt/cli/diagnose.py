@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learning-rate",
         type=number(most=1e3, above=0),
-        default=5e-6,
         metavar="R",
         help="for Adam's first step (default: 5e-6, the paper's)",
     )

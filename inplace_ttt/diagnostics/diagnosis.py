@@ -16,6 +16,7 @@ from .measurements import Measurements, measure
 from .rules import findings_of
 
 Progress = Callable[[int, int, str], None]
+PAPER_RATE = 5e-6
 _GROUPS = ("conv", "proj", "weight", "embeddings")
 
 
@@ -58,7 +59,8 @@ def diagnose(
     model: nn.Module,
     batch: Mapping[str, Any],
     *,
-    learning_rates: Rates | float = 5e-6,
+    learning_rates: Rates | float | None = None,
+    float32_masters: bool = False,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
@@ -66,14 +68,16 @@ def diagnose(
 
     batch: input_ids [B, T], and attention_mask, position_ids, labels where there are any. What requires a gradient is what
     counts as trained. The model is changed for the measurements and put back bit by bit: parameters, `.grad`, modes, generators.
-    learning_rates: for Adam's first step (default: the paper's continued training).
+    learning_rates: for Adam's first step (default: 5e-6, the paper's continued training). float32_masters: the optimizer keeps
+    parameters in float32 besides, as DeepSpeed does, so that no step rounds away.
     Raises InPlaceTTTError for a model that is not converted or has partitioned weights, and for rows that do not fit it.
     """
     diagnosed = DiagnosedModel.of(model, batch)
-    rates = learning_rates if isinstance(learning_rates, Rates) else Rates(learning_rates, learning_rates, learning_rates)
-    steps = _Steps(progress, 3 + len(diagnosed.layers) + 10)
+    rate = PAPER_RATE if learning_rates is None else learning_rates
+    rates = rate if isinstance(rate, Rates) else Rates(rate, rate, rate)
+    steps = _Steps(progress, 4 + len(diagnosed.layers) + 10)
     measured = measure(diagnosed, rates, steps)
-    found = findings_of(diagnosed, measured, rates, steps)
+    found = findings_of(diagnosed, measured, rates, steps, rates_given=learning_rates is not None, float32_masters=float32_masters)
     steps.finish()
     findings = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(name or type(model).__name__, measured, tuple(findings), tuple(diagnosed.inputs["input_ids"].shape))  # type: ignore[arg-type]

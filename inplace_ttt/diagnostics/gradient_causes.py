@@ -18,6 +18,7 @@ from .diagnosed_model import DiagnosedModel
 from .findings import Finding, named, times
 from .gradients import Gradients, Rates, gradients
 from .overrides import paper_p, random_like, with_eta, with_values
+from .write_effects import Scored
 
 RAISES = 10.0
 """What raises the gradient by as much when it is removed is a cause."""
@@ -152,6 +153,11 @@ def _no_source(model: DiagnosedModel, found: Gradients) -> list[int]:
     return reads if reads and table is not None and not bool(table.detach()[model.inputs["input_ids"].unique()].any()) else []
 
 
+def _no_label_reads(model: DiagnosedModel, found: Gradients) -> list[int]:
+    """Rows in which what is predicted stands in first chunks alone, while documents go on."""
+    return list(model.layers) if found.layout.writes() and not bool(Scored.of(model, found.layout).mask.any()) else []
+
+
 def _no_document_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
     """Rows that would write if pads and borders between documents were text."""
     return list(model.layers) if not found.layout.writes() and _whole_rows(model, found).writes() else []
@@ -211,6 +217,14 @@ CAUSES: tuple[Cause, ...] = (
         _no_row_is_long,
         lambda s: (s, with_config(s.layers.values(), chunk_size=max(1, (_longest(s) - 1) // 2))),
         lambda s, g, layers: f"rows of {_longest(s)} tokens are one chunk of {g.layout.chunk_size}, so that nothing reads a write",
+    ),
+    Cause(
+        "labels-unread",
+        _no_label_reads,
+        lambda s: (DiagnosedModel.of(s.module, s.inputs), contextlib.nullcontext()),
+        lambda s, g, layers: (
+            f"all {int((s.next_tokens != -100).sum())} tokens that are predicted stand in first chunks, which read no write"
+        ),
     ),
     Cause(
         "source-zero",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from ..layer.forward_context import ForwardContext
 from ..layout import ChunkLayout
 from ..surgery import causal_lm, config_of
 from .diagnosed_model import DiagnosedModel, Key
+from .first_step import FirstStep, loss_slope, try_first_step
 from .gradients import Gradients, Rates, first_step, gradients
 from .keys import KeyHealth, keys_of_all_layers
 from .overrides import with_values
 from .precision import states_in_reading, states_in_training
 from .sweeps import Sweep, sweep_eta, sweep_init
+from .targets import TargetHealth, observing_targets
 from .write_effects import Change, Effect, Scored, effects, read, read_off
 from .writes import Writes, longest_document, observing, writes_by_chunk
 
@@ -27,7 +30,8 @@ from .writes import Writes, longest_document, observing, writes_by_chunk
 class Measurements:
     """All that was measured, layer by layer.
 
-    after_step: the gradients after Adam's first step, where conv started at zero. states: dtypes that the state is kept in.
+    after_step: the gradients after Adam's first step, where conv started at zero. stepped: that step's loss. slopes: None where P does
+    not show. states: dtypes that the state is kept in.
     all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off. chance: ln of the
     vocabulary, above which a loss says nothing about help.
     """
@@ -38,6 +42,9 @@ class Measurements:
     trained: dict[Key, bool]
     gradients: Gradients
     after_step: Gradients | None
+    stepped: FirstStep | None
+    slopes: Slopes | None
+    targets: dict[int, TargetHealth]
     writes: dict[int, Writes]
     all_writes: Change | None
     effects: dict[int, Effect]
@@ -51,7 +58,11 @@ class Measurements:
 def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) -> Measurements:
     """Every measurement that needs no finding first; `tick` is told of each pass."""
     tick("gradients")
-    baseline = gradients(model, rates, keep=("conv", "embeddings") if config_of(model.module).detach_target else ("conv",))
+    baseline = gradients(model, rates, keep=("conv", "proj", "weight", "embeddings"))
+    tick("the loss after Adam's first step")
+    stepped = try_first_step(model, baseline.kept, rates)
+    slopes = _slopes(model, baseline)
+    baseline = dataclasses.replace(baseline, kept={key: g for key, g in baseline.kept.items() if _is_asked_for(key, model)})
     after_step = None
     if moved := first_step(model, baseline, rates):
         tick("gradients after Adam's first step")
@@ -59,6 +70,7 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
             after_step = gradients(model, rates)
     writes: dict[int, Writes] = {}
     keys: dict[int, KeyHealth] = {}
+    targets: dict[int, TargetHealth] = {}
 
     def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
         writes[layer.fast.layer] = writes_by_chunk(layer, z, v, context)
@@ -66,7 +78,7 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     scored = Scored.of(model, baseline.layout)
     reads = bool(scored.mask.any())
     tick("writes")
-    with observing(model.module, observe):
+    with observing(model.module, observe), observing_targets(model.module, targets):
         on = read(model, keep_logits=True)
     tick("keys")
     off = read_off(model, keys_of_all_layers(model.module, _real_tokens(baseline.layout, model), keys))
@@ -85,6 +97,9 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
         trained={key: p.requires_grad for key, p in model.parameters().items()},
         gradients=baseline,
         after_step=after_step,
+        stepped=stepped,
+        slopes=slopes,
+        targets=targets,
         writes=writes,
         all_writes=scored.change(on, off) if reads and writing else None,
         effects=by_layer,
@@ -94,6 +109,34 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
         chance=math.log(causal_lm(model.module).config.get_text_config().vocab_size),
         loss_off=float(off.losses[model.next_tokens != -100].mean()),
     )
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """dL/d ln ‖P‖ of the layers whose conv and P are not zero, by autograd and by differences; error: how far the latter may be off."""
+
+    layers: tuple[int, ...]
+    autograd: float
+    differences: float
+    error: float
+
+
+def _slopes(model: DiagnosedModel, baseline: Gradients) -> Slopes | None:
+    """Two differences with steps of one and two tenths say how far they may be off."""
+    known = model.parameters()
+    layers = [i for i in model.layers if (i, "proj") in known and bool(known[i, "proj"].any())]
+    layers = [i for i in layers if (i, "conv") not in known or bool(known[i, "conv"].any())]
+    if not layers or not math.isfinite(baseline.loss):
+        return None
+    reached = [i for i in layers if (i, "proj") in baseline.kept]
+    autograd = sum(float((baseline.kept[i, "proj"].double() * known[i, "proj"].detach().double()).sum()) for i in reached)
+    short, long = (loss_slope(model, layers, step) for step in (0.1, 0.2))
+    return Slopes(tuple(layers), autograd, short, abs(short - long))
+
+
+def _is_asked_for(key: Key, model: DiagnosedModel) -> bool:
+    """Whether a gradient is needed again later."""
+    return key[1] == "conv" or (key[1] == "embeddings" and config_of(model.module).detach_target)
 
 
 def _real_tokens(layout: ChunkLayout, model: DiagnosedModel) -> Tensor | None:

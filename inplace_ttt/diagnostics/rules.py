@@ -10,7 +10,7 @@ import torch
 from ..layer.overrides import with_config
 from ..surgery import config_of
 from .diagnosed_model import GENERATOR, DiagnosedModel
-from .findings import Finding, named
+from .findings import Finding, Severity, named
 from .gradient_causes import causes_of_low_gradient
 from .gradients import Gradients, Rates, first_step, gradients
 from .measurements import Measurements
@@ -27,18 +27,112 @@ ALIGNED = 0.9
 FEW_DIRECTIONS = 10.0
 """Participation ratio of the keys; of SmolLM2-135M's layers the last has 4 to 7, the others 40 and more."""
 ROUNDED_AWAY = 0.5
+"""Of what writes add to an output; of the entries that a step should change."""
+EXPLODES, RISES = 0.5, 0.1
+"""Nats that a first step raises the loss by."""
+CONSTANT = 1e-3
+"""Of a source's square, what is not its mean."""
+ONE_DIRECTION = 1.5
+"""Participation ratio."""
+SLOPE_NOISE = {16: 0.05, 32: 1e-3, 64: 1e-6}
+"""Of a slope of the loss in nats, by the bits of a number: below it nothing is said."""
 NOTICED = 0.01
 """Of the embeddings' gradient, lost by detaching the targets' source."""
 NO_EFFECT = 1e-4
 """η‖S‖/‖W0‖ that changes nothing."""
 
 
-def findings_of(model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
+def findings_of(
+    model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None], *, rates_given: bool, float32_masters: bool
+) -> list[Finding]:
     """Every finding; measurements that only some findings need are made here."""
     if not math.isfinite(m.gradients.loss):
         return [_not_finite(m), *_precision(m)]
     flow = _gradient_flow(model, m, rates, tick)
-    return [*flow, *_writes(model, m), *_keys(m), *_precision(m), *_advice(m)]
+    named_already = {finding.id for finding in flow}
+    made = [finding for finding in (*_targets(m), *_no_keys(m), *_slopes(model, m)) if finding.id not in named_already]
+    steps = [*_first_step(m, rates), *([] if float32_masters else _rounded(m, rates, rates_given))]
+    if "source-zero" in named_already:  # embeddings of zero: every layer's keys are zero for that, and any step is the first
+        made, steps = [], []
+    explained = {layer for finding in made if finding.severity == "severe" for layer in finding.layers}
+    flow = [finding for finding in flow if finding.id != "gradient-vanishing" or not set(finding.layers) <= explained]
+    return [*flow, *made, *steps, *_writes(model, m), *_keys(m), *_precision(m), *_advice(m)]
+
+
+def _helps(m: Measurements) -> bool:
+    """Whether the text is predicted better with all writes on, by a model that predicts at all."""
+    change = m.all_writes
+    return change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance
+
+
+def _targets(m: Measurements) -> list[Finding]:
+    found = []
+    for index, target in m.targets.items():
+        numbers = {"size": target.size, "spread": target.spread, "targets": target.target_rank, "proj": target.proj_rank}
+        severity: Severity = "severe"
+        if target.size == 0:
+            id, message = "source-zero", "what the target reads is zero at every token"
+        elif target.spread < CONSTANT:
+            id, message = "source-constant", f"of the square of what the target reads, {target.spread:.1e} is not its mean over tokens"
+        elif 0 < target.proj_rank < ONE_DIRECTION:
+            id, message = "projection-collapsed", f"P's rows have an effective rank of {target.proj_rank:.2f}"
+        elif 0 < target.target_rank < ONE_DIRECTION:
+            id, severity = "targets-collapsed", "warning"
+            message = f"targets have an effective rank of {target.target_rank:.2f}, their source {target.source_rank:.1f}"
+        else:
+            continue
+        found.append(Finding(id, severity, f"layer {index}: {message}", (index,), numbers))
+    return found
+
+
+def _no_keys(m: Measurements) -> list[Finding]:
+    layers = tuple(index for index in m.etas if m.keys[index].effective == 0)
+    message = "the down-projection's input is zero at every token, so that nothing is written or read"
+    return [Finding("keys-zero", "severe", f"{named(layers)}: {message}", layers, {"effective": 0.0})] if layers else []
+
+
+def _slopes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
+    s = m.slopes
+    if s is None or m.gradients.cut:
+        return []
+    bits = min(torch.finfo(model.parameters()[i, "proj"].dtype).bits for i in s.layers)
+    apart = abs(s.autograd - s.differences)
+    if apart < max(0.5 * abs(s.differences), 4 * s.error, SLOPE_NOISE[bits]):
+        return []
+    message = (
+        f"{named(s.layers)}: as P grows the loss changes by {s.differences:.2g} ± {s.error:.1g} nats for its size, and the gradient says "
+        f"{s.autograd:.2g}"
+    )
+    numbers = {"autograd": s.autograd, "differences": s.differences, "error": s.error}
+    return [Finding("scan-detached", "severe", message, s.layers, numbers)]
+
+
+def _first_step(m: Measurements, rates: Rates) -> list[Finding]:
+    if m.stepped is None:
+        return []
+    (whole, gentle), before = m.stepped.losses, m.gradients.loss
+    if whole - before < RISES:
+        return []
+    message = (
+        f"after Adam's first step at rates of {rates.conv:g} (conv), {rates.proj:g} (P) and {rates.rest:g} the loss goes from "
+        f"{before:.2f} to {whole:.2f}, at a tenth of them to {gentle:.2f}"
+    )
+    severity: Severity = "warning" if whole - before < EXPLODES else "severe"
+    numbers = {"before": before, "after": whole, "at_a_tenth": gentle}
+    return [Finding("step-too-large", severity, message, tuple(m.etas), numbers)]
+
+
+def _rounded(m: Measurements, rates: Rates, rates_given: bool) -> list[Finding]:
+    """Of conv, P and W0, what moves least; the embeddings' rare tokens say little."""
+    moved = {key: share for key, share in (m.stepped.moved if m.stepped else {}).items() if key[0] is not None and share < ROUNDED_AWAY}
+    if not moved:
+        return []
+    least = min(moved, key=lambda key: moved[key])
+    layers = tuple(sorted({key[0] for key in moved if key[0] is not None}))
+    what = {"conv": "conv", "proj": "P", "weight": "W0"}[least[1]]
+    message = f"{named(layers)}: a step of {rates.of(least):g} changes {moved[least]:.1%} of the entries of {what} in half precision"
+    numbers = {f"{name} of layer {index}": share for (index, name), share in moved.items()}
+    return [Finding("updates-rounded", "warning" if rates_given else "info", message, layers, numbers)]
 
 
 def _not_finite(m: Measurements) -> Finding:
@@ -149,12 +243,12 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         change = None if effect is None else effect.loss
         said = "" if change is None else f"; its writes change the loss by {change.loss:+.3g} nats a token"
         if writes.state_ratio > EXCEEDS_WEIGHT:
-            helps = change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance
+            helps = _helps(m) or (change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance)
             safe = next((s.safe for s in m.sweeps if s.name == "eta"), None)
             advice = "" if safe is None or helps else f"; up to eta {safe:.2g} the loss is not above that without writes"
             message = f"layer {index}: a document's writes add up to {writes.state_ratio:.3g} of ‖W0‖{said}{advice}"
             numbers = {"state_ratio": writes.state_ratio, "loss_change": change and change.loss, "safe_eta": safe}
-            found.append(Finding("writes-too-large", "warning" if helps else "severe", message, (index,), numbers))
+            found.append(Finding("writes-too-large", "info" if helps else "severe", message, (index,), numbers))
         elif change is not None and change.exceeds(HARM):
             error = "" if change.stderr is None else f" ± {change.stderr:.1g}"
             message = f"layer {index}: the loss is {change.loss:.3g}{error} nats a token higher with its writes"
@@ -162,7 +256,8 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         if writes.alignment is not None and writes.alignment > ALIGNED and len(writes.by_chunk) > 2:
             growth = "" if writes.growth is None else f", and ‖S‖ grows as chunks^{writes.growth:.2f}"
             message = f"layer {index}: the mean cosine of successive writes is {writes.alignment:.3f}{growth}"
-            found.append(Finding("writes-aligned", "warning", message, (index,), {"alignment": writes.alignment, "growth": writes.growth}))
+            severity: Severity = "info" if _helps(m) else "warning"
+            found.append(Finding("writes-aligned", severity, message, (index,), {"alignment": writes.alignment, "growth": writes.growth}))
     clip = config_of(model.module).clip
     undone = [i for i, w in m.writes.items() if clip is not None and w.clipped == 1 and w.state_ratio < NO_EFFECT]
     if undone:
@@ -176,7 +271,7 @@ def _keys(m: Measurements) -> list[Finding]:
     found = []
     for index in m.etas:
         keys = m.keys[index]
-        if keys.effective < FEW_DIRECTIONS:
+        if 0 < keys.effective < FEW_DIRECTIONS:
             others = {i: k.effective for i, k in m.keys.items() if i not in m.etas and k.effective >= FEW_DIRECTIONS}
             best = sorted(others, key=lambda i: -others[i])[:3]
             better = f"; layers {', '.join(map(str, sorted(best)))} have most" if best else ""
@@ -184,7 +279,8 @@ def _keys(m: Measurements) -> list[Finding]:
                 f"layer {index}: the effective rank of its keys is {keys.effective:.1f} of {keys.width}, and their cosine with each "
                 f"other {keys.collision:.2f} (RMS){better}"
             )
-            found.append(Finding("keys-collide", "warning", message, (index,), {"effective": keys.effective, "collision": keys.collision}))
+            severity: Severity = "info" if _helps(m) else "warning"
+            found.append(Finding("keys-collide", severity, message, (index,), {"effective": keys.effective, "collision": keys.collision}))
     return found
 
 

@@ -113,7 +113,13 @@ class DiagnoseCallback(TrainerCallback):
         o, name = self.recipe.optimisation, f"step-{state.global_step}"
         rates = Rates(o.conv_learning_rate or o.learning_rate, o.proj_learning_rate or o.learning_rate, o.learning_rate)
         with self.clock.paused(), self.gradients.paused():
-            diagnosis = diagnose(kwargs["model"], {"input_ids": self.ids}, learning_rates=rates, name=f"{self.recipe.output}, {name}")
+            diagnosis = diagnose(
+                kwargs["model"],
+                {"input_ids": self.ids},
+                learning_rates=rates,
+                float32_masters=True,
+                name=f"{self.recipe.output}, {name}",
+            )
         try:
             write_report(diagnosis, self.folder / name, overwrite=True)
         except InPlaceTTTError as error:

@@ -12,6 +12,8 @@ from models import converted, random_ids
 from torch import Tensor, nn
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
+from inplace_ttt.diagnostics.gradients import Rates
+from inplace_ttt.layer import fast_linear
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
@@ -31,7 +33,7 @@ def healthy(**config: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Sick:
-    """planted: the cause, by id. layers: where. batch: rows. within: what else is wrong while the model runs."""
+    """planted: the cause, by id. layers: where. batch: rows. within: what else is wrong while the model runs. rates: of the first step."""
 
     planted: str
     model: Callable[[], nn.Module]
@@ -39,6 +41,7 @@ class Sick:
     layers: tuple[int, ...] = (0, 2)
     batch: Callable[[], dict[str, Tensor]] = rows
     within: Callable[[], Any] | None = None
+    rates: Rates | float | None = None
 
 
 @torch.no_grad()
@@ -139,6 +142,126 @@ def zero_in_one_chunk() -> nn.Module:
     return changed(zero)
 
 
+@torch.no_grad()
+def told_apart() -> dict[str, Tensor]:
+    """Labels that the healthy model itself thinks likeliest, so that it has something to lose."""
+    ids = random_ids(2, ROW)
+    likeliest = healthy()(input_ids=ids, use_cache=False).logits.argmax(-1)
+    return {"input_ids": ids, "labels": torch.cat([ids[:, :1], likeliest[:, :-1]], 1)}
+
+
+def first_chunks_labelled() -> dict[str, Tensor]:
+    ids = random_ids(2, ROW)
+    labels = torch.full_like(ids, -100)
+    labels[:, :CHUNK] = ids[:, :CHUNK]
+    return {"input_ids": ids, "labels": labels}
+
+
+def first_chunks_of_documents_labelled() -> dict[str, Tensor]:
+    ids, positions = random_ids(2, 48), (torch.arange(48) % 24).expand(2, 48)
+    return {"input_ids": ids, "position_ids": positions, "labels": torch.where((positions > 0) & (positions < CHUNK), ids, -100)}
+
+
+def same_embeddings(model: nn.Module, layer: FastWeight, index: int) -> None:
+    table = model.get_input_embeddings().weight  # type: ignore[operator]
+    table.copy_(table.mean(0).expand_as(table))
+
+
+def drowned_embeddings(model: nn.Module, layer: FastWeight, index: int) -> None:
+    """A constant thirty times as large as what tells tokens apart."""
+    table = model.get_input_embeddings().weight  # type: ignore[operator]
+    table.copy_(table / 60 + 1)
+
+
+def no_keys(model: nn.Module, layer: FastWeight, index: int) -> None:
+    if index == 2:
+        model.model.layers[2].mlp.up_proj.weight.zero_()  # type: ignore[union-attr, index]
+
+
+def closed_gates(model: nn.Module, layer: FastWeight, index: int) -> None:
+    model.model.layers[index].mlp.gate_proj.weight.zero_()  # type: ignore[union-attr, index]
+
+
+def rank_one_p(model: nn.Module, layer: FastWeight, index: int) -> None:
+    proj = layer.ttt.proj
+    proj.copy_(torch.outer(proj[:, 0], proj[0]) / proj[0].norm())
+
+
+def mean_p(model: nn.Module, layer: FastWeight, index: int) -> None:
+    if index == 0:
+        layer.ttt.proj.copy_(torch.full_like(layer.ttt.proj, 0.1))
+
+
+def one_channel(model: nn.Module, layer: FastWeight, index: int) -> None:
+    layer.ttt.conv[1:] = 0
+
+
+def no_eta(model: nn.Module, layer: FastWeight, index: int) -> None:
+    if index == 2:
+        layer.fast.eta = 0.0
+
+
+def source_through(change: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+    """A patch under which every layer's target reads something else."""
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        real = FastWeight._source
+
+        def source(self: FastWeight, *args: Any) -> Tensor:
+            return change(real(self, *args))
+
+        with patch.object(FastWeight, "_source", source):
+            yield
+
+    return within
+
+
+def scan_through(change: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+    """A patch under which the op gets other targets: the same numbers, another gradient."""
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        real = fast_linear.fast_weight
+
+        def op(z: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return real(z, change(v), *args, **kwargs)
+
+        with patch.object(fast_linear, "fast_weight", op):
+            yield
+
+    return within
+
+
+def half_precision() -> nn.Module:
+    return healthy().to(torch.bfloat16)
+
+
+NEW: dict[str, Sick] = {
+    "rate 1": Sick("step-too-large", healthy, batch=told_apart, rates=1.0),
+    "rate 3 for P alone": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 3.0, 5e-6)),
+    "rate 1 for all but conv and P": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 5e-6, 1.0)),
+    "bfloat16 at 5e-6": Sick("updates-rounded", half_precision, severity="warning", rates=5e-6),
+    "float16 at 1e-7": Sick("updates-rounded", lambda: healthy().to(torch.float16), severity="warning", rates=1e-7),
+    "a source of zeros": Sick("source-zero", healthy, within=source_through(torch.zeros_like)),
+    "a source of one number": Sick("source-constant", healthy, within=source_through(torch.ones_like)),
+    "a source that is its mean": Sick("source-constant", healthy, within=source_through(lambda x: x.mean(1, keepdim=True).expand_as(x))),
+    "embeddings alike": Sick("source-constant", lambda: changed(same_embeddings)),
+    "embeddings beside a constant": Sick("source-constant", lambda: changed(drowned_embeddings, eta=0.2)),
+    "a layer without keys": Sick("keys-zero", lambda: changed(no_keys), layers=(2,)),
+    "gates that are closed": Sick("keys-zero", lambda: changed(closed_gates)),
+    "labels in the first chunk": Sick("labels-unread", healthy, batch=first_chunks_labelled),
+    "labels in documents' first chunks": Sick("labels-unread", healthy, batch=first_chunks_of_documents_labelled),
+    "a stop in the scan": Sick("scan-detached", healthy, within=scan_through(Tensor.detach)),
+    "a tenth of the scan's gradient": Sick("scan-detached", healthy, within=scan_through(lambda v: 0.1 * v + 0.9 * v.detach())),
+    "the scan's gradient turned round": Sick("scan-detached", healthy, within=scan_through(lambda v: 2 * v.detach() - v)),
+    "P of rank one": Sick("projection-collapsed", lambda: changed(rank_one_p)),
+    "P of one number": Sick("projection-collapsed", lambda: changed(mean_p), layers=(0,)),
+    "a conv of one channel": Sick("targets-collapsed", lambda: changed(one_channel), severity="warning"),
+    "eta 0 in a layer": Sick("eta-too-small", lambda: changed(no_eta), layers=(2,)),
+}
+
+
 SICK: dict[str, Sick] = {
     "clip in training": Sick("clip-saturated", lambda: healthy(clip=DeltaClip(1e-5, when="always"))),
     "clip at the paper's start": Sick("clip-saturated", lambda: at_the_papers_start(clip=DeltaClip(1e-12, when="always"))),
@@ -156,4 +279,5 @@ SICK: dict[str, Sick] = {
     "short packed documents": Sick("padding", healthy, batch=packed_short),
     "last layer dominating": Sick("layer-dominates", loud_last, layers=(2,)),
     "zeroed embeddings": Sick("source-zero", lambda: changed(no_embeddings)),
+    **NEW,
 }

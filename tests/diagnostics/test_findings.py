@@ -12,9 +12,10 @@ def test_the_page_lists_every_finding_with_its_remedy() -> None:
     page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8").partition("## Findings")[2].partition("\n## ")[0]
     rows = {cells[0]: cells[1:] for line in re.findall(r"^\| `(.+) \|$", page, flags=re.MULTILINE) if (cells := line.split(" | "))}
     assert [name.rstrip("`") for name in rows] == list(CATALOGUE)
-    for name, (severity, what, _, remedy) in rows.items():
+    for name, (severity, what, measured, remedy) in rows.items():
         kind = CATALOGUE[name.rstrip("`")]
-        assert what == f"{kind.title}. {kind.meaning}" and remedy == kind.remedy, name
+        said = (f"{kind.title}. {kind.meaning}", kind.measured, f"{kind.remedy} {kind.effect}")
+        assert (what, measured, remedy) == said, name
         assert severity.split()[0] in ("severe", "warning", "info"), name
 
 

@@ -9,7 +9,7 @@ from models import converted
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
 from inplace_ttt.surgery import fast_weights
 
-from .sick import SICK, at_the_papers_start, both_small, healthy, rows, zero_in_one_chunk
+from .sick import SICK, at_the_papers_start, both_small, half_precision, healthy, rows, zero_in_one_chunk
 
 
 def severe(diagnosis: Diagnosis) -> dict[str, set[int]]:
@@ -25,7 +25,7 @@ def test_the_planted_cause_is_found_and_no_other(name: str) -> None:
     sick = SICK[name]
     model = sick.model()
     with (sick.within or nullcontext)():
-        diagnosis = diagnose(model, sick.batch())
+        diagnosis = diagnose(model, sick.batch(), learning_rates=sick.rates)
     planted = [f for f in diagnosis.findings if f.id == sick.planted]
     assert {f.severity for f in planted} == {sick.severity}, [f.message for f in diagnosis.findings]
     assert {layer for f in planted for layer in f.layers} == set(sick.layers)
@@ -39,6 +39,12 @@ def test_a_healthy_model_has_nothing_severe(family: str, dtype: torch.dtype) -> 
     diagnosis = diagnose(converted(family, dtype=dtype), rows())
     assert severe(diagnosis) == {}
     assert {f.id for f in diagnosis.findings if f.severity == "warning"} <= {"keys-collide", "writes-hurt"}
+
+
+def test_masters_in_float32_keep_every_step() -> None:
+    assert [f.id for f in diagnose(half_precision(), rows()).findings if f.id == "updates-rounded" and f.severity == "info"]
+    kept = diagnose(half_precision(), rows(), learning_rates=5e-6, float32_masters=True)
+    assert "updates-rounded" not in {f.id for f in kept.findings}
 
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])

@@ -1,0 +1,57 @@
+"""What targets are made of and what becomes of it: their source, P, and the directions that they span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..layer.target import TargetGenerator
+from ..layout import ChunkLayout
+from ..surgery import fast_weights
+from .keys import participation
+from .writes import longest_document
+
+
+@dataclass(frozen=True)
+class TargetHealth:
+    """Of one layer, over the longest document.
+
+    size: root mean square of the source, as the convolution takes it. spread: share of its square that is not its mean over tokens.
+    source_rank, target_rank: participation ratio of the source's and the targets' directions, the mean included; proj_rank: P's.
+    """
+
+    size: float
+    spread: float
+    source_rank: float
+    target_rank: float
+    proj_rank: float
+
+
+@contextmanager
+def observing_targets(model: nn.Module, found: dict[int, TargetHealth]) -> Iterator[None]:
+    """Within it a forward leaves the health of every layer's targets."""
+
+    def hook_of(index: int) -> object:
+        def hook(module: TargetGenerator, args: tuple[Tensor, ChunkLayout], out: Tensor) -> None:
+            row, (start, stop) = longest_document(args[1])
+            source = module.standardise(args[0][row, start:stop].detach().to(module.proj)).float()
+            found[index] = _health(source, out[row, start:stop].detach().float(), module.proj.detach().float())
+
+        return hook
+
+    handles = [layer.ttt.register_forward_hook(hook_of(i)) for i, layer in fast_weights(model).items()]  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _health(source: Tensor, targets: Tensor, proj: Tensor) -> TargetHealth:
+    square = float(source.square().sum())
+    off_mean = float((source - source.mean(0)).square().sum())
+    ranks = [participation(x @ x.T if len(x) < x.shape[1] else x.T @ x) for x in (source, targets, proj)]
+    return TargetHealth((square / max(1, source.numel())) ** 0.5, off_mean / square if square > 0 else 0.0, *ranks)
