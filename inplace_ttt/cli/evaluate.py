@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contexts", type=numbers, metavar="N,…", help="also the loss on a fixed last block after so many tokens of context"
     )
     parser.add_argument("--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)")
-    parser.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="documents at once; foreign needs two (default: 4)")
+    parser.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="documents at once (default: 4)")
     parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the passages' places (default: 0)")
     parser.add_argument(
         "--cache", type=path, metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
@@ -141,7 +141,8 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _with_error(paired: dict[str, Any]) -> str:
-    return f"{paired['mean']:+.4f} ± {paired['stderr']:.4f} (n {paired['n']})"
+    error = "" if paired["stderr"] is None else f" ± {paired['stderr']:.4f}"
+    return f"{paired['mean']:+.4f}{error} (n {paired['n']})"
 
 
 def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:

@@ -46,7 +46,7 @@ class BaselineLosses:
         self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
-        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window and sinks."""
+        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window, sinks and piece."""
         file = None if self.folder is None else self.folder / f"{self._key(model, rows, attention)}.safetensors"
         if file is not None and (found := _held(file, rows)) is not None:
             progress(rows.numel())

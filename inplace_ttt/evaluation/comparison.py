@@ -7,7 +7,7 @@ is `memory`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -21,17 +21,26 @@ from ..reports.statistics import Mean
 from ..surgery import config_of
 from .baseline_losses import BaselineLosses
 from .protocol import Protocol, progress_bar
-from .token_losses import own_and_foreign_losses, token_losses
+from .token_losses import foreign_losses, token_losses
 
 
 @dataclass
 class DocumentLosses:
-    """Token losses of one document, float32 [T - 1] each; foreign (cross-document state) ends where the other document does."""
+    """Token losses of one document, float32 [T - 1] each; foreign (cross-document state) ends where the other document does.
+
+    Where there is a foreign reading, the others' means are taken up to its end too, so that one number is another's difference.
+    """
 
     on: Tensor
     off: Tensor
     foreign: Tensor | None = None
     base: Tensor | None = None
+
+    def mean(self, what: str, skip: int) -> float | None:
+        """In nats a token past `skip`."""
+        losses = getattr(self, what)
+        end = len(self.on) if self.foreign is None else len(self.foreign)
+        return None if losses is None else float(losses[skip:end].double().mean())
 
 
 @dataclass
@@ -43,16 +52,15 @@ class Comparison:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def mean(self, what: str) -> float | None:
-        found = [getattr(d, what) for d in self.documents]
-        return None if any(x is None for x in found) else fmean(float(x[self.protocol.skip :].mean()) for x in found)
+        found = [d.mean(what, self.protocol.skip) for d in self.documents]
+        known = [x for x in found if x is not None]
+        return fmean(known) if len(known) == len(found) else None
 
     def paired(self, one: str, other: str) -> Mean | None:
-        """One minus the other, document by document, over the tokens that both have."""
-        pairs = [(getattr(d, one), getattr(d, other)) for d in self.documents]
-        if any(a is None or b is None for a, b in pairs):
-            return None
-        skip = self.protocol.skip
-        return Mean.of([float((a[: len(b)] - b[: len(a)])[skip:].double().mean()) for a, b in pairs], alone=0.0)
+        """One minus the other, document by document; no error where there is one document."""
+        pairs = [(d.mean(one, self.protocol.skip), d.mean(other, self.protocol.skip)) for d in self.documents]
+        known = [a - b for a, b in pairs if a is not None and b is not None]
+        return Mean.of(known) if len(known) == len(pairs) else None
 
     def positions(self, bins: int = 16) -> list[dict[str, Any]]:
         """The same by position: bins of equal length over the longest document."""
@@ -66,16 +74,17 @@ class Comparison:
             parts = [getattr(d, name)[start:stop] for d in self.documents if getattr(d, name) is not None and len(getattr(d, name)) > start]
             row[name] = fmean(float(part.mean()) for part in parts) if parts else None
         here = [d for d in self.documents if len(d.on) > start]
-        row["difference"] = vars(Mean.of([float((d.on - d.off)[start:stop].double().mean()) for d in here], alone=0.0))
+        row["difference"] = vars(Mean.of(float((d.on - d.off)[start:stop].double().mean()) for d in here))
         return row
 
     def per_document(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """The same for every document."""
         skip, rows = self.protocol.skip, []
         for name, d in zip(names, self.documents, strict=True):
-            own = None if d.foreign is None else float((d.on[: len(d.foreign)] - d.foreign)[skip:].double().mean())
-            off, difference = (float(x[skip:].double().mean()) for x in (d.off, d.on - d.off))
-            rows.append({"name": name, "tokens": len(d.on) + 1, "off": off, "on_minus_off": difference, "own_minus_foreign": own})
+            on, off, foreign = (d.mean(what, skip) for what in ("on", "off", "foreign"))
+            assert on is not None and off is not None
+            own = None if foreign is None else on - foreign
+            rows.append({"name": name, "tokens": len(d.on) + 1, "off": off, "on_minus_off": on - off, "own_minus_foreign": own})
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def compare(
 
     baseline: where losses without writes are kept.
 
-    Raises InPlaceTTTError when a document is too short for anything to read what was written.
+    Raises InPlaceTTTError when a document is too short for anything to read what was written, and when two are the same text.
     """
     chunk = config_of(model).chunk_size
     least = max(chunk, protocol.skip) + 1
@@ -118,39 +127,44 @@ def compare(
     settings: dict[str, Any] = dict(protocol.attention)
     baseline = baseline or BaselineLosses()
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
+    lender = dict(zip(order, [*order[1:], order[0]], strict=True))  # of like length, whatever the batches are
+    _refuse_own_control(documents, lender)
     found: dict[int, DocumentLosses] = {}
-    passes = 3 + (base is not None)
+    passes = 2 + 2 * (len(documents) > 1) + (base is not None)
     with progress_bar("reading", passes * sum(map(len, documents)), progress) as bar:
         settings["progress"] = bar.update
-        for group in _groups(order, protocol.batch_size):
+        for first in range(0, len(order), protocol.batch_size):
+            group = order[first : first + protocol.batch_size]
             rows = _padded([documents[i] for i in group])
-            if len(group) > 1:
-                on, foreign = own_and_foreign_losses(model, rows, piece=chunk, **settings)
-            else:
-                on, foreign = token_losses(model, rows, piece=chunk, **settings), None
-            off = baseline.of(model, rows, **settings)
-            untouched = None if base is None else baseline.of(base, rows, **settings)
+            on, off = token_losses(model, rows, piece=chunk, **settings), baseline.of(model, rows, piece=chunk, **settings)
+            foreign = None
+            if len(documents) > 1:
+                lenders = _padded([documents[lender[i]] for i in group], rows.shape[1])
+                foreign = foreign_losses(model, rows, lenders, piece=chunk, **settings)
+            untouched = None if base is None else baseline.of(base, rows, piece=chunk, **settings)
             for row, i in enumerate(group):
                 end = len(documents[i]) - 1
-                lender = len(documents[group[(row + 1) % len(group)]])
                 found[i] = DocumentLosses(
                     on[row, :end],
                     off[row, :end],
-                    None if foreign is None else foreign[row, : min(end, lender)],
+                    None if foreign is None else foreign[row, : min(end, len(documents[lender[i]]))],
                     None if untouched is None else untouched[row, :end],
                 )
     return Comparison([found[i] for i in range(len(documents))], protocol)
 
 
-def _groups(order: list[int], size: int) -> Iterator[list[int]]:
-    """Documents of like length together; nobody is left alone, since cross-document state needs another document."""
-    groups = [order[first : first + size] for first in range(0, len(order), size)]
-    if len(groups) > 1 and len(groups[-1]) == 1:
-        last = groups.pop()
-        groups[-1] = groups[-1] + last
-    yield from groups
+def _refuse_own_control(documents: Sequence[Tensor], lender: Mapping[int, int]) -> None:
+    """Another document's state says what memory is only where the other document is another text."""
+    for i, j in lender.items():
+        shared = min(len(documents[i]), len(documents[j]))
+        if i != j and torch.equal(documents[i][:shared], documents[j][:shared]):
+            raise InPlaceTTTError(
+                f"documents {min(i, j) + 1} and {max(i, j) + 1} begin with the same {shared} tokens, so that one's state is no control "
+                "for the other; give each text once."
+            )
 
 
-def _padded(documents: list[Tensor]) -> Tensor:
-    """[B, T]: what stands behind a document's end comes after all that counts of it."""
-    return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+def _padded(documents: Sequence[Tensor], length: int | None = None) -> Tensor:
+    """[B, T], of that length: what stands behind a document's end comes after all that counts of it."""
+    rows = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
+    return rows if length is None else torch.nn.functional.pad(rows, (0, max(0, length - rows.shape[1])))[:, :length]

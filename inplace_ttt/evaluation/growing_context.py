@@ -51,6 +51,6 @@ def growing_context(
             for name, per_document in last.items():
                 mean = float(per_document.mean())
                 row[name], row[f"{name}_perplexity"] = mean, exp(mean)
-            row["difference"] = vars(Mean.of((last["on"] - last["off"]).tolist(), alone=0.0))
+            row["difference"] = vars(Mean.of((last["on"] - last["off"]).tolist()))
             found.append(row)
     return found

@@ -42,8 +42,7 @@ def _positions(result: dict[str, Any]) -> Any:
         points = [(x, row[name] - row["off"]) for x, row in zip(middle, rows, strict=True) if row[name] is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_COLOURS[name], label=_NAMES[name])
-    low = [row["difference"]["mean"] - row["difference"]["stderr"] for row in rows]
-    high = [row["difference"]["mean"] + row["difference"]["stderr"] for row in rows]
+    low, high = ([row["difference"]["mean"] + sign * (row["difference"]["stderr"] or 0.0) for row in rows] for sign in (-1, 1))
     axes.fill_between(middle, low, high, color=_COLOURS["on"], alpha=0.15, linewidth=0)
     axes.axhline(0, color=_COLOURS["off"], linewidth=1)
     axes.set(xlabel="position in the document (tokens)", ylabel="loss minus TTT off (nats a token)", title=_headline(result))
@@ -53,8 +52,11 @@ def _positions(result: dict[str, Any]) -> Any:
 
 def _headline(result: dict[str, Any]) -> str:
     difference, memory = result["difference"], result["memory"]
-    text = f"on − off {difference['mean']:+.4f} ± {difference['stderr']:.4f}"
-    return text if memory is None else f"{text}, of which memory {memory['mean']:+.4f} ± {memory['stderr']:.4f}"
+    return f"on − off {_with_error(difference)}" + ("" if memory is None else f", of which memory {_with_error(memory)}")
+
+
+def _with_error(value: dict[str, Any]) -> str:
+    return f"{value['mean']:+.4f}" + ("" if value["stderr"] is None else f" ± {value['stderr']:.4f}")
 
 
 def _documents(result: dict[str, Any]) -> Any:

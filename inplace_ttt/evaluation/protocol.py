@@ -22,7 +22,7 @@ class Protocol:
     """How documents are read.
 
     window, sinks: attention, all of the text without a window. skip: first tokens that do not count.
-    batch_size: documents at once; cross-document state needs at least two.
+    batch_size: documents at once.
     """
 
     window: int | None = None
@@ -50,8 +50,8 @@ def on_and_off_losses(
     groups = rows.split(protocol.batch_size)
     found = {
         "on": [token_losses(model, group, piece=chunk, **how) for group in groups],
-        "off": [baseline.of(model, group, **how) for group in groups],
-        "base": [] if base is None else [baseline.of(base, group, **how) for group in groups],
+        "off": [baseline.of(model, group, piece=chunk, **how) for group in groups],
+        "base": [] if base is None else [baseline.of(base, group, piece=chunk, **how) for group in groups],
     }
     return {name: torch.cat(parts) for name, parts in found.items() if parts}
 

@@ -58,6 +58,6 @@ def second_copy(
             (float(a[span.start : span.stop - 1].mean()), float(b[span.start : span.stop - 1].mean()))
             for a, b, span in zip(with_writes, without, where, strict=True)
         ]
-        found[name] = vars(Mean.of([a - b for a, b in pairs], alone=0.0))
+        found[name] = vars(Mean.of([a - b for a, b in pairs]))
         found[f"{name}_off"] = sum(b for _, b in pairs) / len(pairs)
     return found

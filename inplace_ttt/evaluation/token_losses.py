@@ -53,21 +53,20 @@ def token_losses(
     return torch.cat(found, dim=1).cpu()
 
 
-def own_and_foreign_losses(model: PreTrainedModel, rows: Tensor, *, piece: int, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Token losses [B, T - 1] of each row reading its own state, and reading the state that the next row writes.
+def foreign_losses(model: PreTrainedModel, rows: Tensor, lenders: Tensor, *, piece: int, **settings: Any) -> Tensor:
+    """Token losses [B, T - 1] of rows [B, T] that read, chunk by chunk, the state that the row at their place in `lenders` writes.
 
-    Every row is in the batch twice: once reading its own state, and once reading, chunk by chunk, the state of another
-    row, which has as many writes as its own (cross-document state, `foreign`). piece: the chunk size.
+    Each lender is in the batch and reads its own state, which has as many writes as the reader's would (cross-document state).
+    piece: the chunk size.
     """
     count = len(rows)
-    sources = [*range(count), *(reader % count for reader in range(1, count + 1))]
+    sources = [*range(count), *range(count)]
 
     def lend(cache: Cache) -> None:
         for stream in streams(cache).values():
             stream.lend(sources)
 
-    losses = token_losses(model, torch.cat([rows, rows]), piece=piece, before_piece=lend, **settings)
-    return losses[:count], losses[count:]
+    return token_losses(model, torch.cat([lenders, rows]), piece=piece, before_piece=lend, **settings)[count:]
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from inplace_ttt.evaluation.comparison import compare
 from inplace_ttt.evaluation.growing_context import growing_context
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.evaluation.second_copy import second_copy
-from inplace_ttt.evaluation.token_losses import own_and_foreign_losses, token_losses
+from inplace_ttt.evaluation.token_losses import foreign_losses, token_losses
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.ops import readout
 from inplace_ttt.surgery import fast_weights
@@ -47,7 +47,7 @@ def test_pieces_are_one_call(name: str, piece: int, window: int | None) -> None:
 def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) -> None:
     """By the definition: chunk by chunk, row r alone with W0 and, added by hand, what it reads of what row r + 1 had written."""
     model, rows = converted("llama", **options), random_ids(3, LENGTH)
-    own, foreign = own_and_foreign_losses(model, rows, piece=CHUNK)
+    own, foreign = token_losses(model, rows, piece=CHUNK), foreign_losses(model, rows, rows.roll(-1, 0), piece=CHUNK)
     for r, row in enumerate(rows):
         assert distance(own[r], losses(model, row)) < 1e-4
         writer = rows[(r + 1) % len(rows)]
@@ -93,14 +93,50 @@ def test_the_four_numbers() -> None:
         assert distance(found.off, losses(base, document)) < 1e-4, "only conv and P were set: off is the base"
         assert torch.equal(found.off, found.base)
     values = result.to_dict()
-    on = [float(losses(model, d)[skip:].mean()) for d in documents]
-    off = [float(losses(base, d)[skip:].mean()) for d in documents]
+    ends = [len(found.foreign) for found in result.documents if found.foreign is not None]  # up to which there is every reading
+    assert ends == [LENGTH - 5, LENGTH - 9, 2 * CHUNK + 1, 3 * CHUNK, 2 * CHUNK]
+    on = [float(losses(model, d)[skip:end].mean()) for d, end in zip(documents, ends, strict=True)]
+    off = [float(losses(base, d)[skip:end].mean()) for d, end in zip(documents, ends, strict=True)]
     assert values["on"] == pytest.approx(sum(on) / 5, abs=1e-4) and values["base"] == values["off"]
     differences = torch.tensor(on) - torch.tensor(off)
     assert values["difference"]["mean"] == pytest.approx(float(differences.mean()), abs=1e-4)
     assert values["difference"]["stderr"] == pytest.approx(float(differences.std() / 5**0.5), abs=1e-4)
     assert values["memory"]["n"] == 5 and values["gain"] == values["difference"]
     assert values["positions"][0]["start"] == 0 and values["positions"][-1]["stop"] == LENGTH - 1
+
+
+UNEQUAL = (LENGTH, LENGTH - 5, 3 * CHUNK, LENGTH - 9, 2 * CHUNK + 1)
+
+
+@pytest.mark.parametrize("lengths", [UNEQUAL, (LENGTH,) * 3], ids=["unequal", "equal"])
+def test_one_number_is_the_others_difference(lengths: tuple[int, ...]) -> None:
+    """Whatever the documents' lengths, and whatever is read at once."""
+    model, documents = converted("llama"), [random_ids(1, n, seed=i)[0] for i, n in enumerate(lengths)]
+    found = [compare(model, documents, Protocol(skip=CHUNK, batch_size=size)).to_dict() for size in (1, 2, 3, 8)]
+    for values in found:
+        for name, (one, other) in {"difference": ("on", "off"), "memory": ("on", "foreign"), "drift": ("foreign", "off")}.items():
+            assert values[name]["mean"] == pytest.approx(values[one] - values[other], abs=1e-6), name
+            assert values[name]["mean"] == pytest.approx(found[0][name]["mean"], abs=1e-5), name
+        assert values["memory"]["stderr"] == pytest.approx(found[0]["memory"]["stderr"], abs=1e-5)
+
+
+@pytest.mark.parametrize("cut", [0, 9])
+def test_a_text_is_no_control_for_itself(cut: int) -> None:
+    text, other = random_ids(1, LENGTH)[0], random_ids(1, LENGTH - 4, seed=5)[0]
+    with pytest.raises(InPlaceTTTError, match=rf"documents 1 and 2 begin with the same {LENGTH - cut} tokens.*give each text once"):
+        compare(converted("llama"), [text, text[: LENGTH - cut]], Protocol())
+    assert compare(converted("llama"), [text, other], Protocol()).to_dict()["memory"] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 9])
+def test_an_untrained_conversion_differs_by_nothing(dtype: torch.dtype, window: int | None) -> None:
+    """On and off are read in the same pieces."""
+    model = converted("llama", writes=False, dtype=dtype)
+    documents = [random_ids(1, n, seed=i)[0] for i, n in enumerate(UNEQUAL)]
+    values = compare(model, documents, Protocol(skip=CHUNK, window=window, batch_size=2), build("llama", dtype=dtype)).to_dict()
+    assert values["difference"]["mean"] == values["gain"]["mean"] == 0
+    assert {row["difference"]["mean"] for row in values["positions"]} == {0}
 
 
 def test_documents_must_be_long_enough() -> None:
@@ -110,7 +146,8 @@ def test_documents_must_be_long_enough() -> None:
 
 def test_one_document_has_no_foreign_memory() -> None:
     values = compare(converted("llama"), [random_ids(1, LENGTH)[0]], Protocol()).to_dict()
-    assert values["foreign"] is None and values["memory"] is None and values["difference"]["n"] == 1
+    assert values["foreign"] is None and values["memory"] is None
+    assert values["difference"]["n"] == 1 and values["difference"]["stderr"] is None
 
 
 def test_second_copy_looks_where_the_copy_is() -> None:

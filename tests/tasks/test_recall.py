@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt.diagnostics import diagnose
 from inplace_ttt.tasks.recall import recall_accuracy, recall_data
 
 SHAPES = [(16, 128, 256), (1, 4, 4), (3, 13, 40), (4, 19, 17), (8, 32, 33)]
@@ -105,5 +106,9 @@ def test_a_fast_weight_recalls_beyond_the_window() -> None:
         optimiser.zero_grad()
     model.eval()
     assert recall_accuracy(model, held_out) > 0.9
+    first = held_out.with_format("torch")[:4]
+    diagnosis = diagnose(model, {"input_ids": first["input_ids"], "labels": first["labels"].long()})
+    assert diagnosis.measured.all_writes is not None and diagnosis.measured.all_writes.loss < -1
+    assert [(f.id, f.message) for f in diagnosis.findings if f.severity != "info"] == []
     with ttt_disabled(model):
         assert recall_accuracy(model, held_out) < 0.2
