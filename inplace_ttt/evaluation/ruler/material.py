@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Any
 
 from ...errors import InPlaceTTTError, one_line
@@ -18,11 +19,12 @@ NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here 
 
 @dataclass(frozen=True)
 class Question:
-    """answers: each of them right alone; documents: the texts that hold the answer."""
+    """answers: each of them right alone; documents: the texts that hold the answer; related: the others of their article."""
 
     question: str
     answers: tuple[str, ...]
     documents: tuple[str, ...]
+    related: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,9 @@ class Material:
     def _essay(self) -> list[str]:
         return self._haystack.split(" ")
 
-    @property
-    def essay_words(self) -> int:
-        return len(self._essay)
-
     def essay(self, words: int) -> str:
-        """The first words of the haystack."""
-        return " ".join(self._essay[:words])
+        """The first words of the haystack, which begins again where it ends."""
+        return " ".join(islice(cycle(self._essay), words))
 
     def mentions(self, text: str) -> bool:
         return text in self._haystack
@@ -113,15 +111,18 @@ def read_questions(path: str) -> QuestionBook:
 
 
 def _squad(values: dict[str, Any]) -> tuple[list[Question], list[str]]:
-    """Every answerable question with its paragraph."""
-    paragraphs = [paragraph for article in values["data"] for paragraph in article["paragraphs"]]
-    questions = [
-        Question(qa["question"], tuple(dict.fromkeys(answer["text"] for answer in qa["answers"])), (paragraph["context"],))
-        for paragraph in paragraphs
-        for qa in paragraph["qas"]
-        if not qa.get("is_impossible", False)
-    ]
-    return questions, [paragraph["context"] for paragraph in paragraphs]
+    """Every answerable question with its paragraph and the others of its article."""
+    questions: list[Question] = []
+    documents: list[str] = []
+    for article in values["data"]:
+        own = tuple(paragraph["context"] for paragraph in article["paragraphs"])
+        documents += own
+        for paragraph, context in zip(article["paragraphs"], own, strict=True):
+            for qa in paragraph["qas"]:
+                if not qa.get("is_impossible", False):
+                    answers = tuple(dict.fromkeys(answer["text"] for answer in qa["answers"]))
+                    questions.append(Question(qa["question"], answers, (context,), tuple(text for text in own if text != context)))
+    return questions, documents
 
 
 def _listed_questions(values: Sequence[dict[str, Any]]) -> tuple[list[Question], list[str]]:

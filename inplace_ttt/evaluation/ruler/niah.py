@@ -9,7 +9,7 @@ from random import Random
 from typing import Literal
 
 from .material import NOISE, Material
-from .prompt import Draft, Puzzle
+from .prompt import Count, Draft, Puzzle
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _MANY = (
@@ -37,7 +37,7 @@ class Needles:
     values: int = 1
     queries: int = 1
 
-    def puzzle(self, random: Random, material: Material, length: int, index: int) -> Puzzle:
+    def puzzle(self, random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
         """Sizes: sentences of noise, words of the text, or needles that nobody asks for."""
         draw = _Draw(random, material, avoid_text=self.haystack == "essay")
         told = {draw.new(self.key): [draw.new(self.value) for _ in range(self.values)] for _ in range(self.keys)}
@@ -62,8 +62,6 @@ class Needles:
                 context = "\n".join(_among(noise(size) if self.haystack == "noise" else others[:size], needles, places))
             return Draft(template.format(kind=kind, context=context, query=query), prefix, answers)
 
-        if self.haystack == "essay":
-            return Puzzle(1, material.essay_words, draft, f"{material.haystack_name} has {material.essay_words:,} words")
         return Puzzle(1, 10 * length, draft)
 
 

@@ -17,6 +17,10 @@ _CLOSE = 0.005
 _TRIES = 40
 
 
+Count = Callable[[str], int]
+"""Tokens of a text."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """A prompt, the beginning of the answer that the model is given, and what it is to go on with."""
@@ -42,7 +46,7 @@ class Task:
 
     name: str
     budget: int
-    puzzle: Callable[[Random, Material, int, int], Puzzle]  # random numbers, texts, length in tokens, number of the sample
+    puzzle: Callable[[Random, Material, int, int, Count], Puzzle]  # random numbers, texts, length in tokens, number of the sample
     any_answer: bool = False
     haystack: bool = False  # needs the haystack file
     questions: int | None = None  # which file of questions it needs
@@ -71,6 +75,9 @@ class Prompter:
         if "".join(written.split()) != "".join(probe.split()):
             raise InPlaceTTTError(f"the tokenizer turns {probe!r} into {written!r} and could not write the answers; use the model's own.")
 
+    def count(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
     def ids(self, draft: Draft) -> list[int]:
         text = draft.prompt + draft.answer_prefix
         if self.chat:
@@ -87,7 +94,7 @@ def samples(task: Task, length: int, count: int, seed: int, material: Material, 
     """
     guess = None
     for index in range(count):
-        puzzle = task.puzzle(Random(f"{seed}/{task.name}/{length}/{index}"), material, length, index)
+        puzzle = task.puzzle(Random(f"{seed}/{task.name}/{length}/{index}"), material, length, index, prompter.count)
         size, draft, ids = _fit(puzzle, prompter, length - task.budget, task, length, guess)
         guess = size if guess is None else guess
         yield Sample(task.name, length, index, draft, ids)
@@ -96,7 +103,7 @@ def samples(task: Task, length: int, count: int, seed: int, material: Material, 
 def check(task: Task, length: int, count: int, seed: int, material: Material, prompter: Prompter) -> None:
     """Raises InPlaceTTTError when the first sample cannot be made, or there are no `count` of them."""
     next(samples(task, length, 1, seed, material, prompter))
-    task.puzzle(Random(0), material, length, count - 1)
+    task.puzzle(Random(0), material, length, count - 1, prompter.count)
 
 
 def _fit(puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None) -> tuple[int, Draft, list[int]]:

@@ -8,36 +8,50 @@ from random import Random
 
 from .material import Material
 from .niah import noise
-from .prompt import Draft, Puzzle
+from .prompt import Count, Draft, Puzzle
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
     "Question: Find all variables that are assigned the value {value} in the text above."
 )
 _PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined the value {value}, "
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the value {value}, "
     "they are: "
-)  # the spelling is RULER's
+)
 _HOPS = 4
-_EXAMPLE_LINES = 10
+_EXAMPLE_TOKENS = 500
+_LEAST = 5 * (_HOPS + 1)
 
 
-def puzzle(random: Random, material: Material, length: int, index: int) -> Puzzle:
-    """One chain of 4 hops; a solved example with shorter names comes before it. Sizes: sentences of noise."""
+def puzzle(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
+    """One chain of 4 hops; a solved example with shorter names, of 500 tokens, comes before it. Sizes: sentences of noise."""
     taken: set[str] = set()
     shown, names = _names(random, 3, taken), _names(random, 5, taken)
     shown_value, value = random.sample(range(10000, 100000), 2)
-    example = _question(noise(5 * _EXAMPLE_LINES), shown, shown_value, random)
-    solved = f"{example.prompt}{example.answer_prefix}{' '.join(shown)}\n\n"
+    example = _example(shown, shown_value, Random(random.random()), count)
+    solved = f"{example.prompt}{example.answer_prefix} {' '.join(shown)}\n\n"
     places = Random(random.random())
     state = places.getstate()
 
     def draft(size: int) -> Draft:
         places.setstate(state)
         question = _question(noise(size), names, value, places)
-        return Draft(f"{solved}\n\n{question.prompt}", question.answer_prefix.rstrip(), question.answers)
+        return Draft(f"{solved}{question.prompt}", question.answer_prefix, question.answers)
 
-    return Puzzle(5 * (_HOPS + 1), 10 * length, draft)
+    return Puzzle(_LEAST, 10 * length, draft)
+
+
+def _example(names: tuple[str, ...], value: int, places: Random, count: Count) -> Draft:
+    """The longest question of whole lines in `_EXAMPLE_TOKENS`."""
+    state, example = places.getstate(), None
+    for size in range(_LEAST, 10 * _EXAMPLE_TOKENS, 5):
+        places.setstate(state)
+        longer = _question(noise(size), names, value, places)
+        if example is not None and count(longer.prompt + longer.answer_prefix) > _EXAMPLE_TOKENS:
+            break
+        example = longer
+    assert example is not None
+    return example
 
 
 def _names(random: Random, letters: int, taken: set[str]) -> tuple[str, ...]:
@@ -53,10 +67,10 @@ def _names(random: Random, letters: int, taken: set[str]) -> tuple[str, ...]:
 
 def _question(lines: list[str], names: tuple[str, ...], value: int, random: Random) -> Draft:
     chain = [f"VAR {names[0]} = {value}"]
-    chain += [f"VAR {later} = VAR {earlier}" for earlier, later in pairwise(names)]
-    lines = [f"{line}\n" for line in lines]
+    chain += [f"VAR {later} = VAR {earlier} " for earlier, later in pairwise(names)]
+    lines = list(lines)
     places = sorted(random.sample(range(len(lines)), len(chain)))
     for done, (place, assignment) in enumerate(zip(places, chain, strict=True)):
         lines.insert(place + done, assignment)
-    context = " ".join(lines)
+    context = "\n".join(lines)
     return Draft(_TEMPLATE.format(context=context, value=value), _PREFIX.format(count=len(names), value=value), names)

@@ -7,7 +7,7 @@ import string
 from random import Random
 
 from .material import Material
-from .prompt import Draft, Puzzle
+from .prompt import Count, Draft, Puzzle
 
 _COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n"
@@ -27,7 +27,7 @@ _LONG = 4096
 _ZETA_2 = math.pi**2 / 6
 
 
-def common(random: Random, material: Material, length: int, index: int) -> Puzzle:
+def common(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
     """Ten words stand 30 times in the list, the others 3 times (6 and 1 below 4096 tokens). Sizes: words in the list."""
     often, seldom = (30, 3) if length >= _LONG else (6, 1)
     example_words, example_often, example_seldom = (40, 10, 3) if length >= _LONG else (20, 3, 1)
@@ -50,7 +50,7 @@ def common(random: Random, material: Material, length: int, index: int) -> Puzzl
     return Puzzle(_COMMON_WORDS + 1, len(vocabulary), draft, lacks)
 
 
-def frequent(random: Random, material: Material, length: int, index: int) -> Puzzle:
+def frequent(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
     """Random words of six letters, the k-th of them n / (ζ(2) k²) times, dots in the place of the first. Sizes: n."""
     wanted = max(length // 50, 5)
     vocabulary: dict[str, None] = {"...": None}
