@@ -71,10 +71,17 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The text decoder of a model, taken apart."""
+    """The text decoder of a model, taken apart. by_structure: where its parts were found, for one that is not in the table."""
 
     base: PreTrainedModel
     layers: Sequence[DecoderLayer]
+    by_structure: Family | None = None
+
+    def say_how_found(self) -> None:
+        """A warning where the family is not in the table, for who converts it."""
+        if self.by_structure is not None:
+            name = self.base.config.model_type
+            logger.warning("%s is not in the table of families; found by its structure: %s", name, self.by_structure)
 
 
 def locate(model: PreTrainedModel) -> Decoder:
@@ -91,9 +98,6 @@ def locate(model: PreTrainedModel) -> Decoder:
     family = FAMILIES.get(base.config.model_type) or _detect(base)
     prefix = next(path for path, module in model.named_modules() if module is base)
     path = f"{prefix}.{family.layers}".lstrip(".")
-    if not is_listed(base):
-        found = dataclasses.replace(family, layers=path)
-        logger.warning("%s is not in the table of families; found by its structure: %s", base.config.model_type, found)
     try:
         layers = []
         for index, block in enumerate(base.get_submodule(family.layers)):
@@ -103,7 +107,7 @@ def locate(model: PreTrainedModel) -> Decoder:
             layers.append(DecoderLayer(block, attention, mlp, block.get_submodule(family.down_proj), f"{where}.{family.down_proj}"))
     except (AttributeError, TypeError) as error:
         raise InPlaceTTTError(f"{name} does not look like {family}: {error}; is it a dense causal LM?") from None
-    return Decoder(base, layers)
+    return Decoder(base, layers, None if is_listed(base) else dataclasses.replace(family, layers=path))
 
 
 def is_listed(base: PreTrainedModel) -> bool:

@@ -45,6 +45,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
             'modules_to_save=["ttt"] in its config.'
         )
     decoder = locate(lm)
+    decoder.say_how_found()
     config = (config or InPlaceTTTConfig()).resolve(len(decoder.layers))
     indices = config.layers
     assert isinstance(indices, tuple)

@@ -7,6 +7,7 @@ documents they read.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import DeltaClip, InPlaceTTTConfig
+from ..families import locate
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import with_config
 from ..state import FastWeightState
@@ -100,6 +102,11 @@ class Probed:
             self.lm(input_ids=ids, **{"use_cache": False, **kwargs})
         return record
 
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the model is told by position_ids where documents begin; others read a row as one."""
+        return "position_ids" in inspect.signature(locate(self.lm).base.forward).parameters
+
     def cache(self) -> DynamicCache:
         return DynamicCache(config=self.lm.config.get_text_config())
 
@@ -124,7 +131,8 @@ def plain(probed: Probed) -> Iterator[Reading]:
 def batches(probed: Probed) -> Iterator[Reading]:
     """Rows of unequal lengths, padded on either side, in one call and, on the left, in pieces; rows of documents; rows reordered."""
     chunk = probed.chunk
-    yield "rows of documents", *_packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]])
+    if probed.takes_documents:
+        yield "rows of documents", *_packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]])
     lengths = [4 * chunk + 1, 2 * chunk + 3, chunk + 5]
     for left in (False, True):
         yield f"padded on the {'left' if left else 'right'}", *_padded(probed, lengths, left)
@@ -192,7 +200,8 @@ def _branched(probed: Probed) -> Iterator[Reading]:
 def documents(probed: Probed) -> Iterator[Reading]:
     """Five documents in a row."""
     chunk = probed.chunk
-    yield "five documents", *_packed(probed, [[2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, 4 * chunk + 5]])
+    if probed.takes_documents:
+        yield "five documents", *_packed(probed, [[2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, 4 * chunk + 5]])
 
 
 def many_chunks(probed: Probed) -> Iterator[Reading]:
@@ -208,8 +217,11 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
 
 
 def training_rows(probed: Probed) -> Reading:
-    """Packed rows, one document of them of nine chunks."""
+    """Packed rows, one document of them of nine chunks; where the model takes no documents, rows of ten chunks."""
     chunk = probed.chunk
+    if not probed.takes_documents:
+        record = probed.read(probed.ids(2, 10 * chunk + 7))
+        return "rows of ten chunks", record, record.whole()
     return "rows of documents", *_packed(probed, [[9 * chunk + 3, chunk + 4], [chunk - 1, 4 * chunk, 5 * chunk + 8]])
 
 

@@ -51,7 +51,9 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
         raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
     base, model = empty_model(checkpoint)
     base_type = base.model_type
-    paths = [layer.down_proj_path for layer in locate(model).layers]
+    decoder = locate(model)
+    decoder.say_how_found()
+    paths = [layer.down_proj_path for layer in decoder.layers]
     convert(model, config)
     resolved = config_of(model)
     assert isinstance(resolved.layers, tuple)

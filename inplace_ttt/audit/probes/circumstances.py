@@ -191,6 +191,8 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
             errors = {name: {i: by_layer[i] for i in lawful} for name, by_layer in probed.deviations(scene).items()}
         except Exception as error:  # in one call it ran
             return judged(False, f"the model raises {type(error).__name__}: {one_line(error, kind=False)}", {})
+    if not errors:
+        raise NotChecked("the model takes no position_ids, so that a row is one document")
     return _judged(whole.lm.dtype, errors, found)
 
 
