@@ -86,8 +86,8 @@ class DeclaredRule:
 
     def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         delta = v.T @ k
-        norm = float(torch.linalg.vector_norm(delta.detach()))
-        factor: float | Tensor = 1.0 if self.tau is None or norm <= self.tau else self.tau / norm
+        norm = torch.linalg.vector_norm(delta)
+        factor: float | Tensor = 1.0 if self.tau is None or float(norm.detach()) <= self.tau else self.tau / norm
         if self.config.write_norm is not None:
             factor = 1 / _spectral_norm(delta)
         delta, own = factor * delta, factor * (k.T @ k)

@@ -119,9 +119,6 @@ class Probed:
         return {i: deviation(record, i, layer, documents, self.rule(i, record.config)) for i, layer in self.layers.items()}
 
 
-# Scenes
-
-
 def plain(probed: Probed) -> Iterator[Reading]:
     """One row in one call, in evaluation."""
     record = probed.read(probed.ids(1, 3 * probed.chunk + 5))
@@ -152,21 +149,23 @@ def batches(probed: Probed) -> Iterator[Reading]:
     yield "padded on the left, in pieces", record, documents
     order = torch.tensor([2, 0, 0])
     first = probed.ids(3, 2 * chunk + 3).split([chunk + 1, chunk + 2], 1)
-    second = probed.ids(3, 3 * chunk, 1).split([4, *[1] * (chunk - 1), 2 * chunk - 3], 1)
+    second = _cut(probed.ids(3, 3 * chunk + 3, 1), _over_an_edge(2 * chunk + 3, chunk))
     record, documents = _streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
     yield "rows reordered", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)]
+    chosen = torch.tensor([2, 1], device=first[0].device)
+    second = tuple(ids[:2] for ids in second)
+    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
+    yield "rows chosen", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)]
 
 
 def pieces(probed: Probed) -> Iterator[Reading]:
     """A row through a cache, in pieces that end anywhere, token by token over a chunk's edge; and another one after a reset."""
     chunk = probed.chunk
-    sizes = [chunk // 2, chunk + 3, chunk, *[1] * (chunk + 2), 3, chunk // 2]
-    first = probed.ids(1, sum(sizes)).split(sizes, 1)
+    first = _cut(probed.ids(1, 5 * chunk), [chunk // 2, 3 * chunk + 2, *_over_an_edge(chunk // 2 + 2, chunk)])
     yield "in pieces", *_streamed(probed, [first])
-    sizes = [chunk + 3, chunk, *[1] * chunk, 2 * chunk]
-    second = probed.ids(1, sum(sizes), 1).split(sizes, 1)
-    record, (document,) = _streamed(probed, [first[:3], second], lambda cache, part: cache.reset(), restarts=True)
-    yield "in pieces after a reset", record, [document[:3], document[3:]]
+    second = _cut(probed.ids(1, 5 * chunk, 1), [chunk + 3, chunk, *_over_an_edge(3, chunk)])
+    record, (document,) = _streamed(probed, [first[:2], second], lambda cache, part: cache.reset(), restarts=True)
+    yield "in pieces after a reset", record, [document[:2], document[2:]]
 
 
 def taken_back(probed: Probed) -> Iterator[Reading]:
@@ -176,9 +175,13 @@ def taken_back(probed: Probed) -> Iterator[Reading]:
     if any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers) or not probed.config.decode_updates:
         return  # what left a window does not come back, and where tokens may be unwritten nothing is taken back
     first = probed.ids(1, 2 * chunk + 2).split([chunk + 2, chunk], 1)
-    second = probed.ids(1, 3 * chunk, 1).split([4, *[1] * chunk, 2 * chunk - 4], 1)
+    second = _cut(probed.ids(1, 3 * chunk, 1), _over_an_edge(2, chunk))
     record, (document,) = _streamed(probed, [first, second], lambda cache, part: cache.crop(-chunk))
     yield "a chunk taken back", record, [[document[0], *document[2:]]]
+    first = probed.ids(1, 2 * chunk + 7).split([2 * chunk + 3, 1, 3], 1)
+    second = _cut(probed.ids(1, 2 * chunk, 1), [1, *_over_an_edge(5, chunk)])
+    record, (document,) = _streamed(probed, [first, second], lambda cache, part: cache.crop(-3))
+    yield "tokens of an open chunk taken back", record, [[*document[:2], *document[3:]]]
 
 
 def _branched(probed: Probed) -> Iterator[Reading]:
@@ -209,8 +212,8 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
     chunk = probed.chunk
     record = probed.read(probed.ids(1, 16 * chunk + 3))
     yield "sixteen chunks", record, record.whole()
-    sizes = [9 * chunk + 4, *[1] * chunk, 6 * chunk - 1]
-    yield "sixteen chunks in pieces", *_streamed(probed, [probed.ids(1, sum(sizes)).split(sizes, 1)])
+    parts = _cut(probed.ids(1, 16 * chunk + 3), [9 * chunk + 4, *_over_an_edge(4, chunk)])
+    yield "sixteen chunks in pieces", *_streamed(probed, [parts])
     with probed.with_larger_chunks() as larger:
         record = larger.read(larger.ids(1, 3 * larger.chunk + 4))
         yield f"chunks of {larger.chunk} tokens", record, record.whole()
@@ -229,6 +232,17 @@ def padded_training_rows(probed: Probed) -> Reading:
     """Rows of unequal lengths."""
     chunk = probed.chunk
     return f"padded rows, chunks of {chunk} tokens", *_padded(probed, [3 * chunk + 4, 2 * chunk + 1], left=True)
+
+
+def _over_an_edge(at: int, chunk: int) -> list[int]:
+    """Sizes of pieces: what brings a stream from `at` to two tokens before an edge, and four single ones over it."""
+    ahead = (chunk - 2 - at) % chunk
+    return [*([ahead] if ahead else []), 1, 1, 1, 1]
+
+
+def _cut(ids: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Pieces [B, n] of these sizes, and one of what is left."""
+    return ids.split([*sizes, ids.shape[1] - sum(sizes)], 1)
 
 
 def _padding(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
@@ -273,7 +287,7 @@ def _streamed(
             known = 0 if restarts else known
             for ids in pieces:
                 probed.lm(input_ids=ids, past_key_values=cache, use_cache=True)
-                for row, document in enumerate(found):
+                for row, document in enumerate(found[: len(ids)]):
                     document.append(Piece(number, row, 0, ids.shape[1], _writes(probed, ids.shape[1], known)))
                 number, known = number + 1, known + ids.shape[1]
             if between is not None and part + 1 < len(parts):

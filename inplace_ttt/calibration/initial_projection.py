@@ -49,7 +49,7 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
             gradients = torch.autograd.grad(loss, list(probes.values()))
             for index, gradient in zip(probes, gradients, strict=True):
                 ahead = layers[index].ttt.standardise(seen[index].source[:, 1:].to(gradient.device)).flatten(0, 1).float()
-                here = gradient[:, :-1].flatten(0, 1).float()
+                here = gradient.reshape(*row.shape, -1)[:, :-1].flatten(0, 1).float()
                 slopes[index] = slopes.get(index, 0) - ahead.T @ here
                 moments[index] = moments.get(index, 0) + ahead.T @ ahead
     return {index: least_squares(moments[index], slopes[index]) for index in slopes}

@@ -51,9 +51,7 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
         raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
     base, model = empty_model(checkpoint)
     base_type = base.model_type
-    decoder = locate(model)
-    decoder.say_how_found()
-    paths = [layer.down_proj_path for layer in decoder.layers]
+    paths = [layer.down_proj_path for layer in locate(model).layers]
     convert(model, config)
     resolved = config_of(model)
     assert isinstance(resolved.layers, tuple)

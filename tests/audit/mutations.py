@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, surgery
 from inplace_ttt.audit import Report, audit_model
+from inplace_ttt.audit.catalogue import circumstances
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.target import TargetGenerator
@@ -25,6 +26,13 @@ from inplace_ttt.ops import fast_weight as op
 from inplace_ttt.surgery import fast_weights
 
 Patch = pytest.MonkeyPatch
+CIRCUMSTANCES = {*(item.id for item in circumstances.CIRCUMSTANCES), "take-back", "document-grid", "gradient"}
+"""Items that say where a fault shows; others say what it is."""
+
+
+def owners(report: Report, owner: str) -> list[str]:
+    """The undeclared deviations, without the circumstances that stand beside `owner`."""
+    return [id for id in report.undeclared if id == owner or id not in CIRCUMSTANCES]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
 from .bench import Bench
 from .circumstances import plain_deviations
-from .twin import twin
+from .twin import TWIN_RANGE, base_of_twin, twin, twin_on_disk
 
 
 def target_source(whole: WholeModel, expected: Any) -> Outcome:
@@ -73,8 +73,7 @@ def start_conv(whole: WholeModel, expected: Any) -> Outcome:
     """The convolutions of a fresh conversion with these settings, and of this model if it was never trained."""
     if whole.config.conv == "next":
         return Outcome("extension", "there is no convolution: the next token's source stands in its place", {"conv": "next"})
-    with twin(whole.config) as model:
-        fresh = max(float(layer.ttt.conv.detach().abs().max()) for layer in surgery.fast_weights(model).values())
+    fresh = max(float(conv.abs().max()) for conv, _ in whole.once(fresh_generators))
     here = max(float(layer.ttt.conv.detach().abs().max()) for layer in whole.layers.values())
     found = "a conversion starts with conv = 0" if fresh == 0 else f"a conversion starts with conv up to {fresh:.2g}"
     found += "; this model's is 0 still" if here == 0 else "; this model's has been trained since"
@@ -87,18 +86,44 @@ def start_projection(whole: WholeModel, expected: Any) -> Outcome:
         return Outcome("extension", f"P starts as the {whole.config.proj_init.replace('_', ' ')}", {"proj_init": whole.config.proj_init})
     if whole.config.calibrated_proj:
         return Outcome("extension", "P starts as the map to the next token that is measured on a text", {"calibrated_proj": True})
-    with twin(whole.config, layers=(0, 1, 2)) as model:
-        wanted = surgery.initial_std(model.config)
-        matrices = [layer.ttt.proj.detach() for layer in surgery.fast_weights(model).values()]
+    fresh, half = [proj for _, proj in whole.once(fresh_generators)], len(whole.once(fresh_generators)) // 2
+    drawn = [(p, TWIN_RANGE) for p in fresh]
+    groups = [fresh[:half], fresh[half:]]
     if untrained(whole):
-        matrices += [layer.ttt.proj.detach().float().cpu() for layer in whole.layers.values()]
-    off = max(float((p - p.diagonal().diag()).abs().max()) for p in matrices)
-    std = float(matrices[0].diagonal().std())
-    alike = any(torch.equal(a, b) for a, b in itertools.combinations(matrices, 2))
-    holds = off == 0 and abs(std / wanted - 1) < 0.25 and not alike
-    found = f"P is diagonal, N(0, {std:.3g}²)" if off == 0 else f"P has entries up to {off:.2g} off its diagonal"
+        own = [layer.ttt.proj.detach().float().cpu() for layer in whole.layers.values()]
+        drawn += [(p, surgery.initial_std(whole.lm.config)) for p in own]
+        groups.append(own)
+    off = max(float((p - p.diagonal().diag()).abs().max()) for p, _ in drawn)
+    strange = [why for p, wanted in drawn if (why := _unlike_normal(p.diagonal() / wanted))]
+    alike = any(torch.equal(a, b) for group in groups for a, b in itertools.combinations(group, 2))
+    found = "P is diagonal, N(0, σ²) with the initializer range" if off == 0 else f"P has entries up to {off:.2g} off its diagonal"
+    found = strange[0] if strange and off == 0 else found
     found += "; the same in two layers" if alike else ""
-    return judged(holds, found, {"largest off the diagonal": off, "spread on the diagonal": std, "initializer range": wanted}, 0.25)
+    spread = [float(p.diagonal().std()) / wanted for p, wanted in drawn]
+    numbers = {"largest off the diagonal": off, "spread on the diagonal, over the initializer range": spread}
+    return judged(off == 0 and not strange and not alike, found, numbers, 0.25)
+
+
+def fresh_generators(whole: WholeModel) -> list[tuple[Tensor, Tensor]]:
+    """conv and P of three layers of a small model: first as converted in memory, then as a converted folder is loaded."""
+    found = []
+    for converted in (twin, twin_on_disk):
+        with converted(whole.config, layers=(0, 1, 2)) as model:
+            layers = [layer.ttt for layer in surgery.fast_weights(model).values()]
+            found += [(ttt.conv.detach().clone() if ttt.conv is not None else Tensor(), ttt.proj.detach().clone()) for ttt in layers]
+    return found
+
+
+def _unlike_normal(x: Tensor) -> str:
+    """What of numbers [n] is not as N(0, 1) has it, beyond what n draws may do; empty where all is."""
+    n, mean, std, largest = len(x), float(x.mean()), float(x.std()), float(x.abs().max())
+    if abs(std - 1) > max(0.25, 4 / (2 * n) ** 0.5):
+        return f"P's diagonal has {std:.2f} of the initializer range"
+    if abs(mean) > max(0.35, 4 / n**0.5):
+        return f"P's diagonal has a mean of {mean:.2f} of its range"
+    if n >= 100 and largest < 1.9 * std:
+        return f"P's diagonal is nowhere above {largest / std:.2f} of its spread, as no normal draw is"
+    return ""
 
 
 def start_identity(whole: WholeModel, expected: Any) -> Outcome:
@@ -107,11 +132,14 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
         return Outcome("extension", "a fresh conversion writes at once, so that it is not its base", {"conv": whole.config.conv})
     ids = torch.randint(64, (1, 3 * whole.chunk), generator=torch.Generator().manual_seed(whole.seed))
     settings = dataclasses.replace(whole.config, chunk_size=whole.chunk)
-    with twin(settings, before=ids) as model, torch.no_grad():
-        for layer in surgery.fast_weights(model).values():
-            layer.ttt.conv.zero_()
-        fresh = _difference(model(ids, use_cache=False).logits, model.logits_before)
-    numbers = {"logits of a small model against its base": fresh}
+    numbers = {}
+    with torch.no_grad():
+        wanted = base_of_twin()(ids, use_cache=False).logits
+        for name, converted in {"a small model": twin, "a small folder": twin_on_disk}.items():
+            with converted(settings, layers=(0, 1)) as model:
+                for layer in surgery.fast_weights(model).values():
+                    layer.ttt.conv.zero_()
+                numbers[f"logits of {name} against its base"] = _difference(model(ids, use_cache=False).logits, wanted)
     if untrained(whole):
         with small_chunks(whole.model, whole.chunk, seed=None), torch.no_grad():
             on = whole.lm(whole.ids, use_cache=False).logits

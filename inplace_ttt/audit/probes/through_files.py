@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from ...checkpoint.adapter import save_adapter
 from ...checkpoint.loading import load
@@ -37,7 +34,7 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
         changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer.ttt)]
     if changed:
         return judged(False, f"a state dict has {changed[0]} otherwise than the model", {"changed": changed}, 0)
-    with twin(whole.config) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder, _quiet():
+    with twin(whole.config) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder:
         model.config.inplace_ttt["config"] = probed.config.to_dict()
         wrong: list[str] = []
         numbers: dict[str, Any] = {}
@@ -54,9 +51,9 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def _not_as_held(generator: nn.Module) -> list[str]:
-    """Names of a target generator's parameters that its state dict lacks, or has with other values."""
-    saved = generator.state_dict()
-    return [name for name, p in generator.named_parameters() if name not in saved or not torch.equal(saved[name], p.detach())]
+    """Names of a target generator's tensors that its state dict lacks, or has with other values."""
+    saved, held = generator.state_dict(), {**dict(generator.named_parameters()), **dict(generator.named_buffers())}
+    return [name for name, tensor in held.items() if name not in saved or not torch.equal(saved[name], tensor.detach())]
 
 
 def _checkpoint(model: Any, probed: Probed, folder: Path) -> list[str]:
@@ -106,18 +103,6 @@ def _session(model: Any, probed: Probed, folder: Path) -> float:
     again = FastWeightState.load(folder / "session", model)
     unbroken, loaded = (model(later, past_key_values=s.cache, use_cache=True).logits for s in (state, again))
     return _difference(loaded, unbroken)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' bars, which would stand in the middle of the audit's own."""
-    shown = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bar()
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -6,40 +6,84 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from ... import surgery
 from ...calibration.calibrate import calibrate
+from ...checkpoint.loading import load
+from ...checkpoint.reading import Checkpoint
+from ...checkpoint.writing import describe_base, initial_tensors, plan_conversion, write_full
 from ...config import InPlaceTTTConfig
+
+TWIN_RANGE = 0.03
+"""Its initializer range: not the usual 0.02, so that what takes no notice of it shows."""
 
 
 @contextmanager
-def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), before: Tensor | None = None) -> Iterator[Any]:
-    """A three-layer Llama, converted by this package with these settings. `before`: also its logits on ids, unconverted."""
-    eta = config.eta if not isinstance(config.eta, tuple) else config.eta[0]
-    settings = dataclasses.replace(config, layers=layers, eta=eta)
-    shape = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=1 << 20
-    )
-    level = logging.getLogger("inplace_ttt.surgery").level
-    logging.getLogger("inplace_ttt.surgery").setLevel(logging.ERROR)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model: Any = LlamaForCausalLM(shape).eval()
-        if before is not None:
-            with torch.no_grad():
-                model.logits_before = model(before, use_cache=False).logits
-        converted = surgery.convert(model, settings)
+def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1)) -> Iterator[Any]:
+    """A three-layer Llama, converted by this package with these settings."""
+    settings = _settings(config, layers)
+    with _in_silence():
+        model = surgery.convert(base_of_twin(), settings)
         if settings.needs_calibration:
-            calibrate(converted, [calibration_ids()])
-        yield converted
+            calibrate(model, [calibration_ids()])
+        yield model
+
+
+@contextmanager
+def twin_on_disk(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> Iterator[Any]:
+    """The same base, converted as a folder and loaded; not calibrated."""
+    with _in_silence(), TemporaryDirectory() as folder:
+        base_of_twin().save_pretrained(Path(folder) / "base")
+        checkpoint = Checkpoint.open(Path(folder) / "base")
+        plan = plan_conversion(checkpoint, _settings(config, layers))
+        out = Path(folder) / "converted"
+        out.mkdir()
+        write_full(out, checkpoint, plan, initial_tensors(checkpoint, plan), describe_base(checkpoint, plan))
+        yield load(out)
+
+
+def base_of_twin() -> Any:
+    """The same weights each time."""
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=1 << 20,
+        initializer_range=TWIN_RANGE,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(shape).eval()
+
+
+def _settings(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> InPlaceTTTConfig:
+    eta = config.eta if not isinstance(config.eta, tuple) else config.eta[0]
+    return dataclasses.replace(config, layers=layers, eta=eta)
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Without what a conversion warns of, and transformers' bars, which would stand in the middle of the audit's own."""
+    logger = logging.getLogger("inplace_ttt.surgery")
+    level, shown = logger.level, is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    disable_progress_bar()
+    try:
+        yield
     finally:
-        logging.getLogger("inplace_ttt.surgery").setLevel(level)
+        logger.setLevel(level)
+        if shown:
+            enable_progress_bar()
 
 
 def calibration_ids() -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -16,6 +18,7 @@ from ...layer.fast_linear import FastWeight
 from ...surgery import fast_weights
 from .. import parameters
 from ..data import TrainingData, build_data
+from ..monitor import EtaWarmup
 from ..recipe import Recipe
 from .rows import read_rows
 
@@ -83,12 +86,49 @@ def schedule(run: Run, expected: Any) -> Outcome:
     numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.final_ratio}
     text = f"{o.schedule} to {o.final_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
     factors = {group: [parameters.schedule(o, run.recipe.steps, group)(step) for step in range(run.recipe.steps)] for group in _GROUPS}
+    for group, values in factors.items():
+        off = max(abs(a - b) for a, b in zip(values, _declared_factors(run, group), strict=True))
+        if off > 1e-6:
+            return judged(False, f"the rate of {group} is {off:.0%} of its peak off the {o.schedule} schedule", numbers, 1e-6)
+    if wrong := _eta_warmup(run):
+        return judged(False, wrong, numbers, 1e-6)
     highest = {group: max(values) for group, values in factors.items()} | {"η": min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))}
     low = min(highest, key=lambda group: highest[group])
     if highest[low] < _REACHED:
         found = f"in its {run.recipe.steps} steps {low} comes to {highest[low]:.2g} of what is set for it"
         return judged(False, found, {**numbers, "highest": highest}, _REACHED)
     return Outcome("unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers)
+
+
+def _declared_factors(run: Run, group: str) -> list[float]:
+    """Linear warm-up, then the recipe's decay: the factor of each step."""
+    o, steps = run.recipe.optimisation, run.recipe.steps
+    warmup = o.warmup_steps if group not in ("conv", "proj") or o.ttt_warmup_steps is None else o.ttt_warmup_steps
+    found = []
+    for step in range(steps):
+        done = (step - warmup) / max(1, steps - warmup)
+        left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[o.schedule]
+        low = 0.0 if o.schedule == "constant" else o.final_ratio
+        found.append((step + 1) / (warmup + 1) if step < warmup else low + (1 - low) * left)
+    return found
+
+
+def _eta_warmup(run: Run) -> str:
+    """What the warm-up of η makes of it otherwise than a line from 0 to its own; empty where that is what it does."""
+    warmup, layers = run.recipe.optimisation.eta_warmup_steps, fast_weights(run.model)
+    own = {index: layer.eta for index, layer in layers.items()}
+    callback = EtaWarmup(warmup)
+    try:
+        for step in {0, warmup // 2, warmup, warmup + 1} if warmup else ():
+            callback.on_step_begin(None, SimpleNamespace(global_step=step), None, model=run.model)
+            for index, layer in layers.items():
+                wanted = own[index] * min(1.0, (step + 1) / (warmup + 1))
+                if abs(layer.eta - wanted) > 1e-6 * abs(own[index]):
+                    return f"at step {step} of its warm-up layer {index} writes with η {layer.eta:g} in place of {wanted:g}"
+    finally:
+        for index, layer in layers.items():
+            layer.fast.eta = own[index]
+    return ""
 
 
 def optimiser(run: Run, expected: Any) -> Outcome:
@@ -108,20 +148,25 @@ def _wrongly_grouped(run: Run) -> list[str]:
         groups = parameters.parameter_groups(model, o)
     except InPlaceTTTError as error:
         return [str(error).rstrip(".")]
-    rates: dict[int, list[float]] = {}
+    known: dict[int, list[tuple[float, float]]] = {}
     for group in groups:
         for parameter in group["params"]:
-            rates.setdefault(id(parameter), []).append(group["lr"])
+            known.setdefault(id(parameter), []).append((group["lr"], group["weight_decay"]))
     own = {id(p): kind for layer in fast_weights(model).values() for kind, p in _generator(layer).items()}
-    wanted = {"conv": o.conv_learning_rate or o.learning_rate, "proj": o.proj_learning_rate or o.learning_rate}
+    wanted = {
+        "conv": (o.conv_learning_rate or o.learning_rate, o.conv_weight_decay),
+        "proj": (o.proj_learning_rate or o.learning_rate, o.proj_weight_decay),
+    }
     wrong = []
     for name, parameter in model.named_parameters():
         kind = own.get(id(parameter), "")
         if kind or o.train == "all" or (o.train == "lora" and "lora_" in name):
-            known = rates.get(id(parameter), [])
-            if not parameter.requires_grad or known != [wanted.get(kind, o.learning_rate)]:
-                rate = "is not optimised" if not known or not parameter.requires_grad else f"has the rates {known}"
-                wrong.append(f"{name} {rate}")
+            rest = (o.learning_rate, o.weight_decay if parameters.dimensions(parameter) > 1 else 0.0)
+            found = known.get(id(parameter), [])
+            if not parameter.requires_grad or not found:
+                wrong.append(f"{name} is not optimised")
+            elif found != [wanted.get(kind, rest)]:
+                wrong.append(f"{name} has rate and decay {', '.join(f'{rate:g}, {decay:g}' for rate, decay in found)}")
     return wrong
 
 

@@ -59,7 +59,7 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
     off = _off(rows, list(islice(laid_out(data.documents(), length, data.align), count)))
     if recipe.data.recall is not None:  # the task asks for some of its tokens only
         del off[_MISSING]
-    unlike = _unlike(rows[:2])
+    unlike = _unlike(rows[:2]) or _unlike(rows[-3:])
     numbers = {"rows": len(rows), "share of places with": off, "not its rows' in a batch": unlike}
     if unlike:
         return judged(False, f"a batch of two rows has not their {' and '.join(unlike)}", numbers, 0)
