@@ -26,7 +26,7 @@ from inplace_ttt.ops import fast_weight as op
 from inplace_ttt.surgery import fast_weights
 
 Patch = pytest.MonkeyPatch
-CIRCUMSTANCES = {*(item.id for item in circumstances.CIRCUMSTANCES), "take-back", "document-grid", "gradient"}
+CIRCUMSTANCES = {*(item.id for item in circumstances.CIRCUMSTANCES), "take-back", "document-grid", "every-layer", "gradient"}
 """Items that say where a fault shows; others say what it is."""
 
 
