@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,19 @@ from torch import Tensor, nn
 
 from .network import LinearMap, NetworkMemory, fixed, taken
 from .protocol import Tokens, Weights, chunks
+
+Muon = Literal["usual", "public"]
+COEFFICIENTS: dict[Muon, tuple[tuple[float, float, float], ...]] = {
+    "usual": ((3.4445, -4.7750, 2.0315),) * 5,
+    "public": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+"""Of each Newton-Schulz step: Muon's quintic, and the five of LaCT's public code, which bring every singular value nearer to 1."""
 
 
 class LaCTState(NamedTuple):
@@ -31,12 +44,14 @@ class LaCT(NetworkMemory[LaCTState]):
     the paper's options: momentum, and what its layer has around the memory (window attention on the same q, k, v).
 
     chunk: tokens that are written together. 2,048 to 1M in the paper; a GPU is idle below that.
+    muon: the steps' coefficients, Muon's usual ones or those of LaCT's public code.
     """
 
     reads_first = True
 
-    def __init__(self, dim: int, heads: int = 1, chunk: int = 2048, expand: int = 2, base_rate: float = 0.01) -> None:
+    def __init__(self, dim: int, heads: int = 1, chunk: int = 2048, expand: int = 2, base_rate: float = 0.01, muon: Muon = "usual") -> None:
         d = dim // heads
+        self.muon = COEFFICIENTS[muon]
         super().__init__(dim, heads, chunk, [(expand * d, d), (expand * d, d), (d, expand * d)])
         self.to_rates = nn.Linear(dim, 3 * heads)
         nn.init.constant_(self.to_rates.bias, math.log(math.expm1(base_rate)))  # softplus⁻¹
@@ -77,19 +92,18 @@ class LaCT(NetworkMemory[LaCTState]):
         if state.filled + tokens < self.chunk:
             return LaCTState(state.weights, total, state.filled + tokens)
         weights = (
-            F.normalize(w - orthogonal(g), dim=-1) * start.norm(dim=-1, keepdim=True)
+            F.normalize(w - orthogonal(g, self.muon), dim=-1) * start.norm(dim=-1, keepdim=True)
             for w, g, start in zip(state.weights, total, self.initial_weights(1), strict=True)
         )
         return LaCTState(tuple(weights), tuple(torch.zeros_like(g) for g in total), 0)
 
 
-def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
-    """Muon's UVᵀ of g = UΣVᵀ [.., out, in], roughly: Newton-Schulz with its quintic coefficients brings Σ into 0.7 to 1.2."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+def orthogonal(g: Tensor, coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS["usual"]) -> Tensor:
+    """Muon's UVᵀ of g = UΣVᵀ [.., out, in], roughly: Newton-Schulz with the usual coefficients brings Σ into 0.7 to 1.2."""
     wide = g.shape[-2] <= g.shape[-1]
     x = g if wide else g.mT
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for a, b, c in coefficients:
         s = x @ x.mT
         x = a * x + (b * s + c * (s @ s)) @ x
     return x if wide else x.mT

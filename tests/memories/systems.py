@@ -19,6 +19,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "ttt-linear, one head, bare": ("ttt-linear", {"mini_batch": CHUNK, "learnt_rate": False, "residual_norm": False, "eta_base": 0.05}),
     "ttt-mlp": ("ttt-mlp", {"heads": 2, "mini_batch": CHUNK}),
     "lact": ("lact", {"heads": 2, "chunk": CHUNK}),
+    "lact, public Muon": ("lact", {"heads": 2, "chunk": CHUNK, "muon": "public"}),
     "titans, one layer": ("titans", {"layers": 1, "chunk": CHUNK}),
     "titans": ("titans", {"heads": 2, "chunk": CHUNK, "alpha": 0.1, "theta": 0.1}),
     "titans, data-dependent": ("titans", {"heads": 2, "chunk": CHUNK, "data_dependent": True}),

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from audit.public_classes import classes
 from models import distance
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from inplace_ttt.memories import MEMORIES, DeltaNet, InPlaceTTT, LaCT, Titans, T
 from inplace_ttt.memories.lact import orthogonal
 from inplace_ttt.memories.matrix import flash
 from inplace_ttt.ops import fast_weight
-from memories.systems import DIM, inputs, randomise, system
+from memories.systems import CHUNK, DIM, inputs, randomise, system
 
 
 def test_deltanet_replaces_what_a_key_stood_for() -> None:
@@ -161,3 +162,21 @@ def test_bad_input_is_refused() -> None:
         make("titans", 8)(torch.zeros(2, 0, 8))
     with pytest.raises(InPlaceTTTError, match="layers must be 1 or 2, got 3"):
         make("titans", 8, layers=3)
+
+
+@torch.no_grad()
+def test_lact_is_its_public_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32: the public code's Muon works in bfloat16, which is taken out of it here."""
+    names = ("silu_backprop", "l2_norm", "zeropower_via_newtonschulz5", "block_causal_lact_swiglu")
+    public = classes("lact/ttt_operation.py", *names)["block_causal_lact_swiglu"]
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.float)
+    memory, x = LaCT(DIM, chunk=CHUNK, muon="public"), inputs(4 * CHUNK + 2, dtype=torch.float32)
+    randomise(memory)
+    tokens, (gate, up, down) = memory.tokens(x), memory.initial_weights(3)
+    read, _ = memory.parallel(memory.initial_state(3), tokens)
+    of_gate, of_up, of_down = tokens.rates.split(1, dim=-1)
+    given = (gate, down, up, tokens.q, tokens.k, tokens.v, of_gate, of_down, of_up)
+    found = public(*(tensor[:, 0] for tensor in given), CHUNK, use_muon=True)
+    assert distance(read[:, 0], found) < 3e-5, "it adds 1e-5 to the norms that it divides by"
+    usual, _ = LaCT.parallel(LaCT(DIM, chunk=CHUNK), memory.initial_state(3), tokens)
+    assert distance(usual[:, 0], found) > 1e-2

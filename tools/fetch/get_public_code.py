@@ -1,4 +1,4 @@
-"""Get the files of the public implementations that the audit's tests run, at pinned commits, from GitHub.
+"""Get the files of public implementations that tests run, at pinned commits, from GitHub.
 
 Their licences are their own; nothing of them is installed or becomes part of this project.
 
@@ -37,6 +37,16 @@ SOURCES = (
                 "inference_model/hf_qwen3/modeling_qwen3.py": "98ec94bcf1780635d7817b993a0bf4fa1f1a7e3a35415dce8a46c345a52a2858",
                 "inference_model/hf_llama3/modeling_llama.py": "78e95c6cc3a64d4fc629ca6a9abb135883d1c0a6ca5184a2a0b8283f06802d85",
             }.items()
+        },
+    ),
+    Source(
+        "a1600012888/LaCT",
+        "1f84d479fee89e34c58d74a0cf399c2b70564845",
+        {
+            "lact/ttt_operation.py": (
+                "lact_llm/lact_model/ttt_operation.py",
+                "ad9ee9bd98f3b73289291288b508c67e8049613c55ec3cc804ec94069db08a62",
+            )
         },
     ),
     Source(
@@ -79,7 +89,7 @@ def _read(source: Source, path: str) -> bytes:
 
 def main() -> Path:
     """Read the command line and get the files."""
-    parser = argparse.ArgumentParser(description="Get the public implementations' files that the audit's tests run.")
+    parser = argparse.ArgumentParser(description="Get the public implementations' files that tests run.")
     parser.add_argument("--out", type=Path, default=Path(".cache/public-code"), help="folder (default: %(default)s)")
     return get_public_code(parser.parse_args().out)
 
