@@ -52,6 +52,8 @@ class AuditedModule(ABC):
     whitening: str | None = None
     writes_generated: bool | None = None
     """Whether tokens that are read one at a time are meant to write; None where unknown."""
+    detaches_target: bool | None = None
+    """Whether the target is meant to give its source no gradient; None where unknown."""
 
     @abstractmethod
     def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:

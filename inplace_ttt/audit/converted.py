@@ -97,6 +97,7 @@ class ConvertedLayer(AuditedModule):
         self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
         self._own_chunk = own_chunk
         self.writes_generated = self.layer.fast.config.decode_updates
+        self.detaches_target = self.layer.fast.config.detach_target
         self.device = self.layer.ttt.proj.device
 
     def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:

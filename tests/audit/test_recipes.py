@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import word_level
 from training.recipes import CONFIG, tiny_recipe
 from transformers import AutoTokenizer
@@ -83,7 +84,7 @@ def data_of(recipe: Recipe, **report: Any) -> TrainingData:
     """Rows of random documents, their report with some numbers changed."""
     tokens = torch.randint(3, CONFIG["vocab_size"], (3, 40_000), generator=torch.Generator().manual_seed(0))
     documents = [row.tolist() for row in tokens]
-    rows = list(pack(documents, recipe.data.sequence_length, 0))
+    rows = Dataset.from_list(list(pack(documents, recipe.data.sequence_length, 0)))
     counts = {"long_share": 0.25, "tokens": 1000, "chunks_per_piece": {"min": 0, "median": 1, "max": 3}}
     return TrainingData(rows, None, SimpleNamespace(**{**counts, **report}), lambda: iter(documents))  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -13,10 +14,14 @@ from .. import batches
 from ..data import TrainingData
 from ..packing import IGNORED
 from ..recipe import Recipe
+from ..row_order import rows_to_come
+from ..streams import RowStream
 
 _ROWS, _TOKENS = 32, 1 << 17
 """How many rows are read: so many, or fewer where they are long, but two at least."""
 
+_FEW = 512
+"""Rows at most, of which the order is looked at."""
 _OTHER = "other tokens than the documents'"
 _POSITIONS = "positions that do not begin with each document"
 _MISSING = "tokens of a document that nothing is to predict"
@@ -52,7 +57,7 @@ def _padding(position: int) -> Place:
 
 
 def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
-    """Tokens, positions and labels of the first rows, by themselves and as a batch."""
+    """Tokens, positions and labels of the first rows, by themselves, as a batch, in the order of the run, and held out."""
     length = recipe.data.sequence_length
     count = max(2, min(_ROWS, _TOKENS // length))
     rows = list(islice(iter(data.train), count))
@@ -60,13 +65,45 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
     if recipe.data.recall is not None:  # the task asks for some of its tokens only
         del off[_MISSING]
     unlike = _unlike(rows[:2]) or _unlike(rows[-3:])
-    numbers = {"rows": len(rows), "share of places with": off, "not its rows' in a batch": unlike}
+    numbers: dict[str, Any] = {"rows": len(rows), "share of places with": off, "not its rows' in a batch": unlike}
     if unlike:
         return judged(False, f"a batch of two rows has not their {' and '.join(unlike)}", numbers, 0)
+    if strange := _in_another_order(recipe, data) or _held_out_otherwise(recipe, data):
+        return judged(False, strange, numbers, 0)
     worst = max(off, key=lambda what: off[what])
     if off[worst]:
         return judged(False, f"{worst}, in {off[worst]:.1%} of the places of the first {len(rows)} rows", numbers, 0)
     return judged(True, f"the first {len(rows)} rows say what their documents do, and a batch what its rows do", numbers, 0)
+
+
+def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
+    """What of the rows that the first steps read is not one of the run's rows each time another; empty where all is."""
+    if isinstance(data.train, RowStream) or not len(data.train) or len(data.train) > _FEW:
+        return ""
+    known = Counter(map(_key, data.train))
+    met = Counter(map(_key, islice(iter(rows_to_come(data.train, recipe)), len(data.train))))
+    if not met.keys() <= known.keys():
+        return "a step reads a row that is none of the run's"
+    epochs = -(-met.total() // len(data.train))
+    return "" if all(met[key] <= epochs * known[key] for key in met) else "the first epoch reads a row again before it has read the others"
+
+
+def _held_out_otherwise(recipe: Recipe, data: TrainingData) -> str:
+    """What of the first held-out batch is not its rows', each token's label the next one; empty where all is."""
+    if data.validation is None or not len(data.validation) or recipe.parallel.sequence_parallel > 1:
+        return ""
+    batch = next(batches.held_out_batches(data.validation, recipe, 0))
+    for number in range(min(len(data.validation), len(batch["input_ids"]))):
+        row = data.validation[number]
+        wanted = {"input_ids": row["input_ids"], "position_ids": row["position_ids"], "shift_labels": [*row["labels"][1:], IGNORED]}
+        for name, values in wanted.items():
+            if batch[name][number].tolist() != list(values):
+                return f"a held-out batch has not its rows' {name}"
+    return ""
+
+
+def _key(row: dict[str, Any]) -> tuple[int, ...]:
+    return (*row["input_ids"], *row["position_ids"], *row["labels"])
 
 
 def _unlike(rows: Sequence[dict[str, Any]]) -> list[str]:
