@@ -71,12 +71,13 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, entered, with what the pages take for given: ./smollm2-135m, book.txt, and what `make model text` fetches."""
+    """An empty folder, entered, with what the pages take for given: ./smollm2-135m, two texts, and what `make model text` fetches."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     logging.disable_progress_bar()
     book = tmp_path / "book.txt"
     book.write_text(tiny.text(words=1500), encoding="utf-8")
+    (tmp_path / "another.txt").write_text(" ".join(reversed(tiny.text(words=1500).split())), encoding="utf-8")
     small_model(tmp_path / "smollm2-135m")
     public_ttt_ntp(tmp_path / "ttt-ntp-smollm2", tmp_path / "smollm2-135m")
     (tmp_path / ".cache" / "text" / "shakespeare").mkdir(parents=True)
