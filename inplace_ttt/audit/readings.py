@@ -220,12 +220,12 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
 
 
 def training_rows(probed: Probed) -> Reading:
-    """Packed rows, one document of them of nine chunks; where the model takes no documents, rows of ten chunks."""
+    """A packed row, one document of it of nine chunks; where the model takes no documents, a row of ten chunks."""
     chunk = probed.chunk
     if not probed.takes_documents:
-        record = probed.read(probed.ids(2, 10 * chunk + 7))
-        return "rows of ten chunks", record, record.whole()
-    return "rows of documents", *_packed(probed, [[9 * chunk + 3, chunk + 4], [chunk - 1, 4 * chunk, 5 * chunk + 8]])
+        record = probed.read(probed.ids(1, 10 * chunk + 7))
+        return "a row of ten chunks", record, record.whole()
+    return "a row of documents", *_packed(probed, [[9 * chunk + 3, chunk + 4]])
 
 
 def padded_training_rows(probed: Probed) -> Reading:
