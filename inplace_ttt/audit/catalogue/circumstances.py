@@ -42,10 +42,10 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         None, circumstances.in_batches, named_by=("padding", "rows", "in-pieces", *PIECES), absent=True,
     ),
     Item(
-        "over-many-chunks", "The sixteenth chunk and the fifth document are read as the first", "§3.4, Algorithm 1",
+        "over-many-chunks", "The sixteenth chunk is read as the second, and larger chunks too", "§3.4, Algorithm 1",
         "The sum runs over all chunks before, from the start of the document.", "high", "The same.",
         "Long texts are what the method is for, and what short tests do not read.",
-        "Read sixteen chunks and five packed documents.",
+        "Read sixteen chunks, and chunks of another length.",
         circumstances.layer_over_many_chunks, circumstances.over_many_chunks,
         named_by=("document-reset", "document-grid", "plain-sum", "state-precision", "context-parallel", "in-pieces", *PIECES),
     ),

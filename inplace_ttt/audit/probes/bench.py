@@ -327,6 +327,11 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted).clamp(min=1e-30))
 
 
+def largest_difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest |found - wanted|, over the largest |wanted|."""
+    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30))
+
+
 def measured_chunk(module: AuditedModule, meant: int, x: Tensor) -> int | None:
     """Tokens a chunk: where the outputs step, when all keys are equal and all targets too. None where they do not.
 

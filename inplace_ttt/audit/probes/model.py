@@ -16,7 +16,7 @@ from ...families import locate
 from ..converted import borrowed, small_chunks
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
-from .bench import Bench
+from .bench import Bench, largest_difference
 from .circumstances import plain_deviations
 from .twin import TWIN_RANGE, base_of_twin, twin, twin_on_disk
 
@@ -142,20 +142,16 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
             with converted(settings, layers=(0, 1)) as model:
                 for layer in surgery.fast_weights(model).values():
                     layer.ttt.conv.zero_()
-                numbers[f"logits of {name} against its base"] = _difference(model(ids, use_cache=False).logits, wanted)
+                numbers[f"logits of {name} against its base"] = largest_difference(model(ids, use_cache=False).logits, wanted)
     if untrained(whole):
         with small_chunks(whole.model, whole.chunk, seed=None), torch.no_grad():
             on = whole.lm(whole.ids, use_cache=False).logits
             with surgery.ttt_disabled(whole.lm):
                 off = whole.lm(whole.ids, use_cache=False).logits
-        numbers["logits of this model, on against off"] = _difference(on, off)
+        numbers["logits of this model, on against off"] = largest_difference(on, off)
     worst = max(numbers.values())
     found = "the model starts as its base" if worst < 1e-3 else f"the model starts {worst:.2g} of a logit away from its base"
     return judged(worst < 1e-3, found, numbers, 1e-3)
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
 
 
 def untrained(whole: WholeModel) -> bool:

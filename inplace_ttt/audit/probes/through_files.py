@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...checkpoint.adapter import save_adapter
 from ...checkpoint.loading import load
@@ -21,6 +21,7 @@ from ..converted import small_chunks
 from ..outcome import Outcome, judged
 from ..readings import Probed
 from ..whole_model import WholeModel
+from .bench import largest_difference
 from .twin import twin
 
 _OFF = 1e-5
@@ -89,7 +90,7 @@ def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
     if config_of(loaded) != probed.config:
         changed.append("its settings")
     ids = probed.ids(1, 3 * probed.chunk + 2)
-    if not changed and _difference(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits) >= _OFF:
+    if not changed and largest_difference(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits) >= _OFF:
         changed.append("its logits")
     return changed
 
@@ -102,8 +103,4 @@ def _session(model: Any, probed: Probed, folder: Path) -> float:
     state.save(folder / "session")
     again = FastWeightState.load(folder / "session", model)
     unbroken, loaded = (model(later, past_key_values=s.cache, use_cache=True).logits for s in (state, again))
-    return _difference(loaded, unbroken)
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+    return largest_difference(loaded, unbroken)
