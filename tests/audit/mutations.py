@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, surgery
 from inplace_ttt.audit import Report, audit_model
-from inplace_ttt.audit.catalogue import circumstances
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.target import TargetGenerator
@@ -26,13 +25,20 @@ from inplace_ttt.ops import fast_weight as op
 from inplace_ttt.surgery import fast_weights
 
 Patch = pytest.MonkeyPatch
-CIRCUMSTANCES = {*(item.id for item in circumstances.CIRCUMSTANCES), "take-back", "document-grid", "every-layer", "gradient"}
-"""Items that say where a fault shows; others say what it is."""
+BESIDE = {
+    "the clip bounds the largest entry": {"take-back", "every-layer", "in-pieces"},
+    "the clip holds in training too": {"in-training"},
+    "the clip leaves G out": {"document-grid", "take-back", "in-pieces"},
+    "each rank starts from W0": {"in-pieces"},
+    "G goes on into the next document": {"in-batches"},
+    "W0 is given centred inputs": {"gradient", "precisions"},
+}
+"""By fault, the items that say where it shows, beside the one that says what it is; of all others the owner stands alone."""
 
 
-def owners(report: Report, owner: str) -> list[str]:
-    """The undeclared deviations, without the circumstances that stand beside `owner`."""
-    return [id for id in report.undeclared if id == owner or id not in CIRCUMSTANCES]
+def expected(mutation: Mutation) -> set[str]:
+    """The undeclared deviations of a mutated package, all of them."""
+    return {mutation.owner, *BESIDE.get(mutation.what, ())}
 
 
 @dataclass(frozen=True)
