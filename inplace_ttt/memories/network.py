@@ -72,6 +72,11 @@ def fixed(weights: Weights) -> list[LinearMap]:
     return [lambda x, w=w: x @ w.mT for w in weights]  # type: ignore[misc]
 
 
+def moved(start: Tensor, steps: Tensor, scale: Tensor) -> LinearMap:
+    """The map whose weight at token t is start − scale_t · steps; both [B, H, out, in], scale [n, 1]."""
+    return lambda x: x @ start.mT - scale * (x @ steps.mT)
+
+
 def stepped(base: LinearMap, step: Step, mix: Tensor) -> LinearMap:
     """The map whose weight at token t has taken the steps mix[t, s] of the tokens s; mix [B, H, n, n]."""
     inputs, errors = step

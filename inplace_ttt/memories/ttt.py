@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .network import LinearMap, NetworkMemory, fixed, stepped, taken
+from ..errors import InPlaceTTTError
+from ..ops.precision import state_dtype
+from .network import LinearMap, NetworkMemory, fixed, moved, stepped, taken
 from .protocol import Tokens, Weights, chunks
+
+Form = Literal["paper", "public"]
 
 
 class TTTState(NamedTuple):
     start: Weights
     """The weights at the start of the open mini-batch, where its gradients are taken."""
-    now: Weights
-    """The weights after the last token."""
+    steps: Weights
+    """Σ η(x_s) ∇_s over the open mini-batch's tokens s, zeros without any."""
     filled: int
     """Tokens in the open mini-batch."""
 
 
 class TTT(NetworkMemory[TTTState]):
-    """W_t = W_{t−1} − η(x_t) ∇‖f(θ_K x_t; W_t') − θ_V x_t‖², W_t' at the start of t's mini-batch; reads f(θ_Q x_t; W_t).
+    """W_t = W' − c_t Σ_s η(x_s) ∇‖f(θ_K x_s; W') − θ_V x_s‖² over the tokens s ≤ t of t's mini-batch; reads f(θ_Q x_t; W_t).
 
-    η(x) = eta_base · σ(θ_lr x), a number a head. The paper's text has no more in it; its public code divides η by the
-    head's width, and the step of a mini-batch's token by its place there, adds biases, and norms what is read.
+    W' are the weights at the mini-batch's start, η(x) = eta_base · σ(θ_lr x) a number a head, and c_t = 1.
 
     mini_batch: tokens b whose gradients are taken together. At b ≥ T this is batch gradient descent.
     learnt_rate, residual_norm: off, η = eta_base and f has neither LN nor residual. Rows of the paper's ablation.
+    form: "paper" is its text. "public" has what its public code has besides: η is divided by twice the head's width d, the
+        token at place i ∈ 0…b−1 of a mini-batch has c_t = 1/(i + 1) + a learnt number, at least 0, q and k are rotated by i
+        (RoPE, base 10,000), the maps of f have biases that learn as their weights do, and what is read is normed (LN) before
+        the output map. Both forms stand for the layer alone: the code's convolutions and gate belong to its backbone.
     """
 
     def __init__(
@@ -41,20 +48,53 @@ class TTT(NetworkMemory[TTTState]):
         eta_base: float,
         learnt_rate: bool,
         residual_norm: bool,
+        form: Form,
     ) -> None:
-        super().__init__(dim, heads, mini_batch, shapes, std=0.02)
-        self.eta_base = eta_base
+        self.public = form == "public"
+        super().__init__(dim, heads, mini_batch, [(out, inner + self.public) for out, inner in shapes], std=0.02)
         self.to_rate = nn.Linear(dim, heads) if learnt_rate else None
         self.norm = nn.ParameterList([torch.ones(heads, 1, dim // heads), torch.zeros(heads, 1, dim // heads)]) if residual_norm else None
+        self.eta_base = eta_base
+        if self.public:
+            if self.head_dim % 2:
+                raise InPlaceTTTError(f"the public form rotates pairs of channels; choose heads of an even width, not {self.head_dim}.")
+            self.eta_base = eta_base / (2 * self.head_dim)
+            for weight in self.initial:
+                nn.init.zeros_(weight[..., -1])  # the biases: `f` puts a 1 behind what its maps read
+            self.learnt_scale = nn.Parameter(torch.zeros(mini_batch))
+            self.read_norm = nn.LayerNorm(dim, eps=1e-6)
 
     def initial_state(self, batch: int) -> TTTState:
-        weights = self.initial_weights(batch)
-        return TTTState(weights, weights, 0)
+        return self.opened(self.initial_weights(batch))
+
+    def opened(self, start: Weights) -> TTTState:
+        """The state at the start of a mini-batch."""
+        return TTTState(start, tuple(torch.zeros_like(w) for w in start), 0)
 
     def tokens(self, x: Tensor) -> Tokens:
         q, k, v = self.qkv(x)
         rates = torch.ones_like(q[..., :1]) if self.to_rate is None else self.split(self.to_rate(x).sigmoid())
         return Tokens(q, k, v, self.eta_base * rates)
+
+    def scales(self, places: Tensor) -> Tensor:
+        """c of some places of the mini-batch [n]: [n, 1]."""
+        places = places.to(state_dtype(self.to_q.weight.dtype))
+        if not self.public:
+            return torch.ones_like(places)[:, None]
+        return (1 / (places + 1) + self.learnt_scale[places.long()]).clamp_min(0)[:, None]
+
+    def placed(self, x: Tensor, places: Tensor) -> Tensor:
+        """x [B, H, n, d], pairs of channels rotated by the tokens' places, [n], or [1] for all."""
+        if not self.public:
+            return x
+        pairs = torch.arange(0, x.shape[-1], 2, device=x.device, dtype=x.dtype)
+        angles = places[:, None] * 10_000.0 ** -(pairs / x.shape[-1])
+        cos, sin, (even, odd) = angles.cos(), angles.sin(), x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+    def mapped(self, linear: LinearMap, x: Tensor) -> Tensor:
+        """One of f's linear maps of x [B, H, n, in]."""
+        return linear(F.pad(x, (0, 1), value=1.0) if self.public else x)
 
     def residual(self, x: Tensor, z: Tensor) -> Tensor:
         """x + LN(z)."""
@@ -63,28 +103,50 @@ class TTT(NetworkMemory[TTTState]):
         weight, bias = self.norm
         return x + F.layer_norm(z, z.shape[-1:], eps=1e-6) * weight + bias
 
+    def places(self, first: int, tokens: int = 1) -> Tensor:
+        """Of so many tokens in their mini-batch, [n]."""
+        return torch.arange(first, first + tokens, device=self.to_q.weight.device)
+
+    def now(self, state: TTTState) -> Weights:
+        """The weights after the last token."""
+        if not state.filled:
+            return state.start
+        scale = self.scales(self.places(state.filled - 1))
+        return tuple(w - scale * s for w, s in zip(state.start, state.steps, strict=True))
+
     def update(self, state: TTTState, token: Tokens) -> TTTState:
-        gradients = self.gradients(state.start, token)
-        return self.after(state, tuple(w - token.rates * g for w, g in zip(state.now, gradients, strict=True)), 1)
+        gradients = self.gradients(state.start, token._replace(k=self.placed(token.k, self.places(state.filled))))
+        return self.after(state, tuple(token.rates * g for g in gradients), 1)
 
     def query(self, state: TTTState, q: Tensor) -> Tensor:
-        return self.f(fixed(state.now), q)
+        """What the weights after the last token answer; every q stands at that token's place."""
+        return self.f(fixed(self.now(state)), self.placed(q, self.places((state.filled - 1) % self.chunk)))
 
     def parallel(self, state: TTTState, tokens: Tokens) -> tuple[Tensor, TTTState]:
         """Dual form, a mini-batch at a time: f reads every map with the steps of the tokens up to its own."""
         read = []
         for part in chunks(tokens, self.chunk, state.filled):
-            steps = self.steps(state.start, part)
             n = part.k.shape[2]
-            mix = torch.tril(part.rates.mT.expand(-1, -1, n, -1))
-            maps = [stepped(base, step, mix) for base, step in zip(fixed(state.now), steps, strict=True)]
-            read.append(self.f(maps, part.q))
-            state = self.after(state, tuple(w - taken(step, part.rates) for w, step in zip(state.now, steps, strict=True)), n)
+            places = self.places(state.filled, n)
+            part, scale = part._replace(q=self.placed(part.q, places), k=self.placed(part.k, places)), self.scales(places)
+            steps = self.steps(state.start, part)
+            mix = scale * torch.tril(part.rates.mT.expand(-1, -1, n, -1))
+            before = [moved(w, s, scale) for w, s in zip(state.start, state.steps, strict=True)] if state.filled else fixed(state.start)
+            read.append(self.f([stepped(base, step, mix) for base, step in zip(before, steps, strict=True)], part.q))
+            state = self.after(state, tuple(taken(step, part.rates) for step in steps), n)
         return torch.cat(read, dim=2), state
 
-    def after(self, state: TTTState, now: Weights, tokens: int) -> TTTState:
-        filled = (state.filled + tokens) % self.chunk
-        return TTTState(state.start if filled else now, now, filled)
+    def after(self, state: TTTState, steps: Weights, tokens: int) -> TTTState:
+        """The state after some more tokens of the open mini-batch; the last of them closes it."""
+        total = tuple(s + new for s, new in zip(state.steps, steps, strict=True)) if state.filled else steps
+        if state.filled + tokens < self.chunk:
+            return TTTState(state.start, total, state.filled + tokens)
+        return self.opened(self.now(TTTState(state.start, total, self.chunk)))
+
+    def output(self, y: Tensor) -> Tensor:
+        if not self.public:
+            return super().output(y)
+        return self.to_out(self.read_norm(y.transpose(1, 2).flatten(2)))
 
 
 class TTTLinear(TTT):
@@ -98,16 +160,17 @@ class TTTLinear(TTT):
         eta_base: float = 1.0,
         learnt_rate: bool = True,
         residual_norm: bool = True,
+        form: Form = "paper",
     ) -> None:
         d = dim // heads
-        super().__init__(dim, heads, mini_batch, [(d, d)], eta_base, learnt_rate, residual_norm)
+        super().__init__(dim, heads, mini_batch, [(d, d)], eta_base, learnt_rate, residual_norm, form)
 
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
-        return self.residual(x, maps[0](x))
+        return self.residual(x, self.mapped(maps[0], x))
 
 
 class TTTMLP(TTT):
-    """f(x) = x + LN(W2 gelu(W1 x)), W1 [4d, d] and W2 [d, 4d]."""
+    """f(x) = x + LN(W2 gelu(W1 x)), W1 [4d, d] and W2 [d, 4d]. The public code has gelu's tanh form."""
 
     def __init__(
         self,
@@ -117,9 +180,12 @@ class TTTMLP(TTT):
         eta_base: float = 0.1,
         learnt_rate: bool = True,
         residual_norm: bool = True,
+        form: Form = "paper",
     ) -> None:
         d = dim // heads
-        super().__init__(dim, heads, mini_batch, [(4 * d, d), (d, 4 * d)], eta_base, learnt_rate, residual_norm)
+        super().__init__(dim, heads, mini_batch, [(4 * d, d), (d, 4 * d)], eta_base, learnt_rate, residual_norm, form)
+        self.gelu = nn.GELU("tanh" if self.public else "none")
 
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
-        return self.residual(x, maps[1](F.gelu(maps[0](x))))
+        first, second = maps
+        return self.residual(x, self.mapped(second, self.gelu(self.mapped(first, x))))

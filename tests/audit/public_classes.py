@@ -36,7 +36,12 @@ def classes(file: str, *names: str) -> dict[str, Any]:
         node.decorator_list = []  # type: ignore[attr-defined]  # of compilers and of a GPU's autocast
     space: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional, "logging": logging, "logger": logging.getLogger("public")}
     space |= {"ACT2FN": ACT2FN, "GradientCheckpointingLayer": GradientCheckpointingLayer, "contract": opt_einsum.contract}
-    space |= {"rearrange": einops.rearrange, "repeat": einops.repeat, "deprecate_kwarg": lambda *args, **kwargs: lambda function: function}
+    space |= {
+        "tree_map": torch.utils._pytree.tree_map,
+        "rearrange": einops.rearrange,
+        "repeat": einops.repeat,
+        "deprecate_kwarg": lambda *args, **kwargs: lambda function: function,
+    }
     for name in FAMILIES.values():
         space |= {f"{name}Attention": lambda **kwargs: nn.Identity(), f"{name}RMSNorm": lambda *args, **kwargs: nn.Identity()}
         space |= {f"{name}Config": getattr(transformers, f"{name}Config")}

@@ -39,7 +39,7 @@ def test_titans_without_momentum_and_decay_is_gradient_descent() -> None:
     ttt.load_state_dict(titans.state_dict())
     tokens = titans.tokens(x)
     y, state = ttt.parallel(ttt.initial_state(3), tokens._replace(rates=tokens.rates[..., 2:]))
-    assert distance(titans(x)[0], ttt.output(y)) < 1e-12 and distance(titans(x)[1].now[0], state.now[0]) < 1e-12
+    assert distance(titans(x)[0], ttt.output(y)) < 1e-12 and distance(titans(x)[1].now[0], ttt.now(state)[0]) < 1e-12
 
 
 def test_titans_momentum_and_decay_by_hand() -> None:
@@ -160,6 +160,8 @@ def test_bad_input_is_refused() -> None:
             make(name, 8, **{"mini_batch" if name.startswith("ttt") else "chunk": 0})
     with pytest.raises(InPlaceTTTError, match=r"x must be \[B, T, dim\] with at least one token, got \[2, 0, 8\]"):
         make("titans", 8)(torch.zeros(2, 0, 8))
+    with pytest.raises(InPlaceTTTError, match="choose heads of an even width, not 3"):
+        make("ttt-mlp", 6, heads=2, form="public")
     with pytest.raises(InPlaceTTTError, match="layers must be 1 or 2, got 3"):
         make("titans", 8, layers=3)
 

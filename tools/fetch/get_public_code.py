@@ -50,6 +50,11 @@ SOURCES = (
         },
     ),
     Source(
+        "test-time-training/ttt-lm-pytorch",
+        "cd831db10c8c9a0f6340f02da5613316a8a92b67",
+        {"ttt/ttt.py": ("ttt.py", "5386ca299328e0d6ffe7b783b09a462023b02b9a0906cba01d83f482ed5b7484")},
+    ),
+    Source(
         "AlufRon/moshi_in_place",
         "d2e94758115e63793bd12c8e4149c837895fc2f8",
         {
