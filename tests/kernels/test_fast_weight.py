@@ -81,9 +81,9 @@ PLACES = list(itertools.product(DOCUMENTS, SHAPES))
 
 @pytest.mark.parametrize(("documents", "shape"), PLACES)
 def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
-    """Each case of the table at two places or more, each place with four cases, among them every clip."""
+    """Each case of the table at one place or more, each place with three cases, among them every clip."""
     first = PLACES.index((documents, shape)) * 2
-    for case in [CASES[(first + step) % len(CASES)] for step in (0, 1, 8, 15)]:
+    for case in [CASES[(first + step) % len(CASES)] for step in (0, 7, 17)]:
         check(layout_of(documents, SHAPES[shape][0]), shape, torch.float32, case)
 
 
@@ -107,7 +107,7 @@ def test_in_float16(shape: str) -> None:
 def test_every_output_is_written(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
     layout = layout_of("unequal rows", SHAPES[shape][0])
-    cases = [(inputs(layout, *SHAPES[shape][1:], torch.float32, start, w0), clip, keep) for clip, start, keep, w0 in CASES[::5]]
+    cases = [(inputs(layout, *SHAPES[shape][1:], torch.float32, start, w0), clip, keep) for clip, start, keep, w0 in CASES[::11]]
     expected = [run("triton", layout, given, CLIPS[clip], keep) for given, clip, keep in cases]
 
     def poisoned(make):
