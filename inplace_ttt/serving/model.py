@@ -1,0 +1,116 @@
+"""A base's model class in vLLM with fast weights in it, by the architecture that a converted checkpoint names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
+
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from ..layer.fast_linear import LayerSettings
+from .blocks import HANDLE, SlotHandle, attention_specs, number_of_slots
+from .families import FAMILIES
+from .fast_linear import Source, install
+
+_NEW = ".down_proj.ttt."
+"""What the names of a TTT layer's own tensors have in them."""
+
+
+def _served(architecture: str) -> type:
+    module, name = FAMILIES[architecture]
+    base: Any = getattr(import_module(module), name)
+
+    class Served(base, HasInnerState, IsHybrid):
+        supports_lora = False
+
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            _make_fast(self, vllm_config)
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+            mine: dict[str, Tensor] = {}
+            loaded = super().load_weights(_without(weights, mine))
+            own = dict(self.named_parameters()) | dict(self.named_buffers())
+            for name, tensor in mine.items():
+                own[name].data.copy_(tensor)
+            return loaded | mine.keys()
+
+        @classmethod
+        def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+            return HANDLE[0]
+
+        @classmethod
+        def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+            return HANDLE[1]
+
+        @classmethod
+        def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
+            return (get_temporal_copy_spec,)
+
+    Served.__name__ = Served.__qualname__ = architecture
+    return Served
+
+
+def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
+    """Make fast weights of the down-projections that the config names."""
+    config = InPlaceTTTConfig.from_dict(vllm_config.model_config.hf_config.inplace_ttt["config"])
+    _refuse(config, vllm_config)
+    layers = model.model.layers
+    handle = _handles(vllm_config, next(model.parameters()).device)
+    shared = Source()
+    layers[0].register_forward_pre_hook(shared.take, with_kwargs=True)
+    indices = config.resolve(len(layers)).layers
+    assert isinstance(indices, tuple)
+    for position, index in enumerate(indices):
+        source, mlp = shared, layers[index].mlp
+        if config.target == "hidden_states":
+            source = Source()
+            mlp.register_forward_pre_hook(source.take, with_kwargs=True)
+        install(mlp.down_proj, LayerSettings(index, config, config.eta_of(position)), source, handle, vllm_config)
+
+
+def _handles(vllm_config: VllmConfig, device: torch.device) -> SlotHandle:
+    """The slots' handle, in as many copies as there are layers of the rarest kind of attention: vLLM groups its caches by that number."""
+    rarest = min(Counter(attention_specs(vllm_config)).values())
+    handles = [SlotHandle(f"inplace_ttt.slots.{i}", number_of_slots(vllm_config), device) for i in range(rarest)]
+    vllm_config.compilation_config.static_forward_context |= {handle.name: handle for handle in handles}
+    return handles[0]
+
+
+def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
+    """What is not served yet, in one sentence."""
+    parallel = vllm_config.parallel_config
+    refused = {
+        "keep_row_norms": config.keep_row_norms,
+        "prompt_write": config.prompt_write is not None,
+        "decode_updates off": not config.decode_updates,
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA requests": vllm_config.lora_config is not None,
+    }
+    if held := [what for what, is_on in refused.items() if is_on]:
+        raise InPlaceTTTError(f"{' and '.join(held)} cannot be served with fast weights yet; leave it out, or use inplace-ttt generate.")
+
+
+def _without(weights: Iterable[tuple[str, Tensor]], mine: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The base's tensors; the fast weights' go to `mine`."""
+    for name, tensor in weights:
+        if _NEW in name:
+            mine[name] = tensor
+        else:
+            yield name, tensor
+
+
+def __getattr__(name: str) -> type:
+    if name not in FAMILIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, _served(name))
