@@ -184,12 +184,14 @@ class FastWeight(nn.Module):
         clip = self.fast.config.clip
         if clip is None or (self.training and clip.when == "inference"):
             return None
-        if not clip.relative:
-            return clip.tau
+        return clip.tau * self.w0_norm() if clip.relative else clip.tau
+
+    def w0_norm(self) -> Tensor:
+        """‖W0‖, for a clip that is relative to it."""
         w0 = self.matrix()
         if w0 is None:
             raise InPlaceTTTError(f"a relative clip needs ‖W0‖, which {type(self).__name__} does not show; use an absolute tau.")
-        return clip.tau * torch.linalg.vector_norm(w0.detach(), dtype=state_dtype(w0.dtype))
+        return torch.linalg.vector_norm(w0.detach(), dtype=state_dtype(w0.dtype))
 
     def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
         """What keys [B, T, r] read [B, T, d], with η, and the state [B, ·, r] after their complete chunks; target source [B, T, d].

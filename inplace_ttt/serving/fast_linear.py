@@ -32,6 +32,8 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
     slots: Slots
     source: Source
     handle: SlotHandle
+    norm: Tensor | None = None
+    """‖W0‖ as it was loaded: later, vLLM may lay W0 out for its products."""
 
     def forward(self, z: Tensor) -> Any:
         """[N, h] -> [N, d] and the bias, as `RowParallelLinear`."""
@@ -48,6 +50,15 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
         for request in step.requests:
             part = slice(request.start, request.stop)
             self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)
+
+    def note_norm(self) -> None:
+        """Keep what a relative clip needs of the loaded W0."""
+        clip = self.fast.config.clip
+        self.norm = super().w0_norm() if clip is not None and clip.relative else None
+
+    def w0_norm(self) -> Tensor:
+        assert self.norm is not None
+        return self.norm
 
     def matrix(self) -> Tensor | None:
         weight = getattr(self, "weight", None)

@@ -18,7 +18,7 @@ from ..errors import InPlaceTTTError
 from ..layer.fast_linear import LayerSettings
 from .blocks import HANDLE, SlotHandle, attention_specs, number_of_slots
 from .families import FAMILIES
-from .fast_linear import Source, install
+from .fast_linear import FastRowParallelLinear, Source, install
 
 _NEW = ".down_proj.ttt."
 """What the names of a TTT layer's own tensors have in them."""
@@ -41,6 +41,9 @@ def _served(architecture: str) -> type:
             own = dict(self.named_parameters()) | dict(self.named_buffers())
             for name, tensor in mine.items():
                 own[name].data.copy_(tensor)
+            for module in self.modules():
+                if isinstance(module, FastRowParallelLinear):
+                    module.note_norm()
             return loaded | mine.keys()
 
         @classmethod

@@ -14,7 +14,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import inplace_ttt
-from inplace_ttt import ttt_disabled
+from inplace_ttt import DeltaClip, ttt_disabled
 from inplace_ttt.errors import InPlaceTTTError
 from serving.checkpoints import FAMILIES, LIVE, save
 
@@ -78,6 +78,19 @@ def test_every_family_and_preset(family: str, preset: str, tmp_path: Path) -> No
         assert served(made, asked) == expected
         free, slots = free_slots(made)
         assert free == slots
+
+
+@pytest.mark.parametrize(
+    "clip", [DeltaClip(0.05, relative=True), DeltaClip(2.0, relative=False, when="inference")], ids=["relative", "absolute"]
+)
+def test_a_clip_that_bites(clip: DeltaClip, tmp_path: Path) -> None:
+    asked, said = prompts(100, 200), []
+    for name, bound in (("free", None), ("clipped", clip)):
+        model = save(tmp_path / name, "qwen3", "paper", clip=bound)
+        with engine(tmp_path / name) as made:
+            said.append(served(made, asked))
+        assert said[-1] == {number: generated(model, prompt) for number, prompt in enumerate(asked)}
+    assert said[0] != said[1]
 
 
 def test_mixed_requests(tmp_path: Path) -> None:
