@@ -23,16 +23,24 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from ..errors import InPlaceTTTError
 from .steps import SlotBackend
 
 HANDLE = ((1,),), (torch.int64,)
 """Shapes and dtypes of what vLLM takes a slot's block for."""
 
 
+SETTING = "inplace_ttt_slots"
+"""In vLLM's `additional_config`: how many slots there are."""
+
+
 def number_of_slots(vllm_config: VllmConfig) -> int:
     """One for each request that may run, two where prefixes are cached (the state that a step starts from and the one it makes), and 0."""
-    running = vllm_config.scheduler_config.max_num_seqs
-    return 1 + (running if vllm_config.cache_config.mamba_cache_mode == "none" else 2 * running)
+    each = 1 if vllm_config.cache_config.mamba_cache_mode == "none" else 2
+    asked = dict(vllm_config.additional_config or {}).get(SETTING, each * vllm_config.scheduler_config.max_num_seqs)
+    if not isinstance(asked, int) or asked < each:
+        raise InPlaceTTTError(f"{SETTING} of --additional-config must be a whole number of at least {each}, got {asked!r}.")
+    return 1 + asked
 
 
 class SlotManager(MambaManager):

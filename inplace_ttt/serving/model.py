@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
@@ -20,6 +21,7 @@ from .blocks import HANDLE, SlotHandle, attention_specs, number_of_slots
 from .families import FAMILIES
 from .fast_linear import FastRowParallelLinear, Source, install
 
+_LOG = init_logger(f"vllm.{__name__}")
 _NEW = ".down_proj.ttt."
 """What the names of a TTT layer's own tensors have in them."""
 
@@ -38,7 +40,9 @@ def _served(architecture: str) -> type:
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             mine: dict[str, Tensor] = {}
             loaded = super().load_weights(_without(weights, mine))
-            own = dict(self.named_parameters()) | dict(self.named_buffers())
+            own = {name: tensor for name, tensor in (*self.named_parameters(), *self.named_buffers()) if _NEW in name}
+            if odd := own.keys() ^ mine.keys():
+                raise InPlaceTTTError(f"the checkpoint's fast weights and its config differ in {min(odd)}; convert the base again.")
             for name, tensor in mine.items():
                 own[name].data.copy_(tensor)
             for module in self.modules():
@@ -78,6 +82,8 @@ def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
             source = Source()
             mlp.register_forward_pre_hook(source.take, with_kwargs=True)
         install(mlp.down_proj, LayerSettings(index, config, config.eta_of(position)), source, handle, vllm_config)
+    size = sum(layers[index].mlp.down_proj.slots.nbytes for index in indices)
+    _LOG.info("In-Place TTT: %d slots of %.1f MB, fast weights of %d layers", handle.slots - 1, size / 1e6, len(indices))
 
 
 def _handles(vllm_config: VllmConfig, device: torch.device) -> SlotHandle:

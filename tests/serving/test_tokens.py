@@ -133,6 +133,20 @@ def test_mixed_requests(tmp_path: Path) -> None:
         assert free == slots
 
 
+def test_few_slots(tmp_path: Path) -> None:
+    """Who finds none free waits; what another left in a slot is read by nobody."""
+    model = save(tmp_path / "ttt", "llama", "compact")
+    asked = prompts(*range(40, 200, 20))
+    expected = {number: generated(model, prompt) for number, prompt in enumerate(asked)}
+    with engine(tmp_path / "ttt", enable_prefix_caching=True, additional_config={"inplace_ttt_slots": 3}) as made:
+        for name in ("first", "again"):
+            assert served(made, asked, name=name) == expected
+            assert free_slots(made) == (3, 3)
+    too_few = {"enable_prefix_caching": True, "additional_config": {"inplace_ttt_slots": 1}}
+    with pytest.raises(InPlaceTTTError, match="must be a whole number of at least 2, got 1"), engine(tmp_path / "ttt", **too_few):
+        pass
+
+
 def test_what_is_not_served_is_one_sentence(tmp_path: Path) -> None:
     save(tmp_path / "ttt", "llama", "paper", decode_updates=False)
     with pytest.raises(InPlaceTTTError, match="decode_updates off cannot be served with fast weights yet"), engine(tmp_path / "ttt"):
