@@ -156,6 +156,9 @@ def batches(probed: Probed) -> Iterator[Reading]:
     second = tuple(ids[:2] for ids in second)
     record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
     yield "rows chosen", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)]
+    first, second = tuple(ids[:2] for ids in first), tuple(ids.repeat(2, 1) for ids in second)
+    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_repeat_interleave(2))
+    yield "rows repeated", record, [[*documents[row // 2][: len(first)], *documents[row][-len(second) :]] for row in range(4)]
 
 
 def pieces(probed: Probed) -> Iterator[Reading]:
@@ -281,7 +284,7 @@ def _streamed(
     restarts: each part is a text of its own.
     """
     cache, number, known = probed.cache(), 0, 0
-    found: list[list[Piece]] = [[] for _ in parts[0][0]]
+    found: list[list[Piece]] = [[] for _ in range(max(len(part[0]) for part in parts))]
     with recording(probed.lm, probed.config) as record:
         for part, pieces in enumerate(parts):
             known = 0 if restarts else known

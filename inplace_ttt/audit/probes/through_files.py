@@ -32,7 +32,8 @@ _OFF = 1e-5
 def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
     """This model's tensors as its state dict has them; of a small one, what each kind of file gives back."""
     with small_chunks(whole.model, whole.chunk, whole.seed):  # which draws conv and P, of which a start shows little
-        changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer.ttt)]
+        whole.lm(whole.ids, use_cache=False)  # what is written must not be saved
+        changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer)]
     if changed:
         return judged(False, f"a state dict has {changed[0]} otherwise than the model", {"changed": changed}, 0)
     with twin(whole.config) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder:
@@ -51,9 +52,9 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
     return judged(not wrong, wrong[0] if wrong else "what is saved comes back as it was, checkpoint, adapter and session", numbers, _OFF)
 
 
-def _not_as_held(generator: nn.Module) -> list[str]:
-    """Names of a target generator's tensors that its state dict lacks, or has with other values."""
-    saved, held = generator.state_dict(), {**dict(generator.named_parameters()), **dict(generator.named_buffers())}
+def _not_as_held(layer: nn.Module) -> list[str]:
+    """Names of a layer's tensors that its state dict lacks, or has with other values."""
+    saved, held = layer.state_dict(), {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     return [name for name, tensor in held.items() if name not in saved or not torch.equal(saved[name], tensor.detach())]
 
 

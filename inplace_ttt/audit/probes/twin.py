@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from ... import surgery
+from ...checkpoint import writing
 from ...calibration.calibrate import calibrate
 from ...checkpoint.loading import load
 from ...checkpoint.reading import Checkpoint
-from ...checkpoint.writing import describe_base, initial_tensors, plan_conversion, write_full
 from ...config import InPlaceTTTConfig
 
 TWIN_RANGE = 0.03
@@ -43,10 +43,10 @@ def twin_on_disk(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> Iterator[
     with _in_silence(), TemporaryDirectory() as folder:
         base_of_twin().save_pretrained(Path(folder) / "base")
         checkpoint = Checkpoint.open(Path(folder) / "base")
-        plan = plan_conversion(checkpoint, _settings(config, layers))
+        plan = writing.plan_conversion(checkpoint, _settings(config, layers))
         out = Path(folder) / "converted"
         out.mkdir()
-        write_full(out, checkpoint, plan, initial_tensors(checkpoint, plan), describe_base(checkpoint, plan))
+        writing.write_full(out, checkpoint, plan, writing.initial_tensors(checkpoint, plan), writing.describe_base(checkpoint, plan))
         yield load(out)
 
 
