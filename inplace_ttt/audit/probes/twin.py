@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from ... import surgery
-from ...checkpoint import writing
 from ...calibration.calibrate import calibrate
+from ...checkpoint import writing
 from ...checkpoint.loading import load
 from ...checkpoint.reading import Checkpoint
 from ...config import InPlaceTTTConfig
