@@ -1,19 +1,15 @@
 """The audit of a real model: SmolLM2-135M, converted by each preset, from the command line."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from inplace_ttt import cli
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".cache" / "smollm2-135m"
 pytestmark = pytest.mark.real
-SECONDS = 60
-"""Of processor time, which other work on the machine does not stretch."""
 
 
 @pytest.mark.parametrize(("preset", "undeclared"), [("paper", []), ("official", ["chunk-size", "target-source"])])
@@ -22,10 +18,7 @@ def test_smollm2(preset: str, undeclared: list[str], tmp_path: Path, capsys: pyt
     out = tmp_path / "converted"
     assert cli.main(["convert", str(MODEL), str(out), "--preset", preset, "--no-verify"]) == 0
     capsys.readouterr()
-    began = time.process_time()
     code = cli.main(["audit", str(out), "--json"])
-    spent = time.process_time() - began
     values = json.loads(capsys.readouterr().out)
     assert values["undeclared"] == undeclared and code == bool(undeclared)
     assert [item["id"] for item in values["items"] if item["verdict"] == "not checked"] == ["least-squares", "clip-scope", "clip-effect"]
-    assert spent < SECONDS * max(1, torch.get_num_threads()), f"{spent:.0f} s of processor time"
