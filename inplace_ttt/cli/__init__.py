@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -110,7 +110,8 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
             parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
             parser.set_defaults(module=module)
     args = top.parse_args(arguments)
-    result, code = args.module.run(args)
+    with redirect_stdout(sys.stderr):  # what libraries print, and loggers that bind stdout when they are imported, as DeepSpeed's
+        result, code = args.module.run(args)
     return json_text(result) if args.json else args.module.render(result), code
 
 

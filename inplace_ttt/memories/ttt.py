@@ -78,10 +78,8 @@ class TTT(NetworkMemory[TTTState]):
 
     def scales(self, places: Tensor) -> Tensor:
         """c of some places of the mini-batch [n]: [n, 1]."""
-        places = places.to(state_dtype(self.to_q.weight.dtype))
-        if not self.public:
-            return torch.ones_like(places)[:, None]
-        return (1 / (places + 1) + self.learnt_scale[places.long()]).clamp_min(0)[:, None]
+        plain = torch.ones(len(places), 1, dtype=state_dtype(self.to_q.weight.dtype), device=places.device)
+        return (plain / (places + 1)[:, None] + self.learnt_scale[places][:, None]).clamp_min(0) if self.public else plain
 
     def placed(self, x: Tensor, places: Tensor) -> Tensor:
         """x [B, H, n, d], pairs of channels rotated by the tokens' places, [n], or [1] for all."""
