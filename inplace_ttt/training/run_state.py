@@ -260,9 +260,12 @@ def _folder(output: Path, step: int) -> Path:
 
 
 def _folders(output: Path) -> dict[int, Path]:
-    """Whatever has a checkpoint's name, by its step."""
-    found = ((folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-    return {int(step): folder for step, folder in sorted(found) if step.isdecimal() and folder.is_dir()}
+    """Whatever has a checkpoint's name, by its step; none where there is no such output, or another rank has just removed it."""
+    try:
+        found = sorted((folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    except FileNotFoundError:
+        found = []
+    return {int(step): folder for step, folder in found if step.isdecimal() and folder.is_dir()}
 
 
 def _shorten_log(log: Path, done: int) -> None:

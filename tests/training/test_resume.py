@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,26 @@ def test_two_runs_into_one_output(unbroken: Path, tmp_path: Path, capsys: pytest
         assert log.count("inplace-ttt: error") == 1 and "is being written by another run" in log
         assert output.exists()
     assert not output.exists()
+
+
+def test_an_output_that_another_rank_removes(tmp_path: Path) -> None:
+    """The first rank removes a folder in which nothing came about while the others still look there for a checkpoint."""
+    output, looked, interval = tmp_path / "out", threading.Event(), sys.getswitchinterval()
+
+    def come_and_go() -> None:
+        while not looked.is_set():
+            output.mkdir()
+            output.rmdir()
+
+    other = threading.Thread(target=come_and_go)
+    sys.setswitchinterval(1e-6)
+    other.start()
+    try:
+        assert all(last_checkpoint(output) is None for _ in range(3000))
+    finally:
+        looked.set()
+        other.join()
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
