@@ -50,7 +50,7 @@ SERVING := .venv-serving/bin
 	touch $@
 
 test-serving: .venv-serving/installed
-	HF_HUB_OFFLINE=1 $(SERVING)/python -m pytest tests/serving
+	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
 
 lint: .venv/installed-dev
 	$(VENV)/ruff check .

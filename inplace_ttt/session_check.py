@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError, shown
 from .families import features
 from .layer.forward_context import reading_text
@@ -22,7 +23,16 @@ _MOST = 2**40
 
 def check_session(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
     """Refuse, with an InPlaceTTTError, what a session of this model cannot be. Reads one token with the model to know its cache."""
-    _Check(path, header, tensors, model).run()
+    _Session(path, header, tensors, model).run()
+
+
+def check_streams(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]]
+) -> int:
+    """Refuse, with an InPlaceTTTError, fast weights that none of a model's can be; sizes: h and d of each TTT layer. Gives their rows."""
+    check = _Streams(path, tensors, config, sizes)
+    check.run()
+    return check.rows
 
 
 @dataclass(frozen=True)
@@ -47,22 +57,23 @@ def _layers_of(model: PreTrainedModel) -> dict[int, _Layer]:
     }
 
 
-class _Check:
-    def __init__(self, path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-        self.path, self.header, self.tensors, self.model = path, header, tensors, model
-        self.config = config_of(model)
-        self.sizes = {index: self._sizes(*features(layer)) for index, layer in fast_weights(model).items()}
+class _Streams:
+    """The fast weights' part."""
+
+    others: frozenset[str] = frozenset()
+    """Names of what a session holds beside its fast weights; `_check_others` looks at these."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]]
+    ) -> None:
+        self.path, self.tensors, self.config = path, tensors, config
+        self.sizes = {index: (d, *config.state_shape(d, h)) for index, (h, d) in sizes.items()}
         self.kept = {name.partition(".")[0] for name in tensors if ".fast." in name}
         self.rows = self._rows()
 
-    def _sizes(self, h: int, d: int) -> tuple[int, int, int]:
-        """d, and the state's rows and columns."""
-        return d, *self.config.state_shape(d, h)
-
     def run(self) -> None:
         self._names()
-        self._tokens()
-        self._attention()
+        self._check_others()
         for index, size in self.sizes.items():
             if self.kept:
                 self._stream(index, *size)
@@ -91,14 +102,49 @@ class _Check:
                 return tensor.shape[1 if name.endswith(".counts") and tensor.ndim > 1 else 0]
         return 0
 
+    def _check_others(self) -> None:
+        """Nothing here."""
+
     def _names(self) -> None:
         streams = {f"{index}.fast.{kind}" for index in self.sizes for kind in ("counts", "state", "z", "x")}
-        attention = {f"{index}.{kind}" for index in self.header.attention for kind in ("keys", "values")}
-        others = sorted(set(self.tensors) - streams - attention - {"tokens"})
+        others = sorted(set(self.tensors) - streams - self.others)
         self._require(not others, f"it holds {shown(others[0]) if others else ''}, which no session of this model has")
         self._require(self.rows > 0 or not self.tensors, "it has no sequence")
         missing = sorted({str(index) for index in self.sizes} - self.kept) if self.kept else []
         self._require(not missing, f"the fast weight of layer {''.join(missing[:1])} is missing")
+
+    def _stream(self, index: int, d: int, rows: int, width: int) -> None:
+        name, chunk = f"{index}.fast", self.config.chunk_size
+        filled, written, unbroken = self._shape(f"{name}.counts", [3, self.rows], torch.int64).tolist()
+        right = all(0 <= f < chunk and 0 <= w < _MOST and 0 <= u < _MOST for f, w, u in zip(filled, written, unbroken, strict=True))
+        self._require(right, f"{name}.counts are out of range for chunks of {chunk}")
+        if any(written) or f"{name}.state" in self.tensors:
+            self._shape(f"{name}.state", [self.rows, rows, width], torch.float32)
+        if any(filled) or {f"{name}.z", f"{name}.x"} & set(self.tensors):
+            open_rows = self._shape(f"{name}.z", [self.rows, None, width]).shape[1]
+            self._shape(f"{name}.x", [self.rows, open_rows, d])
+            self._require(max(filled) <= open_rows <= chunk, f"{name}.z has {open_rows} tokens of an open chunk of {max(filled)}")
+
+
+class _Session(_Streams):
+    """All of it."""
+
+    def __init__(self, path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+        super().__init__(path, tensors, config_of(model), {index: features(layer) for index, layer in fast_weights(model).items()})
+        self.header, self.model = header, model
+        self.others = frozenset({"tokens", *(f"{index}.{kind}" for index in header.attention for kind in ("keys", "values"))})
+
+    def _check_others(self) -> None:
+        self._tokens()
+        self._attention()
+
+    def _stream(self, index: int, d: int, rows: int, width: int) -> None:
+        super()._stream(index, d, rows, width)
+        if "tokens" in self.tensors:
+            filled, written, _ = self.tensors[f"{index}.fast.counts"].tolist()
+            taken = max(w * self.config.chunk_size + f for w, f in zip(written, filled, strict=True))
+            held = self.tensors["tokens"].shape[1]
+            self._require(taken <= held, f"{index}.fast has taken in {taken} tokens, more than it holds")
 
     def _tokens(self) -> None:
         if "tokens" in self.tensors:
@@ -125,18 +171,3 @@ class _Check:
             held = length if window is None else min(length, max(window - 1, 1))
             for kind, (heads, width) in (("keys", layer.keys), ("values", layer.values)):
                 self._shape(f"{index}.{kind}", [self.rows, heads, held, width])
-
-    def _stream(self, index: int, d: int, rows: int, width: int) -> None:
-        name, chunk = f"{index}.fast", self.config.chunk_size
-        filled, written, unbroken = self._shape(f"{name}.counts", [3, self.rows], torch.int64).tolist()
-        right = all(0 <= f < chunk and 0 <= w < _MOST and 0 <= u < _MOST for f, w, u in zip(filled, written, unbroken, strict=True))
-        self._require(right, f"{name}.counts are out of range for chunks of {chunk}")
-        if any(written) or f"{name}.state" in self.tensors:
-            self._shape(f"{name}.state", [self.rows, rows, width], torch.float32)
-        if any(filled) or {f"{name}.z", f"{name}.x"} & set(self.tensors):
-            open_rows = self._shape(f"{name}.z", [self.rows, None, width]).shape[1]
-            self._shape(f"{name}.x", [self.rows, open_rows, d])
-            self._require(max(filled) <= open_rows <= chunk, f"{name}.z has {open_rows} tokens of an open chunk of {max(filled)}")
-        if "tokens" in self.tensors:
-            taken = max(w * chunk + f for w, f in zip(written, filled, strict=True))
-            self._require(taken <= self.tensors["tokens"].shape[1], f"{name} has taken in {taken} tokens, more than it holds")

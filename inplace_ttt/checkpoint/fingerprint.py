@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..layer.quantised import readable_parameters
 from ..surgery import fast_weights
 
-_PIECE = 1024
+PIECE = 1024
+"""Numbers of every other parameter that a fingerprint looks at."""
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
@@ -30,5 +31,5 @@ def fingerprint_of(model: nn.Module) -> str:
     Quantised weights are left out.
     """
     whole = (p for module in fast_weights(model).values() for _, p in readable_parameters(module))
-    pieces = (p.detach().reshape(-1)[:_PIECE] for _, p in readable_parameters(model))
+    pieces = (p.detach().reshape(-1)[:PIECE] for _, p in readable_parameters(model))
     return fingerprint(itertools.chain(whole, pieces))

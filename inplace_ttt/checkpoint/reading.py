@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -110,6 +111,13 @@ class Checkpoint:
             step = max(1, _BLOCK_BYTES // (4 * width))
             for first in range(0, count, step):
                 yield rows[first : first + step]
+
+    def first(self, name: str, numbers: int) -> Tensor:
+        """The first numbers of a tensor, flattened."""
+        with self._file_of(name) as file:
+            rows = file.get_slice(name)
+            inner = math.prod(rows.get_shape()[1:])
+            return rows[: -(-numbers // max(inner, 1))].reshape(-1)[:numbers]
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], torch.dtype]:
         with self._file_of(name) as file:

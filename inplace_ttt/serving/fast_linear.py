@@ -48,6 +48,8 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
             self.slots.copy(source, request.slot, request.seen)
         keys = self.keys(z)
         for request in step.requests:
+            if request.restores is not None:
+                self.slots.restore(request.slot, request.restores.layers[self.fast.layer])
             part = slice(request.start, request.stop)
             self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)
 

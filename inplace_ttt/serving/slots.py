@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,25 @@ class Slots:
                 tensor[slot] = tensor[source]
         for tensor in (self.keys, self.sources):
             tensor[slot, :filled] = tensor[source, :filled]
+
+    def held(self, slot: int, seen: int) -> dict[str, Tensor]:
+        """What a slot holds after so many tokens, as copies in the host's memory: the tensors of a stream of one row."""
+        written, filled = divmod(seen, self.chunk_size)
+        held = {"counts": torch.tensor([[filled], [written], [seen]])}
+        if written:
+            held["state"] = self.state[slot : slot + 1]
+        if filled:
+            held |= {"z": self.keys[slot : slot + 1, :filled], "x": self.sources[slot : slot + 1, :filled]}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
+
+    def restore(self, slot: int, held: Mapping[str, Tensor]) -> None:
+        """Give a slot what `held` took."""
+        if "state" in held:
+            self._put(slot, held["state"].to(self.state))
+        if "z" in held:
+            filled = int(held["counts"][0, 0])
+            self.keys[slot, :filled] = held["z"][0, :filled].to(self.keys)
+            self.sources[slot, :filled] = held["x"][0, :filled].to(self.sources)
 
     def advance(self, out: Tensor, z: Tensor, x: Tensor, slot: int, seen: int, layer: StreamedLayer) -> None:
         """Add what one request's tokens read to `out` [n, d] in place and take them in; keys z [n, r], target source x [n, d].

@@ -7,18 +7,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadata, LinearAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from .batch import NAME as BATCH
+from .batch import Batch
+from .snapshots import Snapshot
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One request's tokens [start, stop) of the batch, and its slot; seen: how many of its tokens were read before."""
+    """One request's tokens [start, stop) of the batch, and its slot.
+
+    seen: how many tokens were read to get to what the slot held before. restores: what to put there first, None for nothing.
+    """
 
     slot: int
     seen: int
     start: int
     stop: int
+    restores: Snapshot | None = None
 
 
 @dataclass
@@ -35,22 +45,29 @@ class Step(LinearAttentionMetadata):
             sources = handles[slots, 0].tolist()
             handles[slots, 0] = slots
             pairs = zip(self.requests, sources, strict=True)
-            self.moved = [(request, source) for request, source in pairs if request.seen and source != request.slot]
+            goes_on = ((request, source) for request, source in pairs if request.seen and request.restores is None)
+            self.moved = [(request, source) for request, source in goes_on if source != request.slot]
         return self.moved
 
 
 class StepBuilder(LinearAttentionMetadataBuilder):
     """Makes the step's `Step`, once for all layers."""
 
+    def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.batch: Batch = vllm_config.compilation_config.static_forward_context[BATCH]
+
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Step:
         known = super().build(common_prefix_len, common_attn_metadata, fast_build)
         edges = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths, slots = known.seq_lens.tolist(), known.state_indices_tensor.tolist()
-        requests = [
-            Tokens(slot, length - (stop - start), start, stop)
-            for slot, length, start, stop in zip(slots, lengths, edges, edges[1:], strict=False)
-            if stop > start
-        ]
+        requests = []
+        for row, (slot, length, start, stop) in enumerate(zip(slots, lengths, edges, edges[1:], strict=False)):
+            settings, first = self.batch.begin(row, slot, length)
+            if start < stop and not settings.off:
+                read = length - (stop - start)
+                seen = read + (0 if first is None else first.tokens)
+                requests.append(Tokens(slot, seen, start, stop, None if read else first))
         return Step(**vars(known), requests=requests)
 
 

@@ -1,0 +1,20 @@
+"""What vLLM is told when it makes an engine for one of our models."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import MambaModelConfig
+
+_BATCH = f"{__package__}.batch:Batch"
+_WORKER = f"{__package__}.worker.MemoryWorker"
+
+
+class ServedConfig(MambaModelConfig):
+    """vLLM takes a model whose layer_types name attention alone for one without a state, and leaves `MambaModelConfig`'s settings out."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().verify_and_update_config(vllm_config)
+        given = vllm_config.model_config.logits_processors or []
+        vllm_config.model_config.logits_processors = [*(given if _BATCH in given else [*given, _BATCH])]
+        vllm_config.parallel_config.worker_extension_cls = vllm_config.parallel_config.worker_extension_cls or _WORKER

@@ -1,0 +1,73 @@
+"""What fast weights have written, outside of any slot: what a memory's name stands for, and a session's file holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .. import session_file
+from ..checkpoint.folder_fingerprint import fingerprint_in
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from ..session_check import check_streams
+from .slots import Slots
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """layers: the tensors of each TTT layer's stream, of one row. tokens: how many were read to get there."""
+
+    layers: Mapping[int, Mapping[str, Tensor]]
+    tokens: int
+
+    @classmethod
+    def of(cls, layers: Mapping[int, Slots], slot: int, tokens: int) -> Snapshot:
+        """A copy of what a slot holds after so many tokens."""
+        return cls({index: slots.held(slot, tokens) for index, slots in layers.items()}, tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for held in self.layers.values() for tensor in held.values())
+
+
+class SnapshotFiles:
+    """Snapshots as files that `FastWeightState` reads and writes, of the model in a folder."""
+
+    def __init__(self, model: str, config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]]) -> None:
+        self.config, self.sizes = config, sizes
+        self._fingerprint: str | None = None
+        self._model = model
+
+    @property
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint_in(self._model)
+        return self._fingerprint
+
+    def write(self, snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
+        """In one step, as `FastWeightState.save`."""
+        tensors = {f"{index}.fast.{name}": tensor for index, held in snapshot.layers.items() for name, tensor in held.items()}
+        session_file.write(path, tensors, config=self.config.to_dict(), fingerprint=self.fingerprint, attention={})
+
+    def read(self, path: str | os.PathLike[str]) -> Snapshot:
+        """Raises InPlaceTTTError for what is damaged, another model's, or more than fast weights."""
+        header, tensors = session_file.read(path)
+        if header.config != self.config.to_dict():
+            raise InPlaceTTTError("the file was written under another TTT config than this model's; take one that this model wrote.")
+        if header.fingerprint != self.fingerprint:
+            raise InPlaceTTTError(f"the file belongs to a model with other weights (fingerprint {header.fingerprint[:12]}…).")
+        if header.attention or "tokens" in tensors:
+            raise InPlaceTTTError("the file holds a session's KV cache too; save state.forget_attention() instead.")
+        if check_streams("the file", tensors, self.config, self.sizes) != 1:
+            raise InPlaceTTTError("the file holds no single sequence; a memory is one.")
+        layers: dict[int, dict[str, Tensor]] = {index: {} for index in self.sizes}
+        for name, tensor in tensors.items():
+            index, _, kind = name.partition(".fast.")
+            layers[int(index)][kind] = tensor
+        filled, written, _ = (int(count) for count in next(iter(layers.values()))["counts"][:, 0])
+        if any(held["counts"][:2, 0].tolist() != [filled, written] for held in layers.values()):
+            raise InPlaceTTTError("the file's layers have read different numbers of tokens; take another copy of it.")
+        return Snapshot(layers, written * self.config.chunk_size + filled)

@@ -1,0 +1,84 @@
+"""What the server asks of vLLM's workers about memories; `collective_rpc` calls these by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from ..errors import InPlaceTTTError
+from .batch import NAME, Batch
+from .snapshots import Snapshot, SnapshotFiles
+
+Answer = dict[str, Any]
+"""What is known of a snapshot, its tokens, chunks and bytes; or `error`, a sentence."""
+
+
+def _answers(call: Callable[..., Answer]) -> Callable[..., Answer]:
+    """An InPlaceTTTError as an answer: what a worker raises ends the engine's call without its words."""
+
+    @wraps(call)
+    def answered(*args: Any) -> Answer:
+        try:
+            return call(*args)
+        except InPlaceTTTError as error:
+            return {"error": str(error)}
+
+    return answered
+
+
+class MemoryWorker:
+    """vLLM's worker class derives from this one too (`worker_extension_cls`)."""
+
+    vllm_config: VllmConfig
+
+    @property
+    def ttt_batch(self) -> Batch:
+        batch = self.vllm_config.compilation_config.static_forward_context[NAME]
+        assert isinstance(batch, Batch)
+        return batch
+
+    @cached_property
+    def ttt_files(self) -> SnapshotFiles:
+        layers = self.ttt_batch.fast_weights()
+        (config, *_) = (layer.fast.config for layer in layers.values())
+        sizes = {index: (layer.input_size, layer.output_size) for index, layer in layers.items()}
+        return SnapshotFiles(self.vllm_config.model_config.model, config, sizes)
+
+    @_answers
+    def ttt_keep(self, name: str, snapshot: str) -> Answer:
+        """Make a snapshot of what the request of that `keep` has written; it must have run its last step."""
+        kept = self.ttt_batch.keep(name)
+        if kept is None:
+            raise InPlaceTTTError("the request has left nothing to keep.")
+        return self._hold(snapshot, kept)
+
+    def ttt_forget(self, name: str) -> None:
+        """Keep nothing of the request of that `keep`."""
+        self.ttt_batch.forget(name)
+
+    @_answers
+    def ttt_load(self, snapshot: str, path: str) -> Answer:
+        """Make a snapshot of a file."""
+        return self._hold(snapshot, self.ttt_files.read(path))
+
+    @_answers
+    def ttt_save(self, snapshot: str, path: str) -> Answer:
+        """Write a snapshot to a file, in one step."""
+        held = self.ttt_batch.snapshots[snapshot]
+        self.ttt_files.write(held, path)
+        return self._about(held)
+
+    def ttt_drop(self, snapshot: str) -> None:
+        """Hold a snapshot no longer; no request may start from it."""
+        self.ttt_batch.snapshots.pop(snapshot, None)
+
+    def _hold(self, name: str, snapshot: Snapshot) -> Answer:
+        self.ttt_batch.snapshots[name] = snapshot
+        return self._about(snapshot)
+
+    def _about(self, snapshot: Snapshot) -> Answer:
+        chunks = snapshot.tokens // self.ttt_files.config.chunk_size
+        return {"tokens": snapshot.tokens, "chunks": chunks, "bytes": snapshot.nbytes}

@@ -1,0 +1,145 @@
+"""Requests with settings of their own: TTT off, a memory to start from, what is kept at the end. `FastWeightState` says what is right."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from inplace_ttt import FastWeightState, ttt_disabled
+from inplace_ttt.checkpoint.fingerprint import fingerprint_of
+from inplace_ttt.checkpoint.folder_fingerprint import fingerprint_in
+from inplace_ttt.serving.request_settings import RequestSettings
+from serving.checkpoints import LIVE, save
+from serving.test_tokens import NEW, engine, free_slots, generated, prompts
+
+
+def params(new: int = NEW, **settings: Any) -> SamplingParams:
+    given = RequestSettings(**settings, salted=True).extra_args if settings else None
+    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, extra_args=given)
+
+
+def ask(made: LLMEngine, name: str, prompt: list[int], wanted: SamplingParams, salt: str = "") -> None:
+    made.add_request(name, {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}, wanted)
+
+
+def answers(made: LLMEngine, resets: tuple[int, ...] = ()) -> dict[str, list[int]]:
+    """By request; in these steps all that run must begin anew."""
+    done, steps = {}, itertools.count()
+    while made.has_unfinished_requests():
+        done |= {out.request_id: list(out.outputs[0].token_ids) for out in made.step() if out.finished}
+        if next(steps) in resets:
+            made.reset_prefix_cache(reset_running_requests=True)
+    return done
+
+
+def rpc(made: LLMEngine, name: Any, *args: Any) -> Any:
+    (answer,) = made.collective_rpc(name, args=args)
+    return answer
+
+
+def after(model: PreTrainedModel, text: list[int], state: FastWeightState | None = None) -> FastWeightState:
+    """The fast weights after a text, alone."""
+    state = state or FastWeightState(model)
+    state.read(torch.tensor([text]))
+    return state.forget_attention()
+
+
+def continued(model: PreTrainedModel, state: FastWeightState, prompt: list[int]) -> list[int]:
+    new = state.fork().generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return new[0].tolist()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_ttt_off_beside_ttt_on(caching: bool, tmp_path: Path) -> None:
+    model = save(tmp_path / "ttt", "llama", "compact")
+    asked = prompts(100, 200, 300)
+    expected = {}
+    for number, prompt in enumerate(asked):
+        expected[f"on{number}"] = generated(model, prompt)
+        with ttt_disabled(model):
+            expected[f"off{number}"] = generated(model, prompt)
+    assert all(expected[f"on{number}"] != expected[f"off{number}"] for number in range(3))
+    with engine(tmp_path / "ttt", enable_prefix_caching=caching) as made:
+        for _ in range(2):  # the second time, the prefixes are there
+            for number, prompt in enumerate(asked):
+                ask(made, f"off{number}", prompt, params(off=True), "off")
+                ask(made, f"on{number}", prompt, params())
+            assert answers(made) == expected
+
+
+@pytest.mark.parametrize("preset", LIVE)
+def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
+    """Texts whose ends lie anywhere in a chunk; questions of several memories in one batch, under preemption and prefix caching."""
+    model = save(tmp_path / "ttt", "llama", preset)
+    assert fingerprint_in(tmp_path / "ttt") == fingerprint_of(model)
+    books = prompts(31, 64, 150, 10, seed=1)
+    questions = prompts(20, 70, seed=2)
+    states = [after(model, book) for book in books]
+    expected = {f"{b}/{q}": continued(model, states[b], question) for b in range(4) for q, question in enumerate(questions)}
+    expected |= {f"none/{q}": generated(model, question) for q, question in enumerate(questions)}
+    assert len({tuple(expected[f"{b}/1"]) for b in (0, 1, 2, 3, "none")}) == 5, "each memory says something else"
+    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 5, "num_gpu_blocks_override": 40, "async_scheduling": False}
+    with engine(tmp_path / "ttt", enable_prefix_caching=True, **settings) as made:
+        for b, book in enumerate(books):
+            ask(made, f"read{b}", book, params(1, keep=f"k{b}"), f"read{b}")
+        answers(made)
+        for b, book in enumerate(books):
+            assert rpc(made, "ttt_keep", f"k{b}", f"s{b}")["tokens"] == len(book)
+        for turn in range(2):
+            for b in (0, 1, 2, 3, "none"):
+                for q, question in enumerate(questions):
+                    wanted = params() if b == "none" else params(start=f"s{b}", keep=f"again{b}{q}")
+                    ask(made, f"{b}/{q}", question, wanted, "" if b == "none" else f"s{b}")
+            assert answers(made, resets=(5, 17, 40) if turn == 0 else ()) == expected
+        # what a question and its answer have written is the memory's next state, but for the last token, which nobody has read
+        kept = rpc(made, "ttt_keep", "again20", "next")
+        assert kept["tokens"] == len(books[2]) + len(questions[0]) + NEW - 1
+        state = after(model, [*questions[0], *expected["2/0"][:-1]], states[2].fork())
+        ask(made, "on", questions[1], params(start="next"), "next")
+        assert answers(made)["on"] == continued(model, state, questions[1])
+        # and a file of it is a session's, both ways
+        rpc(made, "ttt_save", "next", str(tmp_path / "next.state"))
+        assert continued(model, FastWeightState.load(tmp_path / "next.state", model), questions[1]) == continued(model, state, questions[1])
+        states[1].save(tmp_path / "one.state")
+        assert rpc(made, "ttt_load", "one", str(tmp_path / "one.state"))["tokens"] == len(books[1])
+        ask(made, "one", questions[1], params(start="one"), "one")
+        assert answers(made)["one"] == expected["1/1"]
+        free, slots = free_slots(made)
+        assert free == slots
+
+
+def test_what_is_let_go_of_leaves_nothing(tmp_path: Path) -> None:
+    """Requests that are aborted anywhere, and forgotten before or after."""
+    save(tmp_path / "ttt", "llama", "paper")
+    with engine(tmp_path / "ttt", async_scheduling=False) as made:
+        for number, prompt in enumerate(prompts(40, 80, 120)):
+            ask(made, str(number), prompt, params(keep=f"k{number}"), "x")
+        for number in range(3):
+            for _ in range(number):
+                made.step()
+            if number == 1:
+                rpc(made, "ttt_forget", "k1")
+            made.abort_request([str(number)])
+            if number != 1:
+                rpc(made, "ttt_forget", f"k{number}")
+        ask(made, "last", prompts(30)[0], params())
+        answers(made)
+        batch = rpc(made, lambda worker: worker.ttt_batch)
+        assert not batch.left and not batch.snapshots and not any(row.settings.keep for row in batch.rows.values())
+        assert "error" in rpc(made, "ttt_keep", "k0", "s")
+
+
+def test_settings_that_are_none(tmp_path: Path) -> None:
+    save(tmp_path / "ttt", "llama", "paper")
+    with engine(tmp_path / "ttt") as made:
+        for given in ("{", '{"of": true}', '{"off": true}', '{"off": 3, "salted": true}'):
+            with pytest.raises(VLLMValidationError, match="inplace_ttt of extra_args"):
+                ask(made, "bad", [5, 6], SamplingParams(max_tokens=2, extra_args={"inplace_ttt": given}))
