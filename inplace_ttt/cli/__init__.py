@@ -24,6 +24,7 @@ VERBS = {
     "convert": "give a checkpoint fast weights",
     "info": "say what a converted checkpoint is",
     "generate": "read a text, write it into the fast weights, continue it",
+    "serve": "serve many users at once by vLLM, each with memories by name",
     "audit": "hold a checkpoint or a recipe against the paper, item by item",
     "diagnose": "measure gradients and writes on a text, and say what is wrong with them",
     "plan": "say what a training run will take, and what in it will not fit or not train",

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig
 
 _BATCH = f"{__package__}.batch:Batch"
-_WORKER = f"{__package__}.worker.MemoryWorker"
+WORKER = f"{__package__}.worker.MemoryWorker"
 
 
 class ServedConfig(MambaModelConfig):
@@ -17,4 +17,4 @@ class ServedConfig(MambaModelConfig):
         super().verify_and_update_config(vllm_config)
         given = vllm_config.model_config.logits_processors or []
         vllm_config.model_config.logits_processors = [*(given if _BATCH in given else [*given, _BATCH])]
-        vllm_config.parallel_config.worker_extension_cls = vllm_config.parallel_config.worker_extension_cls or _WORKER
+        vllm_config.parallel_config.worker_extension_cls = vllm_config.parallel_config.worker_extension_cls or WORKER

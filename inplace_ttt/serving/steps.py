@@ -41,7 +41,7 @@ class Step(LinearAttentionMetadata):
     def moves(self, handles: Tensor) -> list[tuple[Tokens, int]]:
         """The requests whose state lies in another slot than theirs, and that slot; from now on it lies in theirs."""
         if self.moved is None:
-            slots = torch.tensor([request.slot for request in self.requests], device=handles.device)
+            slots = torch.tensor([request.slot for request in self.requests], dtype=torch.int64, device=handles.device)
             sources = handles[slots, 0].tolist()
             handles[slots, 0] = slots
             pairs = zip(self.requests, sources, strict=True)

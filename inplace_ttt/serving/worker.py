@@ -48,7 +48,7 @@ class MemoryWorker:
         return SnapshotFiles(self.vllm_config.model_config.model, config, sizes)
 
     @_answers
-    def ttt_keep(self, name: str, snapshot: str) -> Answer:
+    def ttt_keep(self, snapshot: str, name: str) -> Answer:
         """Make a snapshot of what the request of that `keep` has written; it must have run its last step."""
         kept = self.ttt_batch.keep(name)
         if kept is None:

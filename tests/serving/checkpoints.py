@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.surgery import config_of, fast_weights
@@ -70,3 +73,17 @@ def write(model: PreTrainedModel) -> None:
             layer.ttt.conv.normal_(0, 0.2)
         if not layer.ttt.calibrated_proj:
             layer.ttt.proj.normal_(0, 0.1)
+
+
+def save_tokenizer(path: Path) -> None:
+    """Token n is the word wn."""
+    special = {0: "<pad>", 2: "</s>", 3: "<unk>"}
+    vocabulary = Tokenizer(WordLevel({special.get(n, f"w{n}"): n for n in range(WIDE["vocab_size"])}, unk_token=special[3]))
+    vocabulary.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token=special[2], pad_token=special[0], unk_token=special[3])
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(path)
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)

@@ -68,6 +68,8 @@ def test_ttt_off_beside_ttt_on(caching: bool, tmp_path: Path) -> None:
             expected[f"off{number}"] = generated(model, prompt)
     assert all(expected[f"on{number}"] != expected[f"off{number}"] for number in range(3))
     with engine(tmp_path / "ttt", enable_prefix_caching=caching) as made:
+        ask(made, "off0", asked[0], params(off=True), "off")
+        assert answers(made) == {"off0": expected["off0"]}, "with no other in the batch"
         for _ in range(2):  # the second time, the prefixes are there
             for number, prompt in enumerate(asked):
                 ask(made, f"off{number}", prompt, params(off=True), "off")
@@ -92,7 +94,7 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
             ask(made, f"read{b}", book, params(1, keep=f"k{b}"), f"read{b}")
         answers(made)
         for b, book in enumerate(books):
-            assert rpc(made, "ttt_keep", f"k{b}", f"s{b}")["tokens"] == len(book)
+            assert rpc(made, "ttt_keep", f"s{b}", f"k{b}")["tokens"] == len(book)
         for turn in range(2):
             for b in (0, 1, 2, 3, "none"):
                 for q, question in enumerate(questions):
@@ -100,7 +102,7 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
                     ask(made, f"{b}/{q}", question, wanted, "" if b == "none" else f"s{b}")
             assert answers(made, resets=(5, 17, 40) if turn == 0 else ()) == expected
         # what a question and its answer have written is the memory's next state, but for the last token, which nobody has read
-        kept = rpc(made, "ttt_keep", "again20", "next")
+        kept = rpc(made, "ttt_keep", "next", "again20")
         assert kept["tokens"] == len(books[2]) + len(questions[0]) + NEW - 1
         state = after(model, [*questions[0], *expected["2/0"][:-1]], states[2].fork())
         ask(made, "on", questions[1], params(start="next"), "next")
@@ -134,7 +136,7 @@ def test_what_is_let_go_of_leaves_nothing(tmp_path: Path) -> None:
         answers(made)
         batch = rpc(made, lambda worker: worker.ttt_batch)
         assert not batch.left and not batch.snapshots and not any(row.settings.keep for row in batch.rows.values())
-        assert "error" in rpc(made, "ttt_keep", "k0", "s")
+        assert "error" in rpc(made, "ttt_keep", "s", "k0")
 
 
 def test_settings_that_are_none(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""`inplace-ttt serve PATH`"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.reading import Checkpoint
+from ..errors import InPlaceTTTError
+from . import Result
+from .arguments import path, whole
+
+EXAMPLES = """examples:
+  inplace-ttt serve ./smollm2-ttt --port 8000
+  inplace-ttt serve ./smollm2-ttt --api-key alice --api-key bob --memories /srv/memories
+  inplace-ttt serve ./smollm2-ttt --vllm --max-num-seqs 16 --max-model-len 8192
+
+then:
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "./smollm2-ttt", "prompt": "Call me Ishmael. …", "max_tokens": 1, "memory": "book"}'
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "./smollm2-ttt", "prompt": "The whale", "memory": "book", "freeze": true}'
+  curl localhost:8000/v1/memories"""
+
+_MOST = 2**50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint")
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen at (default: 127.0.0.1; 0.0.0.0 is all)")
+    parser.add_argument("--port", type=whole(1, 65535), default=8000, metavar="N", help="default: 8000")
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="K", help="who may ask, repeatable; memories belong to a key (default: anyone)"
+    )
+    parser.add_argument("--memories", type=path, default="memories", metavar="DIR", help="where memories are saved (default: memories)")
+    parser.add_argument("--per-key", type=whole(1, 10**6), default=64, metavar="N", help="most memories of one key (default: 64)")
+    parser.add_argument(
+        "--memory-bytes",
+        type=whole(1, _MOST),
+        default=4 << 30,
+        metavar="N",
+        help="bytes of all memories that are not on disk; beyond, the least recently used go there (default: 4 GiB)",
+    )
+    parser.add_argument("--vllm", nargs=argparse.REMAINDER, default=[], help="arguments for vLLM: all that follows")
+
+
+def run(args: argparse.Namespace) -> Result:
+    Checkpoint.open(args.path).ttt_config  # noqa: B018 - refuses what is not converted
+    if find_spec("vllm") is None:
+        raise InPlaceTTTError("serving needs vLLM, which is not installed; pip install 'inplace-ttt[vllm]'.")
+    os.environ.setdefault("VLLM_PLUGINS", ",".join(_plugins()))
+    from ..serving.server import serve
+
+    memories = {"folder": str(Path(args.memories).absolute()), "per_user": args.per_key, "in_memory": args.memory_bytes}
+    serve(args.path, args.host, args.port, args.api_key, memories, args.vllm)
+    return {"served": str(args.path)}, 0
+
+
+def render(result: dict[str, Any]) -> str:
+    return f"served {result['served']}"
+
+
+def _plugins() -> list[str]:
+    """Those that vLLM loads by itself, and ours: it adds endpoints only where they are named, and then takes no others."""
+    groups = (group for group in entry_points().groups if group.startswith("vllm.") and group != "vllm.endpoint_plugins")
+    return sorted({"inplace-ttt", *(point.name for group in groups for point in entry_points(group=group))})

@@ -1,0 +1,312 @@
+"""Memories over HTTP: in requests to vLLM's own endpoints, and under /v1/memories.
+
+A request for a completion may say `"memory": NAME`, so that it starts from what that memory has read and leaves there what it reads and
+says itself; `"freeze": true`, so that it leaves nothing; and `"ttt": "off"`. Memories belong to the key that a request bears.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.background import BackgroundTask
+from starlette.datastructures import Headers, State
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.engine.protocol import EngineClient
+
+from ..errors import InPlaceTTTError, shown
+from ..files.schema import from_values
+from .engine_settings import WORKER
+from .memories import SAVED, Limits, Memories, Refused, Turn, check_name, writable
+from .request_settings import KEY, RequestSettings
+
+SETTINGS = "inplace_ttt_memories"
+"""In vLLM's `additional_config`: `MemorySettings`."""
+_WITH_MEMORY = ("/v1/completions", "/v1/chat/completions")
+_WITHOUT = ("/v1/responses", "/v1/messages")
+_OURS = ("memory", "freeze", "ttt")
+_LOG = logging.getLogger(f"vllm.{__name__}")
+
+router = APIRouter(prefix="/v1/memories")
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """folder: where memories are saved. The rest as in `Limits`."""
+
+    folder: str = "memories"
+    per_user: int = Limits.per_user
+    in_memory: int = Limits.in_memory
+    upload: int = Limits.upload
+
+
+class MemoryEndpoints:
+    """vLLM's plugin of endpoints; it takes those that VLLM_PLUGINS names."""
+
+    name = "inplace-ttt"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(router)
+        app.add_middleware(RequestsWithMemory)
+        app.add_exception_handler(InPlaceTTTError, _refusal)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        assert engine_client is not None
+        state.ttt_memories = memories_of(engine_client)
+
+
+def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
+    """The memories of an engine, or why it has none."""
+    config = engine.vllm_config
+    try:
+        if config.parallel_config.worker_extension_cls != WORKER:
+            raise InPlaceTTTError("memories are there for models that inplace-ttt convert made, without another worker extension.")
+        if config.scheduler_config.async_scheduling:
+            raise InPlaceTTTError("memories want --no-async-scheduling: else a request's last token may be read before it is known.")
+        asked = from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS)
+        folder = Path(asked.folder).resolve()
+        writable(folder)
+        return Memories(engine, folder, Limits(asked.per_user, asked.in_memory, asked.upload))
+    except InPlaceTTTError as error:
+        _LOG.warning("In-Place TTT: no memories over HTTP: %s", error)
+        return error
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    return refused(error)
+
+
+def refused(error: Exception) -> JSONResponse:
+    """As OpenAI's errors are."""
+    status = error.status if isinstance(error, Refused) else 400
+    return JSONResponse({"error": {"message": str(error), "type": "inplace_ttt", "param": None, "code": status}}, status_code=status)
+
+
+def user_of(headers: Headers) -> str:
+    """Whose memories a request means: those of the key that it bears, whether or not the server checks keys."""
+    return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].strip().encode()).hexdigest()[:32]
+
+
+def _memories(app: Any) -> Memories:
+    memories = app.state.ttt_memories
+    if isinstance(memories, InPlaceTTTError):
+        raise memories
+    assert isinstance(memories, Memories)
+    return memories
+
+
+@router.get("")
+async def list_memories(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": _memories(request.app).all_of(user_of(request.headers))}
+
+
+@router.get("/{name}")
+async def get_memory(name: str, request: Request) -> dict[str, Any]:
+    memories = _memories(request.app)
+    return memories.describe(memories.find(user_of(request.headers), name))
+
+
+@router.post("/{name}/save")
+async def save_memory(name: str, request: Request) -> dict[str, Any]:
+    memories = _memories(request.app)
+    return memories.describe(await memories.save(user_of(request.headers), name))
+
+
+@router.post("/{name}/load")
+async def load_memory(name: str, request: Request) -> dict[str, Any]:
+    memories = _memories(request.app)
+    return memories.describe(await memories.load(user_of(request.headers), name))
+
+
+@router.post("/{name}/fork")
+async def fork_memory(name: str, request: Request) -> dict[str, Any]:
+    memories = _memories(request.app)
+    try:
+        asked = await request.json()
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict) or set(asked) != {"to"}:
+        raise Refused('say {"to": NAME}, the name of the copy.', 400)
+    return memories.describe(await memories.fork(user_of(request.headers), name, check_name(asked["to"])))
+
+
+@router.delete("/{name}")
+async def delete_memory(name: str, request: Request) -> dict[str, Any]:
+    await _memories(request.app).delete(user_of(request.headers), name)
+    return {"name": name, "deleted": True}
+
+
+@router.get("/{name}/file")
+async def download_memory(name: str, request: Request) -> Response:
+    """What it is now, as a file of `FastWeightState.save`."""
+    file = await _memories(request.app).export(user_of(request.headers), name)
+    return FileResponse(file, media_type="application/octet-stream", filename=f"{name}{SAVED}", background=BackgroundTask(file.unlink))
+
+
+@router.put("/{name}/file")
+async def upload_memory(name: str, request: Request) -> dict[str, Any]:
+    """A file of `FastWeightState.save`, with an empty KV cache."""
+    memories = _memories(request.app)
+    return memories.describe(await memories.upload(user_of(request.headers), check_name(name), request.stream()))
+
+
+class RequestsWithMemory:
+    """Between a client and vLLM's endpoints: what a request says of its memory becomes settings of the engine's request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or path not in (*_WITH_MEMORY, *_WITHOUT):
+            await self.app(scope, receive, send)
+            return
+        body = await _body(receive)
+        turn: Turn | None = None
+        try:
+            values = _object(body)
+            if KEY in (values.get("vllm_xargs") or {}):
+                raise Refused(f'{KEY} of vllm_xargs is the server\'s own; say "memory", "freeze" or "ttt".', 400)
+            if any(name in values for name in _OURS):
+                if path in _WITHOUT:
+                    raise Refused(f"memory, freeze and ttt are known to {' and '.join(_WITH_MEMORY)} alone.", 400)
+                asked = Asked.of(values)
+                if asked.memory is not None:
+                    memories = _memories(scope["app"])
+                    turn = await memories.begin(user_of(Headers(scope=scope)), asked.memory, asked.freeze)
+                body = json.dumps(asked.told(values, turn)).encode()
+        except InPlaceTTTError as error:
+            await refused(error)(scope, receive, send)
+            return
+        await _Exchange(self.app, scope, _replayed(body, receive), send, turn).run()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request says of its memory, checked."""
+
+    memory: str | None = None
+    freeze: bool = False
+    off: bool = False
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Asked:
+        memory, freeze, ttt = values.get("memory"), values.get("freeze", False), values.get("ttt", "on")
+        if memory is not None:
+            check_name(memory)
+        if not isinstance(freeze, bool):
+            raise Refused(f"freeze must be true or false, got {shown(freeze)}.", 400)
+        if ttt not in ("on", "off"):
+            raise Refused(f'ttt must be "on" or "off", got {shown(ttt)}.', 400)
+        if freeze and memory is None:
+            raise Refused("freeze has no effect without a memory; leave it out, or name one.", 400)
+        if memory is not None and ttt == "off":
+            raise Refused("with ttt off no memory is read; leave one of the two out.", 400)
+        if memory is not None and not freeze:
+            _refuse_several(values)
+        return cls(memory, freeze, ttt == "off")
+
+    def told(self, values: dict[str, Any], turn: Turn | None) -> dict[str, Any]:
+        """The request as vLLM knows it."""
+        start, keep = (None, None) if turn is None else (turn.start, turn.keep)
+        settings = RequestSettings(self.off, start, keep, salted=True)
+        told = {name: value for name, value in values.items() if name not in _OURS}
+        told["vllm_xargs"] = {**(told.get("vllm_xargs") or {}), **settings.extra_args}
+        if self.off or start is not None:
+            told["cache_salt"] = f"{told.get('cache_salt') or ''} ttt {start or 'off'}"
+        return told
+
+
+def _refuse_several(values: dict[str, Any]) -> None:
+    """What would leave several things in a memory, or more than was said."""
+    prompt = values.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
+        raise Refused("several prompts cannot write one memory; send them one after the other, or say freeze.", 400)
+    for name in ("n", "best_of"):
+        if values.get(name) not in (None, 1):
+            raise Refused(f"{name} {shown(values[name])} answers cannot write one memory; ask for one, or say freeze.", 400)
+    if values.get("use_beam_search"):
+        raise Refused("beams cannot write one memory; leave use_beam_search out, or say freeze.", 400)
+    if values.get("stop"):
+        raise Refused("a stop string is seen after more tokens are read; use stop_token_ids, or say freeze.", 400)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """A JSON object; nothing for what is none, which vLLM refuses."""
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) and isinstance(values.get("vllm_xargs") or {}, dict) else {}
+
+
+async def _body(receive: Receive) -> bytes:
+    blocks, more = [], True
+    while more:
+        message = await receive()
+        blocks.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(blocks)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body, then what the client says besides."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
+class _Exchange:
+    """A request and its response, whose last part waits until the memory has what was written.
+
+    So that a client that has its answer finds it in the memory; and is told, where the answer is no stream, if the memory has it not.
+    """
+
+    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, turn: Turn | None) -> None:
+        self.app, self.scope, self.receive, self.send, self.turn = app, scope, receive, send, turn
+        self.start: Message | None = None
+        self.status = 0
+
+    async def run(self) -> None:
+        try:
+            scope = {**self.scope, "headers": [pair for pair in self.scope["headers"] if pair[0] != b"content-length"]}
+            await self.app(scope, self.receive, self._pass_on if self.turn is not None else self.send)
+        finally:
+            if self.turn is not None:
+                await asyncio.shield(self._end(well=False))
+
+    async def _pass_on(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.start, self.status = message, message["status"]
+            return
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if last and self.turn is not None and (error := await asyncio.shield(self._end(well=self.status == 200))):
+            if self.start is not None:
+                await refused(error)(self.scope, self.receive, self.send)
+                return
+            _LOG.error("In-Place TTT: a memory was left as it was: %s", error)
+        if self.start is not None:
+            await self.send(self.start)
+            self.start = None
+        await self.send(message)
+
+    async def _end(self, well: bool) -> InPlaceTTTError | None:
+        turn, self.turn = self.turn, None
+        assert turn is not None
+        try:
+            await _memories(self.scope["app"]).end(turn, well)
+        except InPlaceTTTError as error:
+            return error
+        return None

@@ -1,0 +1,350 @@
+"""Which user's memory of which name is which snapshot of the workers: the server's side of memories.
+
+A snapshot never changes. A request starts from the one that its memory's name stands for, and makes a new one; those who started from
+the old one still read that. Where snapshots would take too much of the workers' memory, the least recently used rest on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import InPlaceTTTError, shown
+
+SAVED, RESTING = ".state", ".resting"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+class Refused(InPlaceTTTError):
+    """What cannot be done for a user. status: of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Engine(Protocol):
+    """vLLM's `EngineClient`."""
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """per_user: memories of one user. in_memory: bytes of all snapshots in the workers. upload: bytes of a file."""
+
+    per_user: int = 64
+    in_memory: int = 4 << 30
+    upload: int = 1 << 30
+
+
+@dataclass(eq=False)
+class Memory:
+    """snapshot: None while it rests on disk, or before anything is written. saved, rested: the snapshots that its files hold, where known.
+
+    file: what its user saved. resting: what was put there for want of room, never older than what is saved.
+    """
+
+    file: Path
+    snapshot: str | None = None
+    saved: str | None = None
+    rested: str | None = None
+    used: int = 0
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def name(self) -> str:
+        return self.file.name.removesuffix(SAVED)
+
+    @property
+    def resting(self) -> Path:
+        return self.file.with_name(f"{self.name}{RESTING}")
+
+    @property
+    def on_disk(self) -> Path | None:
+        """The newest file."""
+        return next((file for file in (self.resting, self.file) if file.exists()), None)
+
+    @property
+    def exists(self) -> bool:
+        return self.snapshot is not None or self.on_disk is not None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether its user's file holds what it is now."""
+        return self.file.exists() and (self.saved == self.snapshot if self.snapshot is not None else not self.resting.exists())
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request's use of a memory. start: the snapshot that it starts from; keep: under which name what it writes is kept, if it is."""
+
+    memory: Memory
+    start: str | None
+    keep: str | None
+
+
+class Memories:
+    """All users' memories. folder: where those rest that there is no room for, and are saved: FOLDER/USER/NAME.state and .resting."""
+
+    def __init__(self, engine: Engine, folder: Path, limits: Limits) -> None:
+        self.engine, self.folder, self.limits = engine, folder, limits
+        self._users: dict[str, dict[str, Memory]] = {}
+        self._about: dict[str, Mapping[str, int]] = {}
+        self._uses: Counter[str] = Counter()  # of a snapshot: by names, and by requests that started from it
+        self._clock = itertools.count(1)
+
+    def all_of(self, user: str) -> list[dict[str, Any]]:
+        """What is known of a user's memories, by name."""
+        return [self.describe(memory) for _, memory in sorted(self._of(user).items()) if memory.exists]
+
+    def describe(self, memory: Memory) -> dict[str, Any]:
+        if memory.snapshot is not None:
+            return {"name": memory.name, **self._about[memory.snapshot], "in": "memory", "saved": memory.is_saved}
+        return {"name": memory.name, **about_file(memory.on_disk or memory.file), "in": "disk", "saved": memory.is_saved}
+
+    def find(self, user: str, name: str) -> Memory:
+        memory = self._of(user).get(check_name(name))
+        if memory is None or not memory.exists:
+            raise Refused(f"there is no memory {shown(name)}; a request without freeze makes it, or an upload.", 404)
+        return memory
+
+    async def begin(self, user: str, name: str, freeze: bool) -> Turn:
+        """A request's turn, which `end` must end. It waits for other requests that write this memory, unless it only reads."""
+        memory = self.find(user, name) if freeze else await self._own(user, name)
+        try:
+            start = await self._wake(memory)
+        except BaseException:
+            if not freeze:
+                self._release(memory)
+            raise
+        if start is not None:
+            self._uses[start] += 1
+        memory.used = next(self._clock)
+        return Turn(memory, start, None if freeze else uuid.uuid4().hex)
+
+    async def end(self, turn: Turn, well: bool) -> None:
+        """Make what the request wrote the memory's, if all went well. Raises InPlaceTTTError where there is nothing."""
+        try:
+            if turn.keep is not None and well:
+                await self._become(turn.memory, await self._made("ttt_keep", turn.keep, status=500))
+            elif turn.keep is not None:
+                await self.engine.collective_rpc("ttt_forget", args=(turn.keep,))
+        finally:
+            if turn.keep is not None:
+                self._release(turn.memory)
+            await self._let_go(turn.start)
+        await self._make_room()
+
+    async def save(self, user: str, name: str) -> Memory:
+        """Write a memory to its file, in one step."""
+        async with self._alone(user, name) as memory:
+            if not memory.is_saved:
+                await self._write(await self._wake(memory), memory.file)
+                memory.saved = memory.snapshot
+                memory.resting.unlink(missing_ok=True)
+        await self._make_room()
+        return memory
+
+    async def export(self, user: str, name: str) -> Path:
+        """What a memory is now, as a file of its own, which the caller must remove."""
+        async with self._alone(user, name) as memory:
+            file = memory.file.with_name(f".{uuid.uuid4().hex}{SAVED}")
+            await self._write(await self._wake(memory), file)
+        await self._make_room()
+        return file
+
+    async def load(self, user: str, name: str) -> Memory:
+        """Go back to a memory's file."""
+        async with self._alone(user, name) as memory:
+            if not memory.file.exists():
+                raise Refused(f"memory {shown(name)} has no file; save it first.", 404)
+            await self._become(memory, await self._made("ttt_load", str(memory.file), status=400))
+            memory.saved = memory.snapshot
+            memory.resting.unlink(missing_ok=True)
+        await self._make_room()
+        return memory
+
+    async def upload(self, user: str, name: str, body: AsyncIterator[bytes]) -> Memory:
+        """Take a session's file as a memory, a new one or in place of one; refused if it is not of this model."""
+        memory = await self._own(user, name)
+        partial = memory.file.with_name(f".{memory.file.name}.{uuid.uuid4().hex}")
+        try:
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            size = 0
+            with partial.open("wb") as file:
+                async for block in body:
+                    size += len(block)
+                    if size > self.limits.upload:
+                        raise Refused(f"the file is larger than {self.limits.upload:,} bytes, the most that is taken.", 413)
+                    file.write(block)
+            made = await self._made("ttt_load", str(partial), status=400)
+            partial.replace(memory.file)
+            await self._become(memory, made)
+            memory.saved = memory.snapshot
+            memory.resting.unlink(missing_ok=True)
+        finally:
+            partial.unlink(missing_ok=True)
+            self._release(memory)
+        await self._make_room()
+        return memory
+
+    async def fork(self, user: str, name: str, to: str) -> Memory:
+        """Another name for what a memory is now; from here on each goes its own way."""
+        self.find(user, name)
+        copy = await self._own(user, to)
+        try:
+            if copy.exists:
+                raise Refused(f"there is a memory {shown(to)} already; delete it, or choose another name.", 409)
+            copy.snapshot = await self._wake(self.find(user, name))
+            assert copy.snapshot is not None
+            self._uses[copy.snapshot] += 1
+            copy.used = next(self._clock)
+        finally:
+            self._release(copy)
+        return copy
+
+    async def delete(self, user: str, name: str) -> None:
+        """Its files too."""
+        async with self._alone(user, name) as memory:
+            del self._of(user)[memory.name]
+            memory.file.unlink(missing_ok=True)
+            memory.resting.unlink(missing_ok=True)
+            await self._forget(memory)
+
+    def _of(self, user: str) -> dict[str, Memory]:
+        """A user's memories; the first time, those on disk."""
+        if user not in self._users:
+            files = (self.folder / user).glob("[!.]*")
+            known = {file.with_name(f"{file.stem}{SAVED}") for file in files if file.suffix in (SAVED, RESTING)}
+            self._users[user] = {memory.name: memory for memory in map(Memory, known)}
+        return self._users[user]
+
+    async def _own(self, user: str, name: str) -> Memory:
+        """The memory of that name, made if it is new, for its caller alone to write: who must release `writing`."""
+        mine = self._of(user)
+        while True:
+            if check_name(name) not in mine:
+                if sum(memory.exists or memory.writing.locked() for memory in mine.values()) >= self.limits.per_user:
+                    raise Refused(f"there are {self.limits.per_user} memories, the most that one key may have; delete one.", 409)
+                mine[name] = Memory(self.folder / user / f"{name}{SAVED}")
+            memory = mine[name]
+            await memory.writing.acquire()
+            if mine.get(name) is memory:
+                return memory
+            memory.writing.release()  # it was deleted meanwhile
+
+    def _release(self, memory: Memory) -> None:
+        """What `_own` gave; a name in which nothing came about goes."""
+        memory.writing.release()
+        if not memory.exists:
+            self._of(memory.file.parent.name).pop(memory.name, None)
+
+    @asynccontextmanager
+    async def _alone(self, user: str, name: str) -> AsyncIterator[Memory]:
+        """A memory that is there, and that no request writes."""
+        memory = self.find(user, name)
+        async with memory.writing:
+            yield self.find(user, name)
+
+    async def _wake(self, memory: Memory) -> str | None:
+        """The memory's snapshot, from disk if it rests there; None where nothing is written yet."""
+        async with memory.waking:
+            if memory.snapshot is None and (file := memory.on_disk) is not None:
+                await self._become(memory, await self._made("ttt_load", str(file), status=400))
+                if file == memory.resting:
+                    memory.rested = memory.snapshot
+                else:
+                    memory.saved = memory.snapshot
+            return memory.snapshot
+
+    async def _made(self, how: str, what: str, status: int) -> str:
+        """A new snapshot, by a call of the worker's."""
+        name = uuid.uuid4().hex
+        self._about[name] = await self._call(how, name, what, status=status)
+        return name
+
+    async def _become(self, memory: Memory, snapshot: str) -> None:
+        before, memory.snapshot = memory.snapshot, snapshot
+        self._uses[snapshot] += 1
+        await self._let_go(before)
+
+    async def _let_go(self, snapshot: str | None) -> None:
+        """One use less."""
+        if snapshot is None:
+            return
+        self._uses[snapshot] -= 1
+        if self._uses[snapshot] == 0:
+            del self._uses[snapshot], self._about[snapshot]
+            await self.engine.collective_rpc("ttt_drop", args=(snapshot,))
+
+    async def _forget(self, memory: Memory) -> None:
+        """Hold nothing of it but its files."""
+        gone, memory.snapshot = memory.snapshot, None
+        await self._let_go(gone)
+
+    async def _write(self, snapshot: str | None, file: Path) -> None:
+        assert snapshot is not None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        await self._call("ttt_save", snapshot, str(file), status=507)
+
+    async def _make_room(self) -> None:
+        """The least recently used go to disk, except those that a request writes."""
+        held = [memory for mine in self._users.values() for memory in mine.values() if memory.snapshot is not None]
+        for memory in sorted(held, key=lambda memory: memory.used):
+            if sum(about["bytes"] for about in self._about.values()) <= self.limits.in_memory:
+                return
+            if memory.snapshot is not None and not (memory.writing.locked() or memory.waking.locked()):
+                async with memory.writing, memory.waking:
+                    if memory.snapshot != memory.rested and not memory.is_saved:
+                        await self._write(memory.snapshot, memory.resting)
+                        memory.rested = memory.snapshot
+                    await self._forget(memory)
+
+    async def _call(self, method: str, *args: str, status: int) -> Mapping[str, int]:
+        """What all workers answer. Raises Refused with the sentence of one that cannot."""
+        answers = await self.engine.collective_rpc(method, args=args)
+        for answer in answers:
+            if "error" in answer:
+                raise Refused(answer["error"], status)
+        return {name: sum(answer[name] for answer in answers) if name == "bytes" else answers[0][name] for name in answers[0]}
+
+
+def check_name(name: Any) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise Refused(f"a memory's name is up to 64 letters, digits, dots, - and _, not {shown(name)}.", 400)
+    return name
+
+
+def about_file(file: Path) -> dict[str, int]:
+    """As the workers say it of a snapshot, of a file that nobody has proved; without numbers where it is none."""
+    try:
+        with safe_open(file, framework="pt") as held:
+            counts = next(held.get_tensor(name) for name in held.keys() if name.endswith(".counts"))  # noqa: SIM118 - not a mapping
+            chunk = json.loads(held.metadata()["session"])["config"]["chunk_size"]
+        filled, written = (int(count) for count in counts[:2, 0])
+    except (OSError, SafetensorError, StopIteration, LookupError, TypeError, ValueError):
+        return {}
+    return {"tokens": written * chunk + filled, "chunks": written, "bytes": file.stat().st_size}
+
+
+def writable(folder: Path) -> None:
+    """Raises InPlaceTTTError for a folder in which nothing can be saved."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (probe := folder / f".{uuid.uuid4().hex}").touch()
+        probe.unlink()
+    except OSError as error:
+        raise InPlaceTTTError(f"cannot save memories in {folder}: {error.strerror}; choose another folder.") from None

@@ -1,0 +1,42 @@
+"""vLLM's OpenAI-compatible server, with memories."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import uvloop
+from vllm.entrypoints.launchers.api_server.entry import run_server
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from ..errors import InPlaceTTTError
+from .http import SETTINGS
+
+
+def serve(
+    model: str | os.PathLike[str], host: str, port: int, keys: Sequence[str], memories: Mapping[str, Any], others: Sequence[str]
+) -> None:
+    """Serve until the process is told to end. memories: fields of `MemorySettings`. others: arguments of vLLM's own command."""
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="inplace-ttt serve PATH --vllm", add_help=False))
+    given = parser.parse_args(["--model", str(model), "--host", host, "--port", str(port), *others])
+    if (given.api_server_count or 1) > 1:
+        raise InPlaceTTTError("memories are known to one API server; leave --api-server-count out.")
+    if given.async_scheduling:
+        raise InPlaceTTTError("with --async-scheduling a memory may have read more than was said; leave it out.")
+    given.async_scheduling = False
+    given.additional_config = {**_table(given.additional_config), SETTINGS: dict(memories)}
+    if keys:
+        given.api_key = [*(given.api_key or []), *keys]
+    configure_logging_from_args(given)
+    validate_parsed_serve_args(given)
+    uvloop.run(run_server(given))
+
+
+def _table(given: Any) -> dict[str, Any]:
+    return dict(json.loads(given) if isinstance(given, str) else given or {})

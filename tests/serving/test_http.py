@@ -1,0 +1,270 @@
+"""`inplace-ttt serve`: memories by name, asked by OpenAI's client and by hand. `FastWeightState` says what is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import BadRequestError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import inplace_ttt
+from inplace_ttt import FastWeightState, ttt_disabled
+from serving.checkpoints import save, save_tokenizer, words
+from serving.servers import VLLM, Server, running, said
+from serving.test_memories import after, continued
+from serving.test_tokens import NEW, generated, prompts
+
+KEYS = ("alice", "bob")
+BOOKS = prompts(75, 130, 200, seed=11)
+QUESTIONS = prompts(5, 20, 40, 70, seed=12)
+SIZE = 100_000
+"""Bytes; fewer than two memories of this model take."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("http")
+    save(folder / "ttt", "llama", "compact")
+    save_tokenizer(folder / "ttt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> PreTrainedModel:
+    return inplace_ttt.load(place / "ttt")
+
+
+@pytest.fixture(scope="module")
+def server(place: Path) -> Iterator[Server]:
+    with served(place) as running_server:
+        yield running_server
+
+
+def served(place: Path) -> Any:
+    keys = [word for key in KEYS for word in ("--api-key", key)]
+    limits = ("--memory-bytes", str(SIZE), "--per-key", "6")
+    return running(place, "inplace_ttt.cli", "serve", str(place / "ttt"), *keys, *limits, behind=("--vllm", *VLLM))
+
+
+def call(server: Server, method: str, path: str, body: Any = None, key: str = KEYS[0]) -> tuple[int, Any]:
+    """Status and JSON of a request by hand."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{server.address}{path}", data, {**headers, "Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            content = response.read()
+            return response.status, json.loads(content) if response.headers["content-type"] == "application/json" else content
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def names(server: Server, key: str = KEYS[0]) -> list[str]:
+    return [memory["name"] for memory in call(server, "GET", "/v1/memories", key=key)[1]["data"]]
+
+
+@pytest.fixture
+def clean(server: Server) -> None:
+    for key in KEYS:
+        for name in names(server, key):
+            call(server, "DELETE", f"/v1/memories/{name}", key=key)
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_memory_by_name(server: Server, place: Path, model: PreTrainedModel) -> None:
+    """Read once, asked often, written on; forked, saved, gone back to; the same file as a session's."""
+    ask, folder = server.client(KEYS[0]), place / "ttt"
+    said(ask, folder, BOOKS[0], 1, memory="book")
+    state = after(model, BOOKS[0])
+    for question in QUESTIONS:
+        assert said(ask, folder, question, memory="book", freeze=True) == continued(model, state, question)
+        assert said(ask, folder, question) == generated(model, question)
+        with ttt_disabled(model):
+            assert said(ask, folder, question, ttt="off") == generated(model, question)
+    assert call(server, "POST", "/v1/memories/book/fork", {"to": "branch"})[1]["tokens"] == len(BOOKS[0])
+    answer = said(ask, folder, QUESTIONS[2], memory="branch")
+    later = after(model, [*QUESTIONS[2], *answer[:-1]], state.fork())
+    assert said(ask, folder, QUESTIONS[3], memory="branch", freeze=True) == continued(model, later, QUESTIONS[3])
+    assert said(ask, folder, QUESTIONS[3], memory="book", freeze=True) == continued(model, state, QUESTIONS[3])
+    status, file = call(server, "GET", "/v1/memories/branch/file")
+    assert status == 200
+    (place / "branch.state").write_bytes(file)
+    loaded = FastWeightState.load(place / "branch.state", model)
+    assert continued(model, loaded, QUESTIONS[0]) == continued(model, later, QUESTIONS[0])
+    assert call(server, "POST", "/v1/memories/branch/save")[1]["saved"] is True
+    said(ask, folder, BOOKS[1], 1, memory="branch")
+    assert call(server, "GET", "/v1/memories/branch")[1]["saved"] is False
+    assert call(server, "POST", "/v1/memories/branch/load")[1]["tokens"] == len(BOOKS[0]) + len(QUESTIONS[2]) + NEW - 1
+    assert said(ask, folder, QUESTIONS[0], memory="branch", freeze=True) == continued(model, later, QUESTIONS[0])
+    after(model, BOOKS[2]).save(place / "own.state")
+    assert call(server, "PUT", "/v1/memories/mine/file", (place / "own.state").read_bytes())[0] == 200
+    assert said(ask, folder, QUESTIONS[1], memory="mine", freeze=True) == continued(model, after(model, BOOKS[2]), QUESTIONS[1])
+    chat = ask.chat.completions.create(
+        model=str(folder), messages=[{"role": "user", "content": words(QUESTIONS[1])}], temperature=0, max_tokens=NEW,
+        extra_body={"memory": "mine", "freeze": True, "ignore_eos": True},
+    )  # fmt: skip
+    assert chat.choices[0].message.content.split() == words(continued(model, after(model, BOOKS[2]), QUESTIONS[1])).split()
+    assert names(server) == ["book", "branch", "mine"] and names(server, KEYS[1]) == []
+    assert call(server, "DELETE", "/v1/memories/book")[0] == 200 and names(server) == ["branch", "mine"]
+
+
+@pytest.mark.usefixtures("clean")
+def test_two_secrets_never_meet(server: Server, place: Path, model: PreTrainedModel) -> None:
+    """200 requests at once of two keys whose memories have one name, with requests that have none: each gets its own answer."""
+    folder = place / "ttt"
+    for key, book in zip(KEYS, BOOKS, strict=False):
+        said(server.client(key), folder, book, 1, memory="secret")
+    expected = {(None, q): generated(model, question) for q, question in enumerate(QUESTIONS)}
+    for key, book in zip(KEYS, BOOKS, strict=False):
+        expected |= {(key, q): continued(model, after(model, book), question) for q, question in enumerate(QUESTIONS)}
+    assert all(len({tuple(expected[key, q]) for key in (None, *KEYS)}) == 3 for q in (2, 3)), "what is remembered shows"
+    drawn = random.Random(0)
+    wanted = [(drawn.choice([None, *KEYS]), drawn.randrange(4)) for _ in range(200)]
+
+    def one(asked: tuple[str | None, int]) -> bool:
+        key, q = asked
+        ours = {} if key is None else {"memory": "secret", "freeze": True}
+        return said(server.client(key or KEYS[0]), folder, QUESTIONS[q], **ours) == expected[asked]
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(one, wanted))
+
+
+@pytest.mark.usefixtures("clean")
+def test_requests_that_write_one_memory_wait_for_each_other(server: Server, place: Path, model: PreTrainedModel) -> None:
+    """None is lost, and what they leave is what they would have left in some order; one that is cut off leaves nothing."""
+    folder = place / "ttt"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda book: said(server.client(KEYS[0]), folder, book, 1, memory="all"), BOOKS))
+    assert call(server, "GET", "/v1/memories/all")[1]["tokens"] == sum(map(len, BOOKS))
+    stream = server.client(KEYS[0]).completions.create(
+        model=str(folder), prompt=BOOKS[0], max_tokens=1000, stream=True,
+        extra_body={"memory": "all", "ignore_eos": True, "detokenize": False},
+    )  # fmt: skip
+    next(iter(stream))
+    stream.close()
+    parts = server.client(KEYS[0]).completions.create(
+        model=str(folder), prompt=BOOKS[1], max_tokens=5, stream=True,
+        extra_body={"memory": "all", "ignore_eos": True, "detokenize": False},
+    )  # fmt: skip
+    list(parts)
+    assert call(server, "GET", "/v1/memories/all")[1]["tokens"] == sum(map(len, BOOKS)) + len(BOOKS[1]) + 4
+
+
+def bad_requests(place: Path, model: PreTrainedModel) -> Iterator[tuple[str, str, Any]]:
+    """Method, path, body: of all kinds."""
+    complete, mine = "/v1/completions", "/v1/memories"
+    fine = {"model": str(place / "ttt"), "prompt": [5, 6, 7], "max_tokens": 2}
+    for name in ("", "a/b", "../x", ".hidden", "a" * 65, "ü", "a b", "a\n", 3, True, [], {}, ["a"], {"a": 1}, -1, 2.5):
+        yield "POST", complete, {**fine, "memory": name}
+    for freeze in (1, "yes", None, [], {}, -1):
+        yield "POST", complete, {**fine, "memory": "book", "freeze": freeze}
+    for ttt in ("", "OFF", 0, False, None, [], {}, -3):
+        yield "POST", complete, {**fine, "ttt": ttt}
+    yield "POST", complete, {**fine, "freeze": True}
+    yield "POST", complete, {**fine, "memory": "book", "ttt": "off"}
+    yield "POST", complete, {**fine, "memory": "nobody-s", "freeze": True}
+    for several in ({"n": 2}, {"n": -1}, {"n": "2"}, {"best_of": 3}, {"use_beam_search": True}, {"stop": ["a"]}, {"stop": "a"}):
+        yield "POST", complete, {**fine, "memory": "book", **several}
+    for prompt in ([[5], [6]], ["a", "b"], [[5, 6], "a"], []):
+        yield "POST", complete, {**fine, "memory": "book", "prompt": prompt}
+    for broken in (
+        {"max_tokens": -1},
+        {"max_tokens": "x"},
+        {"prompt": [5] * 5000},
+        {"prompt": [-5]},
+        {"prompt": [10**9]},
+        {"prompt": None},
+    ):
+        yield "POST", complete, {**fine, "memory": "book", **broken}
+    for broken in ({"temperature": -1}, {"top_p": 7}, {"model": "no-such"}, {"logprobs": -4}, {"seed": "s"}, {"min_tokens": 9}):
+        yield "POST", complete, {**fine, "memory": "book", **broken}
+    for args in ({"inplace_ttt": "{}"}, {"inplace_ttt": '{"start": "x", "salted": true}'}, {"inplace_ttt": 1}, [1], "x"):
+        yield "POST", complete, {**fine, "vllm_xargs": args}
+        yield "POST", complete, {**fine, "memory": "book", "vllm_xargs": args}
+    for body in (b"", b"{", b"no json", b"[1]", b'"x"', b"3", b"\xff\xfe", b'{"memory": "book"}', b'{"memory": "book",', b"null"):
+        yield "POST", complete, body
+    for path in ("/v1/responses", "/v1/messages"):
+        yield "POST", path, {**fine, "input": "x", "messages": [], "memory": "book"}
+    for method, path in (("GET", ""), ("POST", "/save"), ("POST", "/load"), ("DELETE", ""), ("GET", "/file")):
+        yield method, f"{mine}/unknown{path}", None
+        yield method, f"{mine}/%2e%2e{path}", None
+    for to in ({}, {"to": "book"}, {"to": "../x"}, {"to": 3}, {"to": "x", "more": 1}, [], b"{", None):
+        yield "POST", f"{mine}/book/fork", to
+    yield "POST", f"{mine}/unknown/fork", {"to": "x"}
+    whole = (place / "fine.state").read_bytes()
+    tensors = load_file(place / "fine.state")
+    other = inplace_ttt.load(place / "ttt")
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1
+    after(other, BOOKS[0]).save(place / "other.state")
+    session = FastWeightState(model)
+    session.read(torch.tensor([BOOKS[0]]))
+    session.save(place / "session.state")
+    save_file(tensors, place / "headless.state")
+    files = [b"", b"x", whole[:100], whole[:-1], whole[:-9] + bytes(9), whole + b"x", bytes(1000)]
+    for content in (*files, *((place / f"{name}.state").read_bytes() for name in ("other", "session", "headless"))):
+        yield "PUT", f"{mine}/book/file", content
+        yield "PUT", f"{mine}/new/file", content
+    yield "PUT", f"{mine}/.x/file", whole
+
+
+@pytest.mark.usefixtures("clean")
+def test_bad_requests_get_a_sentence_and_the_server_goes_on(server: Server, place: Path, model: PreTrainedModel) -> None:
+    folder, ask = place / "ttt", server.client(KEYS[0])
+    said(ask, folder, BOOKS[0], 1, memory="book")
+    state = after(model, BOOKS[0])
+    state.save(place / "fine.state")
+    odd, count = [], 0
+    for method, path, body in bad_requests(place, model):
+        status, answer = call(server, method, path, body)
+        count += 1
+        message = answer["error"]["message"] if isinstance(answer, dict) and isinstance(answer.get("error"), dict) else None
+        if not (400 <= status < 500 and message and "Traceback" not in message) and not (status in (404, 405) and "detail" in answer):
+            odd.append((method, path, body if not isinstance(body, bytes) else body[:40], status, answer))
+    assert odd == [] and count >= 100
+    for key in ("", "mallory"):
+        assert call(server, "GET", "/v1/memories", key=key)[0] == 401
+        assert call(server, "POST", "/v1/completions", {"model": str(folder), "prompt": [5], "memory": "book"}, key=key)[0] == 401
+    assert call(server, "GET", "/v1/memories/book", key=KEYS[1])[0] == 404
+    with pytest.raises(BadRequestError, match="freeze has no effect without a memory"):
+        said(ask, folder, QUESTIONS[0], freeze=True)
+    assert said(ask, folder, QUESTIONS[3], memory="book", freeze=True) == continued(model, state, QUESTIONS[3])
+    assert names(server) == ["book"]
+    for number in range(5):
+        said(ask, folder, QUESTIONS[0], 1, memory=f"m{number}")
+    assert call(server, "POST", "/v1/completions", {"model": str(folder), "prompt": [5], "memory": "one-more"})[0] == 409
+
+
+def test_kill_9_during_a_save(place: Path, model: PreTrainedModel) -> None:
+    """What a file held before is there, or what it was to hold; and the next server has it."""
+    folder, states = place / "ttt", {}
+    with served(place) as server:
+        ask = server.client(KEYS[1])
+        said(ask, folder, BOOKS[0], 1, memory="killed")
+        states[len(BOOKS[0])] = after(model, BOOKS[0])
+        assert call(server, "POST", "/v1/memories/killed/save", key=KEYS[1])[0] == 200
+        said(ask, folder, BOOKS[1], 1, memory="killed")
+        states[len(BOOKS[0]) + len(BOOKS[1])] = after(model, BOOKS[1], states[len(BOOKS[0])].fork())
+        with ThreadPoolExecutor(1) as pool:
+            saving = pool.submit(call, server, "POST", "/v1/memories/killed/save", None, KEYS[1])
+            time.sleep(0.005)
+            os.killpg(server.process.pid, signal.SIGKILL)
+            saving.exception(30)
+    with served(place) as server:
+        tokens = call(server, "GET", "/v1/memories/killed", key=KEYS[1])[1]["tokens"]
+        answer = said(server.client(KEYS[1]), folder, QUESTIONS[2], memory="killed", freeze=True)
+        assert answer == continued(model, states[tokens], QUESTIONS[2])
