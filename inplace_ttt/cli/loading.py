@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -48,6 +50,13 @@ def load_with_tokenizer(path: str, base: str | None, dtype: str) -> tuple[PreTra
     """A converted model, and its tokenizer."""
     model = load_converted(path, base, dtype)
     return model, tokenizer_of(path, base, model)
+
+
+def require_vllm() -> None:
+    """It is there, and says what it has to say on stderr, in every process."""
+    if find_spec("vllm") is None:
+        raise InPlaceTTTError("serving needs vLLM, which is not installed; pip install 'inplace-ttt[vllm]'.")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def _dtype(name: str) -> Any:

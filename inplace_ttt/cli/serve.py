@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.reading import Checkpoint
-from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path, whole
+from .loading import require_vllm
+from .messages import say_now
 
 EXAMPLES = """examples:
   inplace-ttt serve ./smollm2-ttt --port 8000
@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     Checkpoint.open(args.path).ttt_config  # noqa: B018 - refuses what is not converted
-    if find_spec("vllm") is None:
-        raise InPlaceTTTError("serving needs vLLM, which is not installed; pip install 'inplace-ttt[vllm]'.")
+    require_vllm()
     os.environ.setdefault("VLLM_PLUGINS", ",".join(_plugins()))
     from ..serving.server import serve
 
+    say_now()
     memories = {"folder": str(Path(args.memories).absolute()), "per_user": args.per_key, "in_memory": args.memory_bytes}
     serve(args.path, args.host, args.port, args.api_key, memories, args.vllm)
     return {"served": str(args.path)}, 0

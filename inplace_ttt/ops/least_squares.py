@@ -53,8 +53,7 @@ def readout(state: Tensor, damping: float | None) -> Tensor:
     """M [..., d, r], what a key is read with, of a state [..., d + r, r]; without damping, the paper's, the state itself."""
     if damping is None:
         return state
-    sums, factor = _factor(state, damping)
-    return torch.cholesky_solve(sums.mT, factor).mT
+    return _solved(*_factor(state, damping))
 
 
 def sum_of_writes(k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None) -> Tensor:
@@ -116,6 +115,15 @@ class _SumOfWrites(torch.autograd.Function):
         return dk, dv, None, None, None
 
 
+def _solved(rows: Tensor, factor: Tensor) -> Tensor:
+    """rows (G + λI)⁻¹ [..., n, r], given the Cholesky factor.
+
+    Solved from the right, where the rows lie: on a CPU that takes half to two thirds of what `cholesky_solve` of their transpose takes.
+    """
+    half = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False)
+    return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
+
+
 def _factor(state: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """B [..., d, r] and the Cholesky factor of G + λI, of a state [..., d + r, r]; not a number where G is no sum of KᵀK.
 
@@ -173,7 +181,7 @@ class _Walk:
                     before, state = self.sums_around(row, number, group, state)
                     if self.may_read(row, number, group):
                         sums, factor = _factor(before, self.damping)
-                        solved = self.solve(self.of(self.k, row, group), factor)
+                        solved = _solved(self.of(self.k, row, group), factor)
                         out[row, group.here] = (solved @ sums.mT).mul_(self.eta).flatten(0, 1).to(out.dtype)
             states.append(state)
         return out, torch.stack(states) if self.keeps_state else None
@@ -206,7 +214,7 @@ class _Walk:
             if self.may_read(row, number, group):
                 sums, factor = _factor(before, self.damping)
                 keys, grad = self.of(self.k, row, group), self.of(d_out, row, group)
-                both = self.solve(torch.cat([keys, (grad @ sums).mul_(self.eta)], dim=1), factor)
+                both = _solved(torch.cat([keys, (grad @ sums).mul_(self.eta)], dim=1), factor)
                 of_keys, of_grads = both.split(keys.shape[1], dim=1)
                 solved[group.here] = of_keys.flatten(0, 1).to(solved.dtype)
                 dk[row, group.here] = of_grads.flatten(0, 1).to(dk.dtype)
@@ -273,11 +281,6 @@ class _Walk:
             if group.is_complete:
                 state = self.with_writes(row, group, state)[1]
         return state
-
-    @staticmethod
-    def solve(rows: Tensor, factor: Tensor) -> Tensor:
-        """rows (G + λI)⁻¹ [n, C, r]."""
-        return torch.cholesky_solve(rows.mT, factor).mT
 
     def groups(self, document: Span) -> Iterator[_Group]:
         """The first chunk alone, which may have nothing to read, then as many as go together, and what is left."""

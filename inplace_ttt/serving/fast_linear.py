@@ -46,10 +46,15 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
         """Add what the step's tokens read to `out` [N, d] in place, and take them in."""
         for request, source in step.moves(self.handle.kv_cache[0]):
             self.slots.copy(source, request.slot, request.seen)
-        keys = self.keys(z)
         for request in step.requests:
             if request.restores is not None:
                 self.slots.restore(request.slot, request.restores.layers[self.fast.layer])
+        keys = self.keys(z)
+        if step.single:
+            rows = torch.tensor([request.start for request in step.single], device=z.device)
+            places = [(request.slot, request.seen) for request in step.single]
+            out.index_add_(0, rows, self.slots.advance_each(keys[rows], x[rows], places, self).to(out.dtype))
+        for request in step.longer:
             part = slice(request.start, request.stop)
             self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)
 

@@ -33,9 +33,11 @@ class Tokens:
 
 @dataclass
 class Step(LinearAttentionMetadata):
-    """What vLLM knows of a step, and its requests."""
+    """What vLLM knows of a step, and its requests: those with one token each, which are taken together, and the others."""
 
     requests: list[Tokens] = field(default_factory=list)
+    single: list[Tokens] = field(default_factory=list)
+    longer: list[Tokens] = field(default_factory=list)
     moved: list[tuple[Tokens, int]] | None = None
 
     def moves(self, handles: Tensor) -> list[tuple[Tokens, int]]:
@@ -68,7 +70,10 @@ class StepBuilder(LinearAttentionMetadataBuilder):
                 read = length - (stop - start)
                 seen = read + (0 if first is None else first.tokens)
                 requests.append(Tokens(slot, seen, start, stop, None if read else first))
-        return Step(**vars(known), requests=requests)
+        by_length: tuple[list[Tokens], list[Tokens]] = [], []
+        for request in requests:
+            by_length[request.stop - request.start > 1].append(request)
+        return Step(**vars(known), requests=requests, single=by_length[False], longer=by_length[True])
 
 
 class SlotBackend(LinearAttentionBackend):

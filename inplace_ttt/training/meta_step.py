@@ -162,8 +162,8 @@ class _Meter(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _PRODUCTS:
             self.flops += 2 * out.numel() * args[_PRODUCTS[name]].shape[-1]
-        elif name == "cholesky_solve":
-            self.flops += 2 * out.numel() * args[1].shape[-1]
+        elif name == "linalg_solve_triangular":
+            self.flops += out.numel() * args[0].shape[-1]
         elif name == "linalg_cholesky_ex":
             self.flops += out[0].numel() * out[0].shape[-1] // 3
         for tensor in tree_leaves(out):
