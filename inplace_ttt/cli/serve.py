@@ -15,16 +15,14 @@ from .loading import require_vllm
 from .messages import say_now
 
 EXAMPLES = """examples:
-  inplace-ttt serve ./smollm2-ttt --port 8000
+  inplace-ttt serve ./smollm2-ttt --port 8000 --api-key secret
   inplace-ttt serve ./smollm2-ttt --api-key alice --api-key bob --memories /srv/memories
   inplace-ttt serve ./smollm2-ttt --vllm --max-num-seqs 16 --max-model-len 8192
 
-then:
-  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "./smollm2-ttt", "prompt": "Call me Ishmael. …", "max_tokens": 1, "memory": "book"}'
-  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+then, a request that names a memory reads and writes it:
+  curl localhost:8000/v1/completions -H 'Authorization: Bearer secret' -H 'Content-Type: application/json' \\
     -d '{"model": "./smollm2-ttt", "prompt": "The whale", "memory": "book", "freeze": true}'
-  curl localhost:8000/v1/memories"""
+  curl localhost:8000/v1/memories -H 'Authorization: Bearer secret'"""
 
 _MOST = 2**50
 
