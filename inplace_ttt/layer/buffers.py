@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..ops import readout
+from ..ops import readout, state_dtype
 from ..ops.precision import in_range
 
 
@@ -33,6 +33,41 @@ class State:
     def __init__(self, value: Tensor, dtype: torch.dtype, damping: float | None, keeps_rows: bool = False) -> None:
         self.value, self.damping, self.keeps_rows = value, damping, keeps_rows
         self._read, self._factor = (None, None) if keeps_rows else in_range(readout(value, damping), dtype)
+
+    @classmethod
+    def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, damping: float | None, device: torch.device) -> State:
+        """Rows of states [*shape] in which nothing is written yet: none may be read before it is put."""
+        state = cls.__new__(cls)
+        state.value, state.damping, state.keeps_rows = torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), damping, False
+        is_read = damping is None and state.value.dtype == dtype
+        state._read = state.value if is_read else torch.zeros(rows, d, shape[1], dtype=dtype, device=device)
+        state._factor = state.value.new_ones(rows, 1, 1) if dtype == torch.float16 else None
+        return state
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        held = {id(tensor): tensor for tensor in (self.value, self._read) if tensor is not None}
+        return sum(tensor[0].nbytes for tensor in held.values())
+
+    def read_each(self, z: Tensor, rows: list[int]) -> Tensor:
+        """η left out, what key z[i] of [n, r] reads in a row of its own, [n, d].
+
+        One product, except on a CPU, which reads that many matrices faster one by one.
+        """
+        assert self._read is not None
+        keys, where = z.to(self._read.dtype), torch.tensor(rows, device=z.device)
+        if z.device.type == "cpu":
+            read = torch.stack([torch.mv(self._read[row], key) for key, row in zip(keys, rows, strict=True)])
+        else:
+            read = torch.bmm(self._read[where], keys[:, :, None])[..., 0]
+        return read if self._factor is None else read * self._factor[where, 0]
+
+    def copy_row(self, source: int, row: int) -> None:
+        """Give a row what another one holds."""
+        for tensor in (self.value, self._read, self._factor):
+            if tensor is not None:
+                tensor[row] = tensor[source]
 
     def add_read(self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None) -> None:
         """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r]."""

@@ -43,7 +43,7 @@ class Batch(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        RequestSettings.of(sampling_params)
+        RequestSettings.checked(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
         return True

@@ -51,9 +51,7 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
                 self.slots.restore(request.slot, request.restores.layers[self.fast.layer])
         keys = self.keys(z)
         if step.single:
-            rows = torch.tensor([request.start for request in step.single], device=z.device)
-            places = [(request.slot, request.seen) for request in step.single]
-            out.index_add_(0, rows, self.slots.advance_each(keys[rows], x[rows], places, self).to(out.dtype))
+            self.slots.advance_each(out, keys, x, [(request.start, request.slot, request.seen) for request in step.single], self)
         for request in step.longer:
             part = slice(request.start, request.stop)
             self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)

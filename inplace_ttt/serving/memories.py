@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InPlaceTTTError, shown
+from .request_settings import KNOWN
 
 SAVED, RESTING = ".state", ".resting"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -133,10 +134,13 @@ class Memories:
         if start is not None:
             self._uses[start] += 1
         memory.used = next(self._clock)
-        return Turn(memory, start, None if freeze else uuid.uuid4().hex)
+        keep = None if freeze else uuid.uuid4().hex
+        KNOWN.update({keep} if keep is not None else ())
+        return Turn(memory, start, keep)
 
     async def end(self, turn: Turn, well: bool) -> None:
         """Make what the request wrote the memory's, if all went well. Raises InPlaceTTTError where there is nothing."""
+        KNOWN.discard(turn.keep or "")
         try:
             if turn.keep is not None and well:
                 await self._become(turn.memory, await self._made("ttt_keep", turn.keep, status=500))
@@ -274,10 +278,12 @@ class Memories:
         """A new snapshot, by a call of the worker's."""
         name = uuid.uuid4().hex
         self._about[name] = await self._call(how, name, what, status=status)
+        KNOWN.add(name)
         return name
 
     async def _become(self, memory: Memory, snapshot: str) -> None:
         before, memory.snapshot = memory.snapshot, snapshot
+        memory.used = next(self._clock)
         self._uses[snapshot] += 1
         await self._let_go(before)
 
@@ -288,6 +294,7 @@ class Memories:
         self._uses[snapshot] -= 1
         if self._uses[snapshot] == 0:
             del self._uses[snapshot], self._about[snapshot]
+            KNOWN.discard(snapshot)
             await self.engine.collective_rpc("ttt_drop", args=(snapshot,))
 
     async def _forget(self, memory: Memory) -> None:

@@ -13,6 +13,8 @@ from ..files.json_files import parse_json
 from ..files.schema import from_values
 
 KEY = "inplace_ttt"
+KNOWN: set[str] = set()
+"""Snapshots that requests of this process may start from, and names under which they may be kept: nobody else's are let in."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,19 @@ class RequestSettings:
         return {KEY: json.dumps(dataclasses.asdict(self))}
 
     @classmethod
+    def checked(cls, params: SamplingParams) -> RequestSettings:
+        """As `of`, where a request comes in. Raises InPlaceTTTError for what none may say."""
+        settings = cls.of(params)
+        if settings != cls() and not settings.salted:
+            raise InPlaceTTTError(
+                f"{KEY} of extra_args changes what a prefix's cache holds; give the prompt a cache_salt of its own and say salted, or "
+                "use inplace-ttt serve, which does."
+            )
+        if not {settings.start or "", settings.keep or ""} - {""} <= KNOWN:
+            raise InPlaceTTTError(f"start and keep of {KEY} in extra_args are the server's own; name a memory, to inplace-ttt serve.")
+        return settings
+
+    @classmethod
     def of(cls, params: SamplingParams) -> RequestSettings:
         """Raises InPlaceTTTError for what is no such settings."""
         given = (params.extra_args or {}).get(KEY)
@@ -43,10 +58,4 @@ class RequestSettings:
             values = parse_json(given) if isinstance(given, str) else given
         except ValueError:
             raise InPlaceTTTError(f"{KEY} of extra_args is no JSON, got {given!r:.80}.") from None
-        settings = from_values(cls, values, f"{KEY} of extra_args")
-        if settings != cls() and not settings.salted:
-            raise InPlaceTTTError(
-                f"{KEY} of extra_args changes what a prefix's cache holds; give the prompt a cache_salt of its own and say salted, or "
-                "use inplace-ttt serve, which does."
-            )
-        return settings
+        return from_values(cls, values, f"{KEY} of extra_args")

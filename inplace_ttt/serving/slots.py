@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..config import InPlaceTTTConfig
+from ..layer.buffers import State
 from ..layer.stream import StreamedLayer
 from ..layout import ChunkLayout
-from ..ops import readout, state_dtype
-from ..ops.precision import in_range
 
 
 class Slots:
@@ -22,27 +21,22 @@ class Slots:
     """
 
     def __init__(self, slots: int, config: InPlaceTTTConfig, d: int, h: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.chunk_size, self.damping = config.chunk_size, config.damping
+        self.chunk_size = config.chunk_size
         rows, width = config.state_shape(d, h)
-        self.state = torch.zeros(slots, rows, width, dtype=state_dtype(dtype), device=device)
-        same = self.damping is None and self.state.dtype == dtype
-        self.reads = self.state if same else torch.zeros(slots, d, width, dtype=dtype, device=device)
-        self.factor = torch.ones(slots, 1, 1, dtype=self.state.dtype, device=device)
+        self.state = State.empty(slots, (rows, width), d, dtype, config.damping, device)
         self.keys = torch.zeros(slots, self.chunk_size, width, dtype=dtype, device=device)
         self.sources = torch.zeros(slots, self.chunk_size, d, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of a slot."""
-        held = {tensor.data_ptr(): tensor for tensor in (self.state, self.reads, self.keys, self.sources)}
-        return sum(tensor[0].nbytes for tensor in held.values())
+        return self.state.row_bytes + self.keys[0].nbytes + self.sources[0].nbytes
 
     def copy(self, source: int, slot: int, seen: int) -> None:
         """Give a slot what another one holds after so many tokens."""
         written, filled = divmod(seen, self.chunk_size)
         if written:
-            for tensor in (self.state, self.reads, self.factor):
-                tensor[slot] = tensor[source]
+            self.state.copy_row(source, slot)
         for tensor in (self.keys, self.sources):
             tensor[slot, :filled] = tensor[source, :filled]
 
@@ -51,7 +45,7 @@ class Slots:
         written, filled = divmod(seen, self.chunk_size)
         held = {"counts": torch.tensor([[filled], [written], [seen]])}
         if written:
-            held["state"] = self.state[slot : slot + 1]
+            held["state"] = self.state.value[slot : slot + 1]
         if filled:
             held |= {"z": self.keys[slot : slot + 1, :filled], "x": self.sources[slot : slot + 1, :filled]}
         return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
@@ -59,7 +53,7 @@ class Slots:
     def restore(self, slot: int, held: Mapping[str, Tensor]) -> None:
         """Give a slot what `held` took."""
         if "state" in held:
-            self._put(slot, held["state"].to(self.state))
+            self.state.put(slot, held["state"][0].to(self.state.value))
         if "z" in held:
             filled = int(held["counts"][0, 0])
             self.keys[slot, :filled] = held["z"][0, :filled].to(self.keys)
@@ -81,37 +75,24 @@ class Slots:
         if whole < len(z):
             self._take(out[whole:], z[whole:], x[whole:], slot, 0, written, layer)
 
-    def advance_each(self, z: Tensor, x: Tensor, places: list[tuple[int, int]], layer: StreamedLayer) -> Tensor:
-        """As `advance` for many requests with one token each: what keys z [n, r] read, [n, d]; target source x [n, d].
-
-        places: the slot of each, and how many tokens were seen before.
-        """
-        slots = torch.tensor([slot for slot, _ in places], device=z.device)
-        written = torch.tensor([seen >= self.chunk_size for _, seen in places], device=z.device)
-        read = self._read_each(z.to(self.reads.dtype), places, slots) * (layer.eta * self.factor[slots, 0])
-        filled = torch.tensor([seen % self.chunk_size for _, seen in places], device=z.device)
-        self.keys[slots, filled], self.sources[slots, filled] = z, x
-        for slot, seen in places:
+    def advance_each(self, out: Tensor, z: Tensor, x: Tensor, requests: list[tuple[int, int, int]], layer: StreamedLayer) -> None:
+        """As `advance` for requests with one token each: its place in out [N, d], keys z [N, r] and x [N, d], slot, tokens seen before."""
+        reading = [(place, slot) for place, slot, seen in requests if seen >= self.chunk_size]
+        if reading:
+            places = torch.tensor([place for place, _ in reading], device=z.device)
+            read = self.state.read_each(z[places], [slot for _, slot in reading])
+            out.index_add_(0, places, (read * layer.eta).to(out.dtype))
+        where = torch.tensor([(place, slot, seen % self.chunk_size) for place, slot, seen in requests], device=z.device)
+        places, slots, filled = where.unbind(1)
+        self.keys[slots, filled], self.sources[slots, filled] = z[places], x[places]
+        for _, slot, seen in requests:
             if (seen + 1) % self.chunk_size == 0:
                 self._write_open(slot, seen // self.chunk_size, layer)
-        return torch.where(written[:, None], read, 0)
-
-    def _read_each(self, z: Tensor, places: list[tuple[int, int]], slots: Tensor) -> Tensor:
-        """What key z[i] reads in slot i; of a slot in which nothing is written yet, whatever another left there.
-
-        One product, except on a CPU, which reads that many matrices faster one by one.
-        """
-        if z.device.type == "cpu":
-            nothing = z.new_zeros(self.reads.shape[1])
-            read = zip(z, places, strict=True)
-            return torch.stack([torch.mv(self.reads[slot], key) if seen >= self.chunk_size else nothing for key, (slot, seen) in read])
-        return torch.bmm(self.reads[slots], z[:, :, None])[..., 0]
 
     def _take(self, out: Tensor, z: Tensor, x: Tensor, slot: int, filled: int, written: int, layer: StreamedLayer) -> bool:
         """Tokens of the open chunk; whether they complete it."""
         if written:
-            read = z.to(out.dtype) @ self.reads[slot].mT
-            out += (read * (layer.eta * self.factor[slot])).to(out.dtype)
+            self.state.add_read(out[None], z[None], layer, slot)
         stop = filled + len(z)
         self.keys[slot, filled:stop] = z
         self.sources[slot, filled:stop] = x
@@ -121,22 +102,18 @@ class Slots:
 
     def _write_open(self, slot: int, written: int, layer: StreamedLayer) -> None:
         """The slot's open chunk is complete."""
-        state = self.state[slot : slot + 1] if written else None
-        self._put(slot, layer.write(self.keys[slot : slot + 1], self.sources[slot : slot + 1], self._layout(1), state, reads=False)[1])
+        part = slice(slot, slot + 1)
+        after = layer.write(self.keys[part], self.sources[part], self._layout(1), self._before(slot, written), reads=False)[1]
+        self.state.put(slot, after[0])
 
     def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, slot: int, written: int, layer: StreamedLayer) -> None:
         """Whole chunks, in one call."""
-        state = self.state[slot : slot + 1] if written else None
-        read, after = layer.write(z[None], x[None], self._layout(len(z) // self.chunk_size), state, reads=True)
+        read, after = layer.write(z[None], x[None], self._layout(len(z) // self.chunk_size), self._before(slot, written), reads=True)
         out += read[0].to(out.dtype)
-        self._put(slot, after)
+        self.state.put(slot, after[0])
 
-    def _put(self, slot: int, state: Tensor) -> None:
-        self.state[slot] = state[0]
-        if self.reads is not self.state:
-            reads, factor = in_range(readout(state[0], self.damping), self.reads.dtype)
-            self.reads[slot] = reads
-            self.factor[slot] = 1 if factor is None else factor
+    def _before(self, slot: int, written: int) -> Tensor | None:
+        return self.state.value[slot : slot + 1] if written else None
 
     def _layout(self, chunks: int) -> ChunkLayout:
         length = chunks * self.chunk_size

@@ -16,12 +16,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from inplace_ttt import FastWeightState, ttt_disabled
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.checkpoint.folder_fingerprint import fingerprint_in
-from inplace_ttt.serving.request_settings import RequestSettings
+from inplace_ttt.serving.request_settings import KNOWN, RequestSettings
 from serving.checkpoints import LIVE, save
 from serving.test_tokens import NEW, engine, free_slots, generated, prompts
 
 
 def params(new: int = NEW, **settings: Any) -> SamplingParams:
+    KNOWN.update(settings[name] for name in ("start", "keep") if name in settings)
     given = RequestSettings(**settings, salted=True).extra_args if settings else None
     return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, extra_args=given)
 
@@ -142,6 +143,6 @@ def test_what_is_let_go_of_leaves_nothing(tmp_path: Path) -> None:
 def test_settings_that_are_none(tmp_path: Path) -> None:
     save(tmp_path / "ttt", "llama", "paper")
     with engine(tmp_path / "ttt") as made:
-        for given in ("{", '{"of": true}', '{"off": true}', '{"off": 3, "salted": true}'):
-            with pytest.raises(VLLMValidationError, match="inplace_ttt of extra_args"):
+        for given in ("{", '{"of": true}', '{"off": true}', '{"off": 3, "salted": true}', '{"start": "x", "salted": true}'):
+            with pytest.raises(VLLMValidationError, match="inplace_ttt .*extra_args"):
                 ask(made, "bad", [5, 6], SamplingParams(max_tokens=2, extra_args={"inplace_ttt": given}))
