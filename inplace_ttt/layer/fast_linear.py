@@ -85,9 +85,7 @@ class FastWeight(nn.Module):
 
     def check_split(self) -> None:
         """Refuse what is no sum over h, where tensor parallelism gives each rank a part of the down-projection's input."""
-        config = self.fast.config
-        names = ("clip", "damping", "whitening", "write_norm", "keep_row_norms")
-        if held := [name for name in names if getattr(config, name)]:
+        if held := wanting_whole_input(self.fast.config):
             raise InPlaceTTTError(
                 f"tensor parallelism splits the down-projection's input, of which {' and '.join(held)} would need the whole; "
                 "leave it out of the config, or split the model in another way."
@@ -233,6 +231,11 @@ def _fast_class(plain: type) -> type[FastWeight]:
 def _empty(plain: type) -> Any:
     made = _fast_class(plain)
     return made.__new__(made)
+
+
+def wanting_whole_input(config: InPlaceTTTConfig) -> list[str]:
+    """The settings under which a fast weight is no sum over h of what parts of its input give."""
+    return [name for name in ("clip", "damping", "whitening", "write_norm", "keep_row_norms") if getattr(config, name)]
 
 
 def plain_class(down: FastWeight) -> type:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from ..layer.fast_linear import FastWeight, LayerSettings, target_generator
+from ..layer.fast_linear import FastWeight, LayerSettings, target_generator, wanting_whole_input
 from .blocks import SlotHandle
 from .slots import Slots
 from .steps import Step
@@ -27,8 +28,14 @@ class Source:
 
 
 class FastRowParallelLinear(FastWeight, RowParallelLinear):
-    """A `RowParallelLinear` that reads and writes the slots of the requests whose tokens it sees."""
+    """A `RowParallelLinear` that reads and writes the slots of the requests whose tokens it sees.
 
+    Under tensor parallelism each rank has a part of W0's input. By the paper's rule its state is that part too, and what it reads is summed
+    with what W0 gives. A rule that wants the whole input gathers it, and every rank has the same state.
+    """
+
+    tp_size: int
+    is_split: bool
     slots: Slots
     source: Source
     handle: SlotHandle
@@ -38,9 +45,13 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
     def forward(self, z: Tensor) -> Any:
         """[N, h] -> [N, d] and the bias, as `RowParallelLinear`."""
         given = RowParallelLinear.forward(self, z)
-        out = given[0] if isinstance(given, tuple) else given
+        out, rest = (given[0], given[1:]) if isinstance(given, tuple) else (given, None)
+        if self.tp_size > 1 and not self.is_split:
+            z = tensor_model_parallel_all_gather(z)
         torch.ops.inplace_ttt.advance(out, z, self.source.value, self.prefix)
-        return given
+        if self.is_split:
+            out = tensor_model_parallel_all_reduce(out)
+        return out if rest is None else (out, *rest)
 
     def advance(self, out: Tensor, z: Tensor, x: Tensor, step: Step) -> None:
         """Add what the step's tokens read to `out` [N, d] in place, and take them in."""
@@ -59,7 +70,9 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
     def note_norm(self) -> None:
         """Keep what a relative clip needs of the loaded W0."""
         clip = self.fast.config.clip
-        self.norm = super().w0_norm() if clip is not None and clip.relative else None
+        if clip is not None and clip.relative:
+            part = super().w0_norm()
+            self.norm = part if self.tp_size == 1 else tensor_model_parallel_all_reduce(part.square()).sqrt()
 
     def w0_norm(self) -> Tensor:
         assert self.norm is not None
@@ -77,7 +90,9 @@ def install(down: RowParallelLinear, settings: LayerSettings, source: Source, ha
     down.__class__ = FastRowParallelLinear
     down.ttt = target_generator(config, h, d, dtype=dtype, device=device).requires_grad_(False)
     down.fast, down.source, down.handle = settings, source, handle
-    down.slots = Slots(handle.slots, config, d, h, dtype, device)
+    down.is_split = down.tp_size > 1 and not wanting_whole_input(config)
+    down.reduce_results = down.reduce_results and not down.is_split  # `forward` does it, with what was read
+    down.slots = Slots(handle.slots, config, d, down.input_size_per_partition if down.is_split else h, dtype, device)
     vllm_config.compilation_config.static_forward_context[down.prefix] = down
 
 

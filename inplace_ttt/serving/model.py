@@ -101,7 +101,6 @@ def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
         "keep_row_norms": config.keep_row_norms,
         "prompt_write": config.prompt_write is not None,
         "decode_updates off": not config.decode_updates,
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA requests": vllm_config.lora_config is not None,

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 
 from .. import session_file
 from ..checkpoint.folder_fingerprint import fingerprint_in
@@ -14,6 +16,9 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..session_check import check_streams
 from .slots import Slots
+
+_SPLIT = (".fast.state", ".fast.z")
+"""Tensors whose last dimension is the keys'."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,13 @@ class Snapshot:
 
 
 class SnapshotFiles:
-    """Snapshots as files that `FastWeightState` reads and writes, of the model in a folder."""
+    """Snapshots as files that `FastWeightState` reads and writes, of the model in a folder.
 
-    def __init__(self, model: str, config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]]) -> None:
-        self.config, self.sizes = config, sizes
+    is_split: each rank of tensor parallelism holds a part of the keys' numbers; a file holds them all, and the first rank writes it.
+    """
+
+    def __init__(self, model: str, config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]], is_split: bool) -> None:
+        self.config, self.sizes, self.is_split = config, sizes, is_split
         self._fingerprint: str | None = None
         self._model = model
 
@@ -48,8 +56,12 @@ class SnapshotFiles:
         return self._fingerprint
 
     def write(self, snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
-        """In one step, as `FastWeightState.save`."""
+        """In one step, as `FastWeightState.save`. All ranks must call it."""
         tensors = {f"{index}.fast.{name}": tensor for index, held in snapshot.layers.items() for name, tensor in held.items()}
+        if self.is_split:
+            tensors = {name: _joined(tensor) if name.endswith(_SPLIT) else tensor for name, tensor in tensors.items()}
+        if get_tensor_model_parallel_rank() > 0:
+            return
         session_file.write(path, tensors, config=self.config.to_dict(), fingerprint=self.fingerprint, attention={})
 
     def read(self, path: str | os.PathLike[str]) -> Snapshot:
@@ -66,8 +78,21 @@ class SnapshotFiles:
         layers: dict[int, dict[str, Tensor]] = {index: {} for index in self.sizes}
         for name, tensor in tensors.items():
             index, _, kind = name.partition(".fast.")
-            layers[int(index)][kind] = tensor
+            layers[int(index)][kind] = _own_part(tensor) if self.is_split and name.endswith(_SPLIT) else tensor
         filled, written, _ = (int(count) for count in next(iter(layers.values()))["counts"][:, 0])
         if any(held["counts"][:2, 0].tolist() != [filled, written] for held in layers.values()):
             raise InPlaceTTTError("the file's layers have read different numbers of tokens; take another copy of it.")
         return Snapshot(layers, written * self.config.chunk_size + filled)
+
+
+def _joined(part: Tensor) -> Tensor:
+    """All ranks' parts of the last dimension, in the host's memory."""
+    group = get_tp_group()
+    parts = [torch.empty_like(part) for _ in range(group.world_size)]
+    distributed.all_gather(parts, part.contiguous(), group=group.cpu_group)
+    return torch.cat(parts, dim=-1)
+
+
+def _own_part(whole: Tensor) -> Tensor:
+    group = get_tp_group()
+    return whole.chunk(group.world_size, dim=-1)[group.rank_in_group].contiguous()

@@ -43,9 +43,9 @@ class MemoryWorker:
     @cached_property
     def ttt_files(self) -> SnapshotFiles:
         layers = self.ttt_batch.fast_weights()
-        (config, *_) = (layer.fast.config for layer in layers.values())
         sizes = {index: (layer.input_size, layer.output_size) for index, layer in layers.items()}
-        return SnapshotFiles(self.vllm_config.model_config.model, config, sizes)
+        first = next(iter(layers.values()))
+        return SnapshotFiles(self.vllm_config.model_config.model, first.fast.config, sizes, first.is_split)
 
     @_answers
     def ttt_keep(self, snapshot: str, name: str) -> Answer:

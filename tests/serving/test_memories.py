@@ -17,6 +17,7 @@ from inplace_ttt import FastWeightState, ttt_disabled
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.checkpoint.folder_fingerprint import fingerprint_in
 from inplace_ttt.serving.request_settings import KNOWN, RequestSettings
+from inplace_ttt.state import streams
 from serving.checkpoints import LIVE, save
 from serving.test_tokens import NEW, engine, free_slots, generated, prompts
 
@@ -119,6 +120,32 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
         assert free == slots
 
 
+@pytest.mark.parametrize("preset", LIVE)
+def test_two_ranks_are_one(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallelism: what is generated, and what a memory's file holds."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model = save(tmp_path / "ttt", "llama", preset)
+    (book, *asked), question = prompts(150, 31, 70, 200), prompts(40, seed=5)[0]
+    state = after(model, book)
+    state.save(tmp_path / "in.state")
+    with engine(tmp_path / "ttt", tensor_parallel_size=2, async_scheduling=False, distributed_executor_backend="mp") as made:
+        for number, prompt in enumerate(asked):
+            ask(made, str(number), prompt, params())
+        assert answers(made) == {str(number): generated(model, prompt) for number, prompt in enumerate(asked)}
+        assert [found["tokens"] for found in made.collective_rpc("ttt_load", args=("s", str(tmp_path / "in.state")))] == [len(book)] * 2
+        ask(made, "asked", question, params(start="s", keep="k"), "s")
+        assert answers(made)["asked"] == continued(model, state, question)
+        made.collective_rpc("ttt_keep", args=("next", "k"))
+        made.collective_rpc("ttt_save", args=("next", str(tmp_path / "out.state")))
+    later = after(model, [*question, *continued(model, state, question)[:-1]], state.fork())
+    found = FastWeightState.load(tmp_path / "out.state", model)
+    for index, stream in streams(later.cache).items():
+        mine = streams(found.cache)[index]
+        assert mine.tokens == stream.tokens and torch.allclose(
+            mine.state, stream.state, rtol=1e-3, atol=1e-3 * float(stream.state.abs().max())
+        )
+
+
 def test_what_is_let_go_of_leaves_nothing(tmp_path: Path) -> None:
     """Requests that are aborted anywhere, and forgotten before or after."""
     save(tmp_path / "ttt", "llama", "paper")
@@ -144,5 +171,5 @@ def test_settings_that_are_none(tmp_path: Path) -> None:
     save(tmp_path / "ttt", "llama", "paper")
     with engine(tmp_path / "ttt") as made:
         for given in ("{", '{"of": true}', '{"off": true}', '{"off": 3, "salted": true}', '{"start": "x", "salted": true}'):
-            with pytest.raises(VLLMValidationError, match="inplace_ttt .*extra_args"):
+            with pytest.raises(VLLMValidationError, match=r"inplace_ttt .*extra_args"):
                 ask(made, "bad", [5, 6], SamplingParams(max_tokens=2, extra_args={"inplace_ttt": given}))
