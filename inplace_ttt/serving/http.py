@@ -70,6 +70,8 @@ def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
     try:
         if config.parallel_config.worker_extension_cls != WORKER:
             raise InPlaceTTTError("memories are there for models that inplace-ttt convert made, without another worker extension.")
+        if config.parallel_config.data_parallel_size > 1:
+            raise InPlaceTTTError("memories are known to one engine; leave --data-parallel-size out.")
         if config.scheduler_config.async_scheduling:
             raise InPlaceTTTError("memories want --no-async-scheduling: else a request's last token may be read before it is known.")
         asked = from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS)
@@ -278,21 +280,28 @@ class _Exchange:
         self.app, self.scope, self.receive, self.send, self.turn = app, scope, receive, send, turn
         self.start: Message | None = None
         self.status = 0
+        self.client_is_gone = False
 
     async def run(self) -> None:
         try:
             scope = {**self.scope, "headers": [pair for pair in self.scope["headers"] if pair[0] != b"content-length"]}
-            await self.app(scope, self.receive, self._pass_on if self.turn is not None else self.send)
+            await self.app(scope, self._heard, self._pass_on if self.turn is not None else self.send)
         finally:
             if self.turn is not None:
                 await asyncio.shield(self._end(well=False))
+
+    async def _heard(self) -> Message:
+        message = await self.receive()
+        self.client_is_gone |= message["type"] == "http.disconnect"
+        return message
 
     async def _pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.start, self.status = message, message["status"]
             return
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if last and self.turn is not None and (error := await asyncio.shield(self._end(well=self.status == 200))):
+        well = self.status == 200 and not self.client_is_gone
+        if last and self.turn is not None and (error := await asyncio.shield(self._end(well))):
             if self.start is not None:
                 await refused(error)(self.scope, self.receive, self.send)
                 return

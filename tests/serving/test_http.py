@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from openai import BadRequestError
+from openai import APITimeoutError, BadRequestError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -156,6 +156,8 @@ def test_requests_that_write_one_memory_wait_for_each_other(server: Server, plac
     )  # fmt: skip
     next(iter(stream))
     stream.close()
+    with pytest.raises(APITimeoutError):
+        said(server.client(KEYS[0]).with_options(timeout=0.5), folder, BOOKS[0], 1500, memory="all")
     parts = server.client(KEYS[0]).completions.create(
         model=str(folder), prompt=BOOKS[1], max_tokens=5, stream=True,
         extra_body={"memory": "all", "ignore_eos": True, "detokenize": False},
