@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -16,6 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ..errors import InPlaceTTTError
 from .http import SETTINGS
+from .memories import writable
 
 
 def serve(
@@ -33,9 +36,15 @@ def serve(
     given.additional_config = {**_table(given.additional_config), SETTINGS: dict(memories)}
     if keys:
         given.api_key = [*(given.api_key or []), *keys]
+    writable(Path(memories["folder"]))
     configure_logging_from_args(given)
     validate_parsed_serve_args(given)
-    uvloop.run(run_server(given))
+    try:
+        uvloop.run(run_server(given))
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            raise
+        raise InPlaceTTTError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port.") from None
 
 
 def _table(given: Any) -> dict[str, Any]:

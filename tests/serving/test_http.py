@@ -6,6 +6,9 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -270,3 +273,20 @@ def test_kill_9_during_a_save(place: Path, model: PreTrainedModel) -> None:
         tokens = call(server, "GET", "/v1/memories/killed", key=KEYS[1])[1]["tokens"]
         answer = said(server.client(KEYS[1]), folder, QUESTIONS[2], memory="killed", freeze=True)
         assert answer == continued(model, states[tokens], QUESTIONS[2])
+
+
+def test_a_server_that_cannot_be_says_why(place: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = {
+            "cannot listen at": ("--port", port),
+            "cannot save memories in": ("--memories", str(place / "ttt" / "config.json" / "x")),
+            "leave --api-server-count out": ("--vllm", "--api-server-count", "2"),
+        }
+        for said_so, arguments in cases.items():
+            command = [sys.executable, "-m", "inplace_ttt.cli", "serve", str(place / "ttt"), *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr, done.stderr[-2000:]
+            assert said_so in done.stderr.splitlines()[-1]
