@@ -19,6 +19,7 @@ OPTIONS = {
         "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file "
         "--save-state --seed --temperature --ttt"
     ),
+    "serve": "--api-key --help --host --json --memories --memory-bytes --per-key --port --vllm",
     "plan": "--device-memory --help --json --set",
     "train": "--from-scratch --help --json --no-audit --num-processes --set",
     "audit": "--compare --format --help --json --out --profile --seed",
@@ -30,7 +31,9 @@ OPTIONS = {
     "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
     "export": "--base --format --help --json --overwrite",
     "import-official": "--help --json --overwrite",
-    "bench": "--chunk-size --d --device --dtype --h --help --json --repeats --tokens",
+    "bench": (
+        "--base --chunk-size --d --device --dtype --h --help --json --new-tokens --prompt-tokens --repeats --requests --serving --tokens"
+    ),
 }
 
 
