@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadata, LinearAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -54,6 +54,8 @@ class Step(LinearAttentionMetadata):
 
 class StepBuilder(LinearAttentionMetadataBuilder):
     """Makes the step's `Step`, once for all layers."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
