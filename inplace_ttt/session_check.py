@@ -21,6 +21,16 @@ _MOST = 2**40
 """Tokens of a session, to keep sums of counts within 64 bits."""
 
 
+def check_header(path: str | os.PathLike[str], header: Header, config: InPlaceTTTConfig, fingerprint: str) -> None:
+    """Refuse, with an InPlaceTTTError, the session of another model or of another TTT config."""
+    if header.config != config.to_dict():
+        raise InPlaceTTTError(f"{path} was written under another TTT config than this model's; load it into the model that wrote it.")
+    if header.fingerprint != fingerprint:
+        raise InPlaceTTTError(
+            f"{path} belongs to a model with other weights (fingerprint {header.fingerprint[:12]}…); load it into that model."
+        )
+
+
 def check_session(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
     """Refuse, with an InPlaceTTTError, what a session of this model cannot be. Reads one token with the model to know its cache."""
     _Session(path, header, tensors, model).run()

@@ -19,7 +19,7 @@ from .errors import InPlaceTTTError, shown
 from .layer.cache import CarriesFastWeight, attach, plain_class, streams
 from .layer.forward_context import reading_text
 from .layer.prompt_stream import PromptStream, stream_class
-from .session_check import check_session
+from .session_check import check_header, check_session
 from .surgery import config_of, fast_weights
 
 _READ_AT_ONCE = 1024
@@ -167,12 +167,7 @@ class FastWeightState:
         """Read a session saved by `save`; refuses what is damaged, and the session of another model or of another TTT config."""
         header, tensors = session_file.read(path)
         config = config_of(model)
-        if header.config != config.to_dict():
-            raise InPlaceTTTError(f"{path} was written under another TTT config than this model's; load it into the model that wrote it.")
-        if header.fingerprint != fingerprint_of(model):
-            raise InPlaceTTTError(
-                f"{path} belongs to a model with other weights (fingerprint {header.fingerprint[:12]}…); load it into that model."
-            )
+        check_header(path, header, config, fingerprint_of(model))
         check_session(path, header, tensors, model)
         state = cls(model)
         state.tokens = tensors.pop("tokens", None)

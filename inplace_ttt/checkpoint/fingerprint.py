@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,18 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint_of(model: nn.Module) -> str:
-    """sha256 of what gives a session its meaning: W0, conv and P of every TTT layer, and a piece of every other parameter.
+def looked_at(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Name, value, and how many numbers of it (None: all) of what gives a session its meaning, in order.
 
-    Quantised weights are left out.
+    W0, conv and P of every TTT layer, and a piece of every parameter. Quantised weights are left out.
     """
-    whole = (p for module in fast_weights(model).values() for _, p in readable_parameters(module))
-    pieces = (p.detach().reshape(-1)[:PIECE] for _, p in readable_parameters(model))
-    return fingerprint(itertools.chain(whole, pieces))
+    layers = {id(module) for module in fast_weights(model).values()}
+    for prefix, module in model.named_modules():
+        if id(module) in layers:
+            yield from ((f"{prefix}.{name}", p, None) for name, p in readable_parameters(module))
+    yield from ((name, p, PIECE) for name, p in readable_parameters(model))
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """The fingerprint of a model in memory."""
+    return fingerprint(p.detach().reshape(-1)[:most] for _, p, most in looked_at(model))

@@ -133,9 +133,10 @@ def _factor(state: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     r = state.shape[-1]
     gram = state[..., -r:, :]
     lost = 8 * torch.finfo(state.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    damped = gram + (damping + lost)[..., None, None] * torch.eye(r, dtype=state.dtype, device=state.device)
+    damped = gram.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_((damping + lost)[..., None])
     factor, failed = torch.linalg.cholesky_ex(damped)  # without a look at `failed`, for which a GPU would be waited for
-    return state[..., :-r, :], torch.where(failed[..., None, None] == 0, factor, torch.nan)
+    return state[..., :-r, :], factor.add_(torch.where(failed == 0, 0.0, torch.nan)[..., None, None])
 
 
 @dataclass(frozen=True)

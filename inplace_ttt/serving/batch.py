@@ -6,6 +6,7 @@ vLLM tells its logits processors before each forward which request is where in t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,12 +89,13 @@ class Batch(LogitsProcessor):
         for row in self._keeping(name):
             row.settings = replace(row.settings, keep=None)
 
+    @cached_property
     def fast_weights(self) -> dict[int, Any]:
         """The served down-projections by decoder layer, `FastRowParallelLinear`s."""
         return {layer.fast.layer: layer for layer in self._context.values() if isinstance(layer, FastWeight)}
 
     def _snapshot(self, slot: int, tokens: int) -> Snapshot:
-        return Snapshot.of({index: layer.slots for index, layer in self.fast_weights().items()}, slot, tokens)
+        return Snapshot.of({index: layer.slots for index, layer in self.fast_weights.items()}, slot, tokens)
 
     def _keeping(self, name: str) -> list[Row]:
         return [row for row in self.rows.values() if row.settings.keep == name]

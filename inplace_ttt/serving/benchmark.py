@@ -31,11 +31,10 @@ class Load:
     new: int
     dtype: str
     rounds: int
-    seed: int = 0
 
     def prompts(self, number: int, vocabulary: int) -> list[list[int]]:
         """Of a round, all drawn anew, so that no prefix comes again; lengths alike on a logarithmic scale."""
-        drawn = random.Random(f"{self.seed} {number}")
+        drawn = random.Random(number)
         lengths = [round(self.prompt * 16 ** -(i / max(self.requests - 1, 1))) for i in range(self.requests)]
         return [[drawn.randrange(3, vocabulary) for _ in range(max(length, 1))] for length in lengths]
 

@@ -12,7 +12,6 @@ import json
 import logging
 from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -25,7 +24,8 @@ from vllm.engine.protocol import EngineClient
 from ..errors import InPlaceTTTError, shown
 from ..files.schema import from_values
 from .engine_settings import WORKER
-from .memories import SAVED, Limits, Memories, Refused, Turn, check_name, writable
+from .memories import Memories, MemorySettings, Turn
+from .memory import SAVED, Refused, check_name
 from .request_settings import KEY, RequestSettings
 
 SETTINGS = "inplace_ttt_memories"
@@ -33,19 +33,10 @@ SETTINGS = "inplace_ttt_memories"
 _WITH_MEMORY = ("/v1/completions", "/v1/chat/completions")
 _WITHOUT = ("/v1/responses", "/v1/messages")
 _OURS = ("memory", "freeze", "ttt")
+_DONE = b"data: [DONE]"
 _LOG = logging.getLogger(f"vllm.{__name__}")
 
 router = APIRouter(prefix="/v1/memories")
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """folder: where memories are saved. The rest as in `Limits`."""
-
-    folder: str = "memories"
-    per_user: int = Limits.per_user
-    in_memory: int = Limits.in_memory
-    upload: int = Limits.upload
 
 
 class MemoryEndpoints:
@@ -74,10 +65,7 @@ def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
             raise InPlaceTTTError("memories are known to one engine; leave --data-parallel-size out.")
         if config.scheduler_config.async_scheduling:
             raise InPlaceTTTError("memories want --no-async-scheduling: else a request's last token may be read before it is known.")
-        asked = from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS)
-        folder = Path(asked.folder).resolve()
-        writable(folder)
-        return Memories(engine, folder, Limits(asked.per_user, asked.in_memory, asked.upload))
+        return Memories(engine, from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS))
     except InPlaceTTTError as error:
         _LOG.warning("In-Place TTT: no memories over HTTP: %s", error)
         return error
@@ -271,9 +259,10 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 class _Exchange:
-    """A request and its response, whose last part waits until the memory has what was written.
+    """A request and its response, whose end waits until the memory has what was written.
 
-    So that a client that has its answer finds it in the memory; and is told, where the answer is no stream, if the memory has it not.
+    So that a client that has its answer finds it in the memory, or is told that the memory has it not. A stream has ended for its client
+    with the event [DONE], after which it may hang up.
     """
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, turn: Turn | None) -> None:
@@ -299,13 +288,15 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.start, self.status = message, message["status"]
             return
-        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        body = message.get("body", b"")
+        is_end = not message.get("more_body", False) or body.startswith(_DONE)
         well = self.status == 200 and not self.client_is_gone
-        if last and self.turn is not None and (error := await asyncio.shield(self._end(well))):
+        if is_end and self.turn is not None and (error := await asyncio.shield(self._end(well))):
             if self.start is not None:
                 await refused(error)(self.scope, self.receive, self.send)
                 return
             _LOG.error("In-Place TTT: a memory was left as it was: %s", error)
+            message = {**message, "body": b"data: " + bytes(refused(error).body) + b"\n\n" + body}
         if self.start is not None:
             await self.send(self.start)
             self.start = None

@@ -6,33 +6,19 @@ the old one still read that. Where snapshots would take too much of the workers'
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import json
-import re
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
-
-from ..errors import InPlaceTTTError, shown
+from ..errors import shown
+from ..files.folders import new_file
+from .memory import RESTING, SAVED, Memory, Refused, about_file, check_name, check_writable
 from .request_settings import KNOWN
-
-SAVED, RESTING = ".state", ".resting"
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
-
-
-class Refused(InPlaceTTTError):
-    """What cannot be done for a user. status: of HTTP."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Engine(Protocol):
@@ -42,50 +28,15 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """per_user: memories of one user. in_memory: bytes of all snapshots in the workers. upload: bytes of a file."""
+class MemorySettings:
+    """folder: where memories rest that there is no room for, and are saved. per_user: memories of one user. in_memory: bytes of all
+    snapshots in the workers. upload: bytes of a file.
+    """
 
+    folder: str = "memories"
     per_user: int = 64
     in_memory: int = 4 << 30
     upload: int = 1 << 30
-
-
-@dataclass(eq=False)
-class Memory:
-    """snapshot: None while it rests on disk, or before anything is written. saved, rested: the snapshots that its files hold, where known.
-
-    file: what its user saved. resting: what was put there for want of room, never older than what is saved.
-    """
-
-    file: Path
-    snapshot: str | None = None
-    saved: str | None = None
-    rested: str | None = None
-    used: int = 0
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waking: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def name(self) -> str:
-        return self.file.name.removesuffix(SAVED)
-
-    @property
-    def resting(self) -> Path:
-        return self.file.with_name(f"{self.name}{RESTING}")
-
-    @property
-    def on_disk(self) -> Path | None:
-        """The newest file."""
-        return next((file for file in (self.resting, self.file) if file.exists()), None)
-
-    @property
-    def exists(self) -> bool:
-        return self.snapshot is not None or self.on_disk is not None
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether its user's file holds what it is now."""
-        return self.file.exists() and (self.saved == self.snapshot if self.snapshot is not None else not self.resting.exists())
 
 
 @dataclass(eq=False)
@@ -98,10 +49,11 @@ class Turn:
 
 
 class Memories:
-    """All users' memories. folder: where those rest that there is no room for, and are saved: FOLDER/USER/NAME.state and .resting."""
+    """All users' memories; their files are FOLDER/USER/NAME.state and .resting. Raises InPlaceTTTError for a folder that takes none."""
 
-    def __init__(self, engine: Engine, folder: Path, limits: Limits) -> None:
-        self.engine, self.folder, self.limits = engine, folder, limits
+    def __init__(self, engine: Engine, settings: MemorySettings) -> None:
+        self.engine, self.settings, self.folder = engine, settings, Path(settings.folder).resolve()
+        check_writable(self.folder)
         self._users: dict[str, dict[str, Memory]] = {}
         self._about: dict[str, Mapping[str, int]] = {}
         self._uses: Counter[str] = Counter()  # of a snapshot: by names, and by requests that started from it
@@ -184,23 +136,15 @@ class Memories:
     async def upload(self, user: str, name: str, body: AsyncIterator[bytes]) -> Memory:
         """Take a session's file as a memory, a new one or in place of one; refused if it is not of this model."""
         memory = await self._own(user, name)
-        partial = memory.file.with_name(f".{memory.file.name}.{uuid.uuid4().hex}")
         try:
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            size = 0
-            with partial.open("wb") as file:
-                async for block in body:
-                    size += len(block)
-                    if size > self.limits.upload:
-                        raise Refused(f"the file is larger than {self.limits.upload:,} bytes, the most that is taken.", 413)
-                    file.write(block)
-            made = await self._made("ttt_load", str(partial), status=400)
-            partial.replace(memory.file)
+            memory.file.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(memory.file) as partial:
+                await self._receive(body, partial)
+                made = await self._made("ttt_load", str(partial), status=400)
             await self._become(memory, made)
             memory.saved = memory.snapshot
             memory.resting.unlink(missing_ok=True)
         finally:
-            partial.unlink(missing_ok=True)
             self._release(memory)
         await self._make_room()
         return memory
@@ -241,8 +185,8 @@ class Memories:
         mine = self._of(user)
         while True:
             if check_name(name) not in mine:
-                if sum(memory.exists or memory.writing.locked() for memory in mine.values()) >= self.limits.per_user:
-                    raise Refused(f"there are {self.limits.per_user} memories, the most that one key may have; delete one.", 409)
+                if sum(memory.exists or memory.writing.locked() for memory in mine.values()) >= self.settings.per_user:
+                    raise Refused(f"there are {self.settings.per_user} memories, the most that one key may have; delete one.", 409)
                 mine[name] = Memory(self.folder / user / f"{name}{SAVED}")
             memory = mine[name]
             await memory.writing.acquire()
@@ -302,6 +246,15 @@ class Memories:
         gone, memory.snapshot = memory.snapshot, None
         await self._let_go(gone)
 
+    async def _receive(self, body: AsyncIterator[bytes], file: Path) -> None:
+        size = 0
+        with file.open("wb") as written:
+            async for block in body:
+                size += len(block)
+                if size > self.settings.upload:
+                    raise Refused(f"the file is larger than {self.settings.upload:,} bytes, the most that is taken.", 413)
+                written.write(block)
+
     async def _write(self, snapshot: str | None, file: Path) -> None:
         assert snapshot is not None
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -311,7 +264,7 @@ class Memories:
         """The least recently used go to disk, except those that a request writes."""
         held = [memory for mine in self._users.values() for memory in mine.values() if memory.snapshot is not None]
         for memory in sorted(held, key=lambda memory: memory.used):
-            if sum(about["bytes"] for about in self._about.values()) <= self.limits.in_memory:
+            if sum(about["bytes"] for about in self._about.values()) <= self.settings.in_memory:
                 return
             if memory.snapshot is not None and not (memory.writing.locked() or memory.waking.locked()):
                 async with memory.writing, memory.waking:
@@ -327,31 +280,3 @@ class Memories:
             if "error" in answer:
                 raise Refused(answer["error"], status)
         return {name: sum(answer[name] for answer in answers) if name == "bytes" else answers[0][name] for name in answers[0]}
-
-
-def check_name(name: Any) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise Refused(f"a memory's name is up to 64 letters, digits, dots, - and _, not {shown(name)}.", 400)
-    return name
-
-
-def about_file(file: Path) -> dict[str, int]:
-    """As the workers say it of a snapshot, of a file that nobody has proved; without numbers where it is none."""
-    try:
-        with safe_open(file, framework="pt") as held:
-            counts = next(held.get_tensor(name) for name in held.keys() if name.endswith(".counts"))  # noqa: SIM118 - not a mapping
-            chunk = json.loads(held.metadata()["session"])["config"]["chunk_size"]
-        filled, written = (int(count) for count in counts[:2, 0])
-    except (OSError, SafetensorError, StopIteration, LookupError, TypeError, ValueError):
-        return {}
-    return {"tokens": written * chunk + filled, "chunks": written, "bytes": file.stat().st_size}
-
-
-def writable(folder: Path) -> None:
-    """Raises InPlaceTTTError for a folder in which nothing can be saved."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (probe := folder / f".{uuid.uuid4().hex}").touch()
-        probe.unlink()
-    except OSError as error:
-        raise InPlaceTTTError(f"cannot save memories in {folder}: {error.strerror}; choose another folder.") from None

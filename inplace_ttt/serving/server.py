@@ -18,7 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ..errors import InPlaceTTTError
 from .http import SETTINGS
-from .memories import writable
+from .memory import check_writable
 
 
 def serve(
@@ -36,7 +36,7 @@ def serve(
     given.additional_config = {**_table(given.additional_config), SETTINGS: dict(memories)}
     if keys:
         given.api_key = [*(given.api_key or []), *keys]
-    writable(Path(memories["folder"]))
+    check_writable(Path(memories["folder"]))
     configure_logging_from_args(given)
     validate_parsed_serve_args(given)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, distributed
@@ -14,7 +15,7 @@ from .. import session_file
 from ..checkpoint.folder_fingerprint import fingerprint_in
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..session_check import check_streams
+from ..session_check import check_header, check_streams
 from .slots import Slots
 
 _SPLIT = (".fast.state", ".fast.z")
@@ -45,15 +46,11 @@ class SnapshotFiles:
     """
 
     def __init__(self, model: str, config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]], is_split: bool) -> None:
-        self.config, self.sizes, self.is_split = config, sizes, is_split
-        self._fingerprint: str | None = None
-        self._model = model
+        self.model, self.config, self.sizes, self.is_split = model, config, sizes, is_split
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_in(self._model)
-        return self._fingerprint
+        return fingerprint_in(self.model)
 
     def write(self, snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
         """In one step, as `FastWeightState.save`. All ranks must call it."""
@@ -67,10 +64,7 @@ class SnapshotFiles:
     def read(self, path: str | os.PathLike[str]) -> Snapshot:
         """Raises InPlaceTTTError for what is damaged, another model's, or more than fast weights."""
         header, tensors = session_file.read(path)
-        if header.config != self.config.to_dict():
-            raise InPlaceTTTError("the file was written under another TTT config than this model's; take one that this model wrote.")
-        if header.fingerprint != self.fingerprint:
-            raise InPlaceTTTError(f"the file belongs to a model with other weights (fingerprint {header.fingerprint[:12]}…).")
+        check_header("the file", header, self.config, self.fingerprint)
         if header.attention or "tokens" in tensors:
             raise InPlaceTTTError("the file holds a session's KV cache too; save state.forget_attention() instead.")
         if check_streams("the file", tensors, self.config, self.sizes) != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,12 +34,19 @@ class Tokens:
 
 @dataclass
 class Step(LinearAttentionMetadata):
-    """What vLLM knows of a step, and its requests: those with one token each, which are taken together, and the others."""
+    """What vLLM knows of a step, and its requests."""
 
     requests: list[Tokens] = field(default_factory=list)
-    single: list[Tokens] = field(default_factory=list)
-    longer: list[Tokens] = field(default_factory=list)
     moved: list[tuple[Tokens, int]] | None = None
+
+    @cached_property
+    def single(self) -> list[Tokens]:
+        """Requests with one token each, which are taken together."""
+        return [request for request in self.requests if request.stop - request.start == 1]
+
+    @cached_property
+    def longer(self) -> list[Tokens]:
+        return [request for request in self.requests if request.stop - request.start > 1]
 
     def moves(self, handles: Tensor) -> list[tuple[Tokens, int]]:
         """The requests whose state lies in another slot than theirs, and that slot; from now on it lies in theirs."""
@@ -72,10 +80,7 @@ class StepBuilder(LinearAttentionMetadataBuilder):
                 read = length - (stop - start)
                 seen = read + (0 if first is None else first.tokens)
                 requests.append(Tokens(slot, seen, start, stop, None if read else first))
-        by_length: tuple[list[Tokens], list[Tokens]] = [], []
-        for request in requests:
-            by_length[request.stop - request.start > 1].append(request)
-        return Step(**vars(known), requests=requests, single=by_length[False], longer=by_length[True])
+        return Step(**vars(known), requests=requests)
 
 
 class SlotBackend(LinearAttentionBackend):

@@ -42,7 +42,7 @@ class MemoryWorker:
 
     @cached_property
     def ttt_files(self) -> SnapshotFiles:
-        layers = self.ttt_batch.fast_weights()
+        layers = self.ttt_batch.fast_weights
         sizes = {index: (layer.input_size, layer.output_size) for index, layer in layers.items()}
         first = next(iter(layers.values()))
         return SnapshotFiles(self.vllm_config.model_config.model, first.fast.config, sizes, first.is_split)

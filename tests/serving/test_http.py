@@ -169,6 +169,21 @@ def test_requests_that_write_one_memory_wait_for_each_other(server: Server, plac
     assert call(server, "GET", "/v1/memories/all")[1]["tokens"] == sum(map(len, BOOKS)) + len(BOOKS[1]) + 4
 
 
+@pytest.mark.usefixtures("clean")
+def test_who_hangs_up_after_the_last_event_finds_it_in_the_memory(server: Server, place: Path) -> None:
+    """OpenAI's clients do, as soon as [DONE] has come."""
+    asked = {"model": str(place / "ttt"), "prompt": BOOKS[0], "max_tokens": 2, "stream": True, "memory": "hung-up", "ignore_eos": True}
+    for times in (1, 2, 3):
+        with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as line:
+            body = json.dumps(asked).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n"
+            line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            heard = b""
+            while b"data: [DONE]" not in heard:
+                heard += line.recv(4096)
+        assert call(server, "GET", "/v1/memories/hung-up")[1]["tokens"] == times * (len(BOOKS[0]) + 1)
+
+
 def bad_requests(place: Path, model: PreTrainedModel) -> Iterator[tuple[str, str, Any]]:
     """Method, path, body: of all kinds."""
     complete, mine = "/v1/completions", "/v1/memories"
@@ -282,7 +297,7 @@ def test_a_server_that_cannot_be_says_why(place: Path) -> None:
         port = str(taken.getsockname()[1])
         cases = {
             "cannot listen at": ("--port", port),
-            "cannot save memories in": ("--memories", str(place / "ttt" / "config.json" / "x")),
+            "cannot write": ("--memories", str(place / "ttt" / "config.json" / "x")),
             "leave --api-server-count out": ("--vllm", "--api-server-count", "2"),
         }
         for said_so, arguments in cases.items():
