@@ -78,8 +78,8 @@ class TargetGenerator(nn.Module):
         return mixed @ self.proj
 
     def standardise(self, x: Tensor) -> Tensor:
-        """(x - mean) · gain, or x as it is."""
-        return x if self.mean is None or self.gain is None else (x - self.mean) * self.gain
+        """(x - mean) · gain, or x as it is; in x's dtype, which mixed precision may make narrower than a buffer's."""
+        return x if self.mean is None or self.gain is None else ((x - self.mean) * self.gain).to(x.dtype)
 
     def check_measured(self) -> None:
         """Refuse, once, what a text should have been measured for and is zero still."""
