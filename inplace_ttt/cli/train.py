@@ -42,18 +42,21 @@ def run(args: argparse.Namespace) -> Result:
     arguments += [flag for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit)) if given]
     meta_model(recipe)  # refuses here, once, what every process would
     output = Path(recipe.output)
-    one_node = recipe.parallel.nodes == 1 and recipe.parallel.hostfile is None
-    with held(output) if one_node else nullcontext():  # on several nodes the first process of the run holds it
-        if not args.from_scratch and (report := finished(recipe)) is not None:
-            return {**report, "finished_before": True}, 0
+    everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nodes > 1  # this command, once on each node
+    with held(output) if recipe.parallel.starts_itself else nullcontext():  # else the first process of the run holds it
+        before = None if args.from_scratch else finished(recipe)
+        if before is not None and not everywhere:  # where it is, the other nodes may not know, and would wait
+            return {**before, "finished_before": True}, 0
         say_now()
         code = launch(recipe, arguments)
         if code or not (output / REPORT).exists():
-            return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or 1
-        return {**read_json(output / REPORT, "the run's report"), "finished_before": False}, 0
+            return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or (0 if everywhere else 1)
+        return {**read_json(output / REPORT, "the run's report"), "finished_before": before is not None}, 0
 
 
 def render(result: dict[str, Any]) -> str:
+    if result["output"] is None and not result["exit_code"]:
+        return "the run has ended; its report and checkpoint lie on the node of process 0"
     if result["output"] is None:
         return f"the run stopped with exit code {result['exit_code']}; its log above says why"
     lines = ["the run was finished before; nothing was run"] if result["finished_before"] else []

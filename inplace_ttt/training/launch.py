@@ -1,4 +1,4 @@
-"""Start a run's processes, and end with them: on this machine by itself, on several with DeepSpeed's launcher."""
+"""Start a run's processes, and end with them: on this machine by itself, on several by DeepSpeed's launcher or torchrun."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
     here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
     _warn_of_locked_builds()
-    if recipe.parallel.nodes > 1 or recipe.parallel.hostfile is not None:
-        return _run_all([(several_nodes(recipe, arguments), environment)])
+    if not recipe.parallel.starts_itself:
+        launcher = {"torchrun": by_torchrun, "deepspeed": by_deepspeed}[recipe.parallel.launcher]
+        return _run_all([(launcher(recipe, arguments), environment)])
     port = _free_port()
     line = [sys.executable, "-u", "-m", "inplace_ttt.training", *arguments]
     try:
@@ -63,14 +64,30 @@ def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
         yield {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def several_nodes(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+def by_torchrun(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
+    """The command line of torchrun on one node, which meets those of the others."""
+    parallel = recipe.parallel
+    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(parallel.nodes), "--nproc-per-node", str(parallel.processes)]
+    if parallel.nodes == 1 and parallel.rendezvous is None:
+        line += ["--standalone"]
+    elif parallel.rendezvous is None:
+        raise InPlaceTTTError("several nodes need parallel.rendezvous, HOST:PORT of one of them, where torchrun's agents meet.")
+    else:
+        job = os.environ.get("SLURM_JOB_ID", "inplace-ttt")
+        line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", parallel.rendezvous, "--rdzv-id", job]
+    return [*line, "-m", "inplace_ttt.training", *arguments]
+
+
+def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     """The command line of DeepSpeed's launcher, which starts the nodes of the recipe's hostfile; they meet at a port of its own."""
     parallel = recipe.parallel
     launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if launcher is None:
         raise InPlaceTTTError("DeepSpeed's launcher `deepspeed` is not on the PATH; pip install 'inplace-ttt[train]'.")
     if parallel.hostfile is None:
-        raise InPlaceTTTError(f"{parallel.nodes} nodes need parallel.hostfile, or torchrun on each of them (docs/train.md).")
+        raise InPlaceTTTError(
+            f"{parallel.nodes} nodes need parallel.hostfile, or launcher: torchrun and inplace-ttt train on each (docs/train.md)."
+        )
     hostfile = recipe.beside(parallel.hostfile)
     if not hostfile.exists():
         raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.processes}` for each node.")

@@ -130,19 +130,30 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Parallel:
-    """processes: on each node, one a device. sequence_parallel: ranks that share one row (Ulysses). nodes: several machines,
-    those of the hostfile where `inplace-ttt train` starts them.
+    """processes: on each node, one a device. sequence_parallel: ranks that share one row (Ulysses). nodes: several machines.
 
+    launcher: what `inplace-ttt train` starts on several nodes: DeepSpeed's, which it runs on one of them and which starts those of the
+    hostfile; or torchrun, for which it runs on each of them (by srun, say) and which meets the others at rendezvous, HOST:PORT of one.
     timeout_minutes: how long a process waits for another one in a collective operation before the run ends.
     """
 
     processes: int = 1
     sequence_parallel: int = 1
     nodes: int = 1
+    launcher: Literal["deepspeed", "torchrun"] = "deepspeed"
     hostfile: str | None = None
+    rendezvous: str | None = None
     timeout_minutes: float = 30.0
 
     def __post_init__(self) -> None:
+        by_torchrun = self.launcher == "torchrun"
+        require(not by_torchrun or self.hostfile is None, "hostfile", "has no effect with launcher: torchrun")
+        require(by_torchrun or self.rendezvous is None, "rendezvous", "has no effect without launcher: torchrun")
+        require(
+            self.rendezvous is None or re.fullmatch(r"\S+:\d{1,5}", self.rendezvous) is not None,
+            "rendezvous",
+            "must be HOST:PORT of a node",
+        )
         require(0 < self.timeout_minutes <= 100_000, "timeout_minutes", "must be above 0 and at most 100,000")
         at_least(1, self, "processes", "sequence_parallel", "nodes")
         at_most(65536, self, "processes", "sequence_parallel", "nodes")
@@ -152,6 +163,11 @@ class Parallel:
     @property
     def world(self) -> int:
         return self.processes * self.nodes
+
+    @property
+    def starts_itself(self) -> bool:
+        """Whether `inplace-ttt train` starts the processes, not a launcher."""
+        return self.nodes == 1 and self.hostfile is None and self.launcher == "deepspeed"
 
 
 @dataclass(frozen=True)

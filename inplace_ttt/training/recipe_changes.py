@@ -16,7 +16,9 @@ from .recipe import Recipe
 
 NO_EFFECT = (
     "output",  # checkpoints lie in it, wherever it has been moved
+    "parallel.launcher",
     "parallel.hostfile",
+    "parallel.rendezvous",
     "parallel.timeout_minutes",
     "deepspeed.checkpoint*",  # how a checkpoint is read and written
     "data.processes",

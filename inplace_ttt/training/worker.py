@@ -45,9 +45,10 @@ logger = logging.getLogger(__name__)
 def meet(recipe: Recipe) -> Meeting:
     """The other processes of the run, `recipe.parallel.world` with this one, by what a launcher put into the environment."""
     if "RANK" not in os.environ:
-        slurm = "; srun alone does not number them as torch wants it: let it start torchrun, once a node" * ("SLURM_PROCID" in os.environ)
+        slurm = "; srun alone does not number them as torch wants it: let it start inplace-ttt train, once a node"
         raise InPlaceTTTError(
-            f"this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's launcher{slurm} (docs/train.md)."
+            f"this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's launcher"
+            f"{slurm * ('SLURM_PROCID' in os.environ)} (docs/train.md)."
         )
     world = int(os.environ["WORLD_SIZE"])
     if world != recipe.parallel.world:

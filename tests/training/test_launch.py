@@ -93,10 +93,10 @@ def test_one_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_several_nodes_are_those_of_the_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
     parallel: dict[str, Any] = {"processes": 4, "nodes": 2}
-    with pytest.raises(InPlaceTTTError, match=r"2 nodes need parallel\.hostfile, or torchrun on each of them"):
+    with pytest.raises(InPlaceTTTError, match=r"2 nodes need parallel\.hostfile, or launcher: torchrun"):
         launch.launch(tiny_recipe(tmp_path, parallel=parallel), [])
     recipe = tiny_recipe(tmp_path, parallel={**parallel, "hostfile": "hosts"})
-    line = launch.several_nodes(recipe, ["tiny.yaml"])
+    line = launch.by_deepspeed(recipe, ["tiny.yaml"])
     wanted = [
         "--hostfile",
         str(tmp_path / "hosts"),

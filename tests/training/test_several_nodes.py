@@ -4,18 +4,24 @@ import functools
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training.launch import launch
 from inplace_ttt.training.recipe import load_recipe
 from inplace_ttt.training.run_state import last_checkpoint
 from inplace_ttt.training.worker import meet
 
 from .forked import Forked
 from .runs import checkpoint, documents, environments, finish, one_process, recipe_file, weights
+from .runs import start as run
 
 
 def one_node(arguments: list[str]) -> int:
@@ -84,9 +90,55 @@ def test_a_refusal_on_another_node_is_said(tmp_path: Path) -> None:
     assert "text" in line and "Traceback" not in log, log
 
 
+def by_srun(recipe: Path, node: Path) -> subprocess.Popen[str]:
+    """`srun inplace-ttt train recipe.yaml --json` as it is on one node."""
+    command = [sys.executable, "-m", "inplace_ttt.cli", "train", str(recipe), "--json"]
+    known = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_PROCID": node.name}
+    return subprocess.Popen(command, cwd=node, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_torchrun_on_each_node(tmp_path: Path) -> None:
+    """Two nodes of one machine and no common disk train what one does; the same command again changes nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    model, text = checkpoint(tmp_path / "model"), documents(tmp_path / "text")
+    finish(run(recipe_file(tmp_path, model, text, parallel={"processes": 2}, output=str(tmp_path / "one"))))
+    parallel = {"nodes": 2, "launcher": "torchrun", "rendezvous": rendezvous}
+    recipe = recipe_file(tmp_path, model, text, parallel=parallel, output="out")
+    for finished_before in (False, True):
+        nodes = [tmp_path / "0", tmp_path / "1"]
+        commands = []
+        for node in nodes:
+            node.mkdir(exist_ok=True)
+            commands.append(by_srun(recipe, node))
+        said = [command.communicate(timeout=300) for command in commands]
+        assert [command.returncode for command in commands] == [0, 0], said
+        (report,) = (found for found in (json.loads(out) for out, _ in said) if found["output"] is not None)
+        assert report["steps"] == 3 and report["finished_before"] == finished_before
+    (final,) = tmp_path.glob("[01]/out/final")
+    here, there = weights(tmp_path / "one" / "final"), weights(final)
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reason"),
+    [
+        ({"nodes": 2, "launcher": "torchrun"}, r"several nodes need parallel\.rendezvous"),
+        ({"launcher": "torchrun", "rendezvous": "node1"}, r"parallel\.rendezvous: must be HOST:PORT"),
+        ({"rendezvous": "node1:29500"}, r"parallel\.rendezvous: has no effect without launcher: torchrun"),
+        ({"launcher": "torchrun", "hostfile": "hosts"}, r"parallel\.hostfile: has no effect with launcher: torchrun"),
+        ({"launcher": "slurm"}, "parallel.launcher"),
+    ],
+)
+def test_what_a_launcher_cannot_use(parallel: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InPlaceTTTError, match=reason):
+        launch(load_recipe(recipe_file(tmp_path, tmp_path / "model", tmp_path / "text", parallel=parallel)), [])
+
+
 def test_srun_alone_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(recipe_file(tmp_path, tmp_path / "model", tmp_path / "text"))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("SLURM_PROCID", "3")
-    with pytest.raises(InPlaceTTTError, match="let it start torchrun, once a node"):
+    with pytest.raises(InPlaceTTTError, match="let it start inplace-ttt train, once a node"):
         meet(recipe)
