@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +168,12 @@ class Report:
 def _said(result: Result) -> str:
     """What was found, unless it is a number that rounding alone changes."""
     return "" if result.item.id == "state-precision" else result.outcome.found
+
+
+def for_card(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model card says of an audit, given `Report.to_dict`."""
+    declared = [item["id"] for item in report["items"] if item["declared"] is not None]
+    return {"profile": report["profile"], "undeclared": list(report["undeclared"]), "declared": declared}
 
 
 def _text(value: Any) -> str:

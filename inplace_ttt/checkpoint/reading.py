@@ -254,7 +254,7 @@ def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:
     if len(folder.parts) > 2 or str(source).startswith((".", "/", "~")):
         raise InPlaceTTTError(f"{source} does not exist; give a model folder or a hub id.")
     with reported(f"{source} is neither a folder nor a model that can be downloaded"):
-        patterns = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
+        patterns = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "README.md"]
         snapshot = Path(snapshot_download(str(source), allow_patterns=patterns))
     return snapshot, snapshot.name
 

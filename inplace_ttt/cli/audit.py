@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, logging
 
 from ..audit.auditor import as_declarations, audit_model
 from ..audit.item import PROFILES, known
-from ..audit.report import Report
+from ..audit.report import Report, for_card
 from ..checkpoint.adapter import is_adapter
+from ..checkpoint.card import add_to_card, require_card
 from ..checkpoint.loading import load
 from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError, reported
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", type=path, metavar="B", help="another checkpoint or recipe; say where the two differ (the exit code is the first's)"
     )
+    parser.add_argument("--card", action="store_true", help="also put the verdict into the checkpoint's model card")
     parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the random inputs (default: 0)")
 
 
@@ -59,9 +61,13 @@ def run(args: argparse.Namespace) -> Result:
         known(args.profile)
     if args.out is not None and not Path(args.out).absolute().parent.is_dir():
         raise InPlaceTTTError(f"--out {args.out} is in a folder that does not exist; make it first.")
+    if args.card:
+        require_card(args.path)
     report = _audit(args.path, args)
     other = None if args.compare is None else _audit(args.compare, args)
     result = report.to_dict()
+    if args.card:
+        add_to_card(args.path, audit=for_card(result))
     if other is not None:
         result["compare"] = report.compared(other)
     write = {"md": report.to_markdown, "html": report.to_html, "json": lambda other: json.dumps(result, indent=1) + "\n"}[args.format]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..calibration.calibrate import CALIBRATION_TOKENS, measured_tensors
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
+from ..checkpoint.card import write_card
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, parameters_of
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
@@ -20,6 +23,7 @@ from ..files.settings import override
 from ..files.text import files_in, tokens_of
 from . import Result
 from .arguments import MOST_TOKENS, path, whole
+from .hub import add_push, push, pushed, require_token
 from .loading import tokenizer_of
 
 ROW = 2048
@@ -60,9 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter-only", action="store_true", help="write only the new tensors, to load onto the base")
     parser.add_argument("--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    add_push(parser)
 
 
 def run(args: argparse.Namespace) -> Result:
+    require_token(args)
     checkpoint = Checkpoint.open(args.src)
     plan = plan_conversion(checkpoint, _config(args))
     rows = _rows_to_calibrate_on(args, plan)
@@ -73,6 +79,8 @@ def run(args: argparse.Namespace) -> Result:
             write_adapter(folder, plan.config, tensors, base)
         else:
             write_full(folder, checkpoint, plan, tensors, base)
+        form = "adapter" if args.adapter_only else "full"
+        write_card(folder, checkpoint.folder, plan.config, base, form, calibration=None if rows is None else _calibration(args, rows))
         identity = _prove(checkpoint, folder) if plan.config.starts_as_base and not args.no_verify else None
     return {
         "output": str(args.out),
@@ -80,6 +88,7 @@ def run(args: argparse.Namespace) -> Result:
         "new_parameters": parameters_of(tensors),
         "config": plan.config.to_dict(),
         "identity": identity,
+        "pushed": push(Path(args.out), args.push),
     }, 0
 
 
@@ -96,7 +105,7 @@ def render(result: dict[str, Any]) -> str:
         if starts
         else "With conv='next' a fresh conversion writes at once, so that it does not compute what its base does."
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, *pushed(result)])
 
 
 def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[Tensor] | None:
@@ -112,6 +121,13 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
     tokenizer = tokenizer_of(args.src)
     rows = [tokens_of(file, tokenizer, min(ROW, -(-args.calibrate_tokens // len(files)))) for file in files]
     return rows[: -(-args.calibrate_tokens // min(ROW, max(row.shape[1] for row in rows)))]
+
+
+def _calibration(args: argparse.Namespace, rows: list[Tensor]) -> dict[str, Any]:
+    """What the card says of the text that was measured on."""
+    tokens = torch.cat([row[0] for row in rows]).to(torch.int64)
+    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    return {"files": [Path(file).name for file in args.calibrate], "tokens": len(tokens), "sha256": digest}
 
 
 def _config(args: argparse.Namespace) -> InPlaceTTTConfig:

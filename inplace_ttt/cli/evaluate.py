@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention_window import SINKS
+from ..checkpoint.card import SHOWN, add_to_card, require_card
 from ..errors import InPlaceTTTError
 from ..evaluation.baseline_losses import BaselineLosses
 from ..evaluation.comparison import compare
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache", type=path, metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
     )
     parser.add_argument("--out", type=path, metavar="DIR", help="new folder for evaluation.json and the plots")
+    parser.add_argument("--card", action="store_true", help="also put the result into PATH's model card")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
     parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
 
@@ -90,6 +92,8 @@ def run(args: argparse.Namespace) -> Result:
             raise InPlaceTTTError(f"{option} has no effect without {needed}; give both or neither.")
     if args.out:
         refuse_to_replace(args.out, args.overwrite, EVALUATIONS)
+    if args.card:
+        require_card(args.path)
     contexts, passage = args.contexts or [], args.passage or [512, 1024]
     if len(passage) != 2:
         raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
@@ -111,6 +115,8 @@ def run(args: argparse.Namespace) -> Result:
             model, documents, contexts, protocol, block=args.block or BLOCK, base=base, baseline=baseline, progress=True
         )
     values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
+    if args.card:
+        add_to_card(args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)})
     if args.out:
         with new_folder(args.out, overwrite=args.overwrite, ours=EVALUATIONS) as folder:
             (folder / NUMBERS).write_text(json_text(values, indent=1) + "\n", encoding="utf-8")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint.adapter import is_adapter, read_adapter, write_adapter
+from ..checkpoint.card import write_card
 from ..checkpoint.official import write_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
@@ -13,6 +15,7 @@ from ..checkpoint.writing import base_of, plan_conversion, write_full
 from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path
+from .hub import add_push, push, pushed, require_token
 
 EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
@@ -26,15 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", required=True, choices=("official", "adapter", "full"), help="form to write")
     parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    add_push(parser)
 
 
 def run(args: argparse.Namespace) -> Result:
+    require_token(args)
     {"official": _official, "adapter": _adapter, "full": _full}[args.format](args)
-    return {"output": str(args.out), "format": args.format}, 0
+    return {"output": str(args.out), "format": args.format, "pushed": push(Path(args.out), args.push)}, 0
 
 
 def render(result: dict[str, Any]) -> str:
-    return f"wrote {result['output']} ({result['format']})"
+    return "\n".join([f"wrote {result['output']} ({result['format']})", *pushed(result)])
 
 
 def _official(args: argparse.Namespace) -> None:
@@ -43,6 +48,8 @@ def _official(args: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(args.path)
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_official(folder, checkpoint)
+        assert checkpoint.section is not None
+        write_card(folder, checkpoint.folder, checkpoint.ttt_config, checkpoint.section.get("base") or {}, "official")
 
 
 def _adapter(args: argparse.Namespace) -> None:
@@ -53,6 +60,7 @@ def _adapter(args: argparse.Namespace) -> None:
     tensors = checkpoint.ttt_tensors()
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_adapter(folder, checkpoint.ttt_config, tensors, base)
+        write_card(folder, checkpoint.folder, checkpoint.ttt_config, base, "adapter")
 
 
 def _full(args: argparse.Namespace) -> None:
@@ -65,3 +73,4 @@ def _full(args: argparse.Namespace) -> None:
         raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_full(folder, checkpoint, plan, tensors, base)
+        write_card(folder, Path(args.path), config, base, "full")

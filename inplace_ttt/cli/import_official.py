@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..checkpoint.card import write_card
 from ..checkpoint.official import is_official_tensor, read_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> Result:
         write_full(folder, imported.checkpoint, imported.plan, imported.tensors, origin, keep)
         if problem := lacking(folder, imported.plan.model):
             raise InPlaceTTTError(f"{args.path} {problem}: half a checkpoint, which could not be loaded.")
+        write_card(folder, imported.checkpoint.folder, imported.plan.config, origin, "full")
     return {
         "output": str(args.out),
         "format": "TTT-NTP" if of_ntp else "In-Place TTT",

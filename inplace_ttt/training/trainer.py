@@ -6,7 +6,7 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -230,8 +230,8 @@ class FastWeightTrainer(Trainer):
         torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         (folder / "latest").write_text(f"global_step{self.model_wrapped.global_steps}")
 
-    def save_final(self) -> Path:
-        """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone."""
+    def save_final(self, describe: Callable[[Path], None]) -> Path:
+        """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone. describe: writes its card."""
         final = Path(self.recipe.output) / FINAL
         staging = final.with_name(f".{FINAL}.partial")
         self.model.config.use_cache = True
@@ -243,6 +243,7 @@ class FastWeightTrainer(Trainer):
             (staging / "training_args.bin").unlink(missing_ok=True)
             if isinstance(self.model, PreTrainedModel):
                 verify_saved(staging, self.model)
+            describe(staging)
             put_in_place(staging, final)
         return final
 

@@ -22,6 +22,7 @@ from ..surgery import config_of
 from .arguments import open_group, training_arguments
 from .audit import audit_recipe, write_report
 from .batches import collate
+from .card import write_run_card
 from .data import TrainingData, build_data
 from .flops import device_peak, model_flops
 from .guards import FirstStep, GradientTap
@@ -87,7 +88,9 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
         logger.warning("stopped after step %d of %d, as asked; the same command goes on from there", state.global_step, recipe.steps)
         sys.exit(STOPPED)
     evaluation = trainer.evaluate() if ready.data.validation is not None else {}
-    final = trainer.save_final()
+    final = trainer.save_final(
+        lambda folder: write_run_card(folder, recipe, trainer.model, ready.data.report, state.global_step, evaluation)
+    )
     report = {
         "output": str(final),
         "steps": state.global_step,

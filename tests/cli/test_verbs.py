@@ -11,8 +11,8 @@ from inplace_ttt import cli
 
 OPTIONS = {
     "convert": (
-        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --set "
-        "--target"
+        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --push "
+        "--set --target"
     ),
     "info": "--base --help --json",
     "generate": (
@@ -22,14 +22,14 @@ OPTIONS = {
     "serve": "--api-key --help --host --json --memories --memory-bytes --per-key --port --vllm",
     "plan": "--device-memory --help --json --set",
     "train": "--from-scratch --help --json --no-audit --num-processes --set",
-    "audit": "--compare --format --help --json --out --profile --seed",
+    "audit": "--card --compare --format --help --json --out --profile --seed",
     "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --tokens --train",
     "evaluate": (
-        "--base --batch-size --block --cache --contexts --documents --dtype --help --json --out --overwrite --passage --second-copy --seed "
-        "--sinks --skip --text --tokens --window"
+        "--base --batch-size --block --cache --card --contexts --documents --dtype --help --json --out --overwrite --passage "
+        "--second-copy --seed --sinks --skip --text --tokens --window"
     ),
     "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
-    "export": "--base --format --help --json --overwrite",
+    "export": "--base --format --help --json --overwrite --push",
     "import-official": "--help --json --overwrite",
     "bench": (
         "--base --chunk-size --d --device --dtype --h --help --json --new-tokens --prompt-tokens --repeats --requests --serving --tokens"

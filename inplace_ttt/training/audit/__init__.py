@@ -3,6 +3,6 @@
 report = audit_recipe("run.yaml")
 """
 
-from .gate import audit_recipe, gate, write_report
+from .gate import audit_recipe, audited, gate, write_report
 
-__all__ = ["audit_recipe", "gate", "write_report"]
+__all__ = ["audit_recipe", "audited", "gate", "write_report"]

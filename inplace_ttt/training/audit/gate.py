@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ...audit.auditor import Progress, as_declarations, audit_model
 from ...audit.report import Report
 from ...errors import InPlaceTTTError
+from ...files.json_files import read_json
 from ...surgery import config_of
 from ..data import TrainingData
 from ..model import meta_model
@@ -65,6 +67,12 @@ def write_report(report: Report, output: str | Path) -> Path:
     except OSError as error:
         raise InPlaceTTTError(f"cannot write the audit's report into {folder}: {error.strerror}.") from None
     return folder / f"{REPORT}.html"
+
+
+def audited(output: str | Path) -> dict[str, Any] | None:
+    """What `write_report` left in a run's folder, as `Report.to_dict`; None where no audit was held."""
+    file = Path(output) / f"{REPORT}.json"
+    return read_json(file, "the audit's report") if file.exists() else None
 
 
 def _audit(model: nn.Module, run: Run, profile: str, seed: int, progress: Progress | None) -> Report:
