@@ -63,7 +63,8 @@ def test_a_conversion_has_one(base: Path, tmp_path: Path) -> None:
         "a fresh conversion writes nothing",
         "Not measured",
         'load("ttt")',
-    ):
+    )
+    for said in wanted:
         assert said in card.text, said
 
 
@@ -137,7 +138,7 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer({"warnings": [], "errors": []})
         values = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
         self.commits.append({value["path"]: base64.b64decode(value["content"]) for value in values})
-        return self.answer({"success": True, "commitOid": "c0ffee", "commitUrl": f"http://{self.headers['Host']}/commit/c0ffee"})
+        return self.answer({"success": True, "commitOid": "c0ffee", "commitUrl": f"http://{self.headers['Host']}/me/mine/commit/c0ffee"})
 
     def do_GET(self) -> None:
         self.answer({"id": "me/mine", "sha": "0" * 40, "siblings": []})
