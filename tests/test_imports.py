@@ -67,6 +67,7 @@ def test_public_names() -> None:
     assert inplace_ttt.__all__ == [
         "DeltaClip",
         "FastWeightState",
+        "InPlaceTTTCallback",
         "InPlaceTTTConfig",
         "InPlaceTTTError",
         "KeyWhitening",
@@ -79,6 +80,15 @@ def test_public_names() -> None:
         "save_adapter",
         "ttt_disabled",
     ]
+
+
+def test_the_trainer_is_imported_when_it_is_asked_for() -> None:
+    code = """
+import sys, inplace_ttt
+late = ("transformers.trainer", "inplace_ttt.training")
+print([name in sys.modules for name in late], inplace_ttt.InPlaceTTTCallback.__name__, [name in sys.modules for name in late])
+"""
+    assert run(code).stdout == "[False, False] InPlaceTTTCallback [True, True]\n"
 
 
 def test_no_existing_model_type_is_touched() -> None:
