@@ -64,27 +64,17 @@ class InPlaceTTTCallback(TrainerCallback):
         """
         config_of(trainer.model)
         split_off(trainer.model)
-        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        given = trainer.optimizer_cls_and_kwargs
+        if trainer.optimizer is not None or (given is not None and not _is_optimizer(given[0])):
             raise InPlaceTTTError(
-                "the trainer was given an optimiser, which rates of conv and P would not reach; leave it to the trainer (args.optim), or "
-                "add this callback without them by trainer.add_callback."
+                "the trainer was given an optimiser that has its parameters already, or chooses them itself; leave it to the trainer "
+                "(args.optim), or add this callback without rates by trainer.add_callback."
             )
-        trainer.optimizer_cls_and_kwargs = _Factory, {"made_by": self, "trainer": trainer}
+        trainer.optimizer_cls_and_kwargs = _Factory, {"made_by": self, "trainer": trainer, "given": given}
         trainer.add_callback(self)
         return self
 
-    def create_optimizer(self, trainer: Trainer, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The trainer's optimiser with groups `conv` and `proj` beside its own two, for `model`, which is the trainer's without one."""
-        model = trainer.model if model is None else model
-        kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or {"params", "model", "optimizer_dict"} & set(options):
-            raise InPlaceTTTError(
-                f"optim={trainer.args.optim} chooses its parameters itself, so that conv and P cannot be groups of their own; take "
-                "another, or add the callback without rates by trainer.add_callback."
-            )
-        return kind(self.parameter_groups(model, trainer), **options)
-
-    def parameter_groups(self, model: nn.Module, trainer: Trainer) -> list[dict[str, Any]]:
+    def groups(self, model: nn.Module, trainer: Trainer) -> list[dict[str, Any]]:
         """The Trainer's own groups first, whose rate is the one that is logged; then `conv` and `proj`, those that there are."""
         ttt, rest = split_off(model)
         refuse_without_effect(ttt, conv_learning_rate=self.conv_learning_rate, conv_weight_decay=self.conv_weight_decay)
@@ -167,5 +157,18 @@ class InPlaceTTTCallback(TrainerCallback):
 class _Factory:
     """How transformers asks for an optimiser that is made from a whole model, which FSDP may have wrapped by then."""
 
-    def __call__(self, model: nn.Module, made_by: InPlaceTTTCallback, trainer: Trainer) -> torch.optim.Optimizer:
-        return made_by.create_optimizer(trainer, model)
+    def __call__(
+        self, model: nn.Module, *_: Any, made_by: InPlaceTTTCallback, trainer: Trainer, given: tuple[Any, dict[str, Any]] | None
+    ) -> torch.optim.Optimizer:
+        """given: class and settings, where not `args.optim` says them. (Axolotl's trainer gives its arguments a second time.)"""
+        kind, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+        if not _is_optimizer(kind) or {"params", "model", "optimizer_dict"} & set(options):
+            raise InPlaceTTTError(
+                f"optim={trainer.args.optim} chooses its parameters itself, so that conv and P cannot be groups of their own; take "
+                "another, or add the callback without rates by trainer.add_callback."
+            )
+        return kind(made_by.groups(model, trainer), **options)
+
+
+def _is_optimizer(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)

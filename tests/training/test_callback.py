@@ -53,6 +53,21 @@ def test_conv_and_p_have_groups_of_their_own(tmp_path: Path) -> None:
     assert callback.warnings == [] and run.state.log_history[0]["learning_rate"] == 1e-3
 
 
+def test_the_optimiser_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    """By `args.optim` or by its class; one that chooses its parameters itself is refused."""
+    run = trainer(tmp_path, optim="adafactor")
+    InPlaceTTTCallback(conv_learning_rate=1e-2).attach(run)
+    assert type(run.create_optimizer()).__name__ == "Adafactor" and run.optimizer.param_groups[2]["lr"] == 1e-2
+    run = Trainer(converted("llama"), trainer(tmp_path).args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}))
+    InPlaceTTTCallback(conv_learning_rate=1e-2).attach(run)
+    rates = [(group["name"], group["lr"], group["momentum"]) for group in run.create_optimizer().param_groups]
+    assert rates == [("decaying", 0.5, 0.9), ("rest", 0.5, 0.9), ("conv", 1e-2, 0.9), ("proj", 0.5, 0.9)]
+    run.optimizer, run.optimizer_cls_and_kwargs = None, (torch.optim.SGD, {"params": list(run.model.parameters())})
+    InPlaceTTTCallback().attach(run)
+    with pytest.raises(InPlaceTTTError, match="chooses its parameters itself"):
+        run.create_optimizer()
+
+
 def test_the_log_has_every_layer(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.add_callback(InPlaceTTTCallback())
@@ -140,8 +155,9 @@ def test_a_setting_without_effect_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InPlaceTTTError, match="eta_warmup_steps is 4 and the run has 4 steps"):
         run.train()
     run = trainer(tmp_path, converted("llama", conv="next"))
+    InPlaceTTTCallback(conv_weight_decay=0.1).attach(run)
     with pytest.raises(InPlaceTTTError, match="conv_weight_decay has no effect"):
-        InPlaceTTTCallback(conv_weight_decay=0.1).attach(run).create_optimizer(run)
+        run.train()
 
 
 def test_what_cannot_be_attached_to_is_refused(tmp_path: Path) -> None:
