@@ -5,8 +5,8 @@ inplace_ttt`, with a shim that names the package to install; `architectures` nam
 that is told to load the folder all the same, a setting that every config of a model checks holds a sentence instead of a
 value. (A Trainer that resumes reads the file as a config of no model, which checks that setting only beside the number of
 layers; so this is in our section.) In memory the config keeps the base's model_type, since Liger, PEFT and others look
-models up by it. Importing `inplace_ttt` registers one model_type; the classes for each base are made when a config asks for them. No existing
-model_type is touched.
+models up by it. Importing `inplace_ttt` registers one model_type; the classes for each base are made when a config asks
+for them. No existing model_type is touched.
 """
 
 from __future__ import annotations
