@@ -53,9 +53,10 @@ test-serving: .venv-serving/installed
 	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
 
 # Other people's training stacks pin what they need: an environment for each, with the CPU build of torch. Axolotl's takes 4 GB.
-CLIENTS := trl axolotl
+CLIENTS := trl axolotl automodel
 PACKAGES_trl := trl==1.16.0 peft
 PACKAGES_axolotl := axolotl==0.19.0
+PACKAGES_automodel := nemo-automodel==0.7.0 triton==3.5.1
 
 .venv-clients/%/installed: pyproject.toml
 	test -d .venv-clients/$* || $(PYTHON) -m venv .venv-clients/$*
