@@ -7,7 +7,7 @@ TRANSFORMERS_TESTS := .cache/transformers-tests
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-serving lint docs bench model text transformers-tests clean
+.PHONY: demo test test-serving test-clients lint docs bench model text transformers-tests clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -52,6 +52,21 @@ SERVING := .venv-serving/bin
 test-serving: .venv-serving/installed
 	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
 
+# Other people's training stacks pin what they need: an environment for each, with the CPU build of torch. Axolotl's takes 4 GB.
+CLIENTS := trl axolotl automodel
+PACKAGES_trl := trl==1.16.0 peft
+PACKAGES_axolotl := axolotl==0.19.0
+PACKAGES_automodel := nemo-automodel==0.7.0 triton==3.5.1
+
+.venv-clients/%/installed: pyproject.toml
+	test -d .venv-clients/$* || $(PYTHON) -m venv .venv-clients/$*
+	.venv-clients/$*/bin/pip install --quiet torch==2.13.0 $(PACKAGES_$*) pytest pytest-timeout
+	.venv-clients/$*/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-clients: $(CLIENTS:%=.venv-clients/%/installed)
+	for client in $(CLIENTS); do $(TEST_ENV) .venv-clients/$$client/bin/python -m pytest tests/clients/test_$$client.py || exit 1; done
+
 lint: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
@@ -67,4 +82,4 @@ bench: model text
 	$(VENV)/python tools/bench/bench_model.py --model $(MODEL)
 
 clean:
-	rm -rf .venv .venv-serving .cache build site *.egg-info
+	rm -rf .venv .venv-serving .venv-clients .cache build site *.egg-info

@@ -2,10 +2,11 @@
 
 On disk a stock model_type would load silently as the base model, its TTT tensors dropped. So the folder says `model_type:
 inplace_ttt`, with a shim that names the package to install; `architectures` names our classes; and for a class of the base
-that is told to load the folder all the same, a setting that every transformers config checks holds a sentence instead of a
-value. In memory the config keeps the base's model_type, since Liger, PEFT and others look models up by it. Importing
-`inplace_ttt` registers one model_type; the classes for each base are made when a config asks for them. No existing
-model_type is touched.
+that is told to load the folder all the same, a setting that every config of a model checks holds a sentence instead of a
+value. (A Trainer that resumes reads the file as a config of no model, which checks that setting only beside the number of
+layers; so this is in our section.) In memory the config keeps the base's model_type, since Liger, PEFT and others look
+models up by it. Importing `inplace_ttt` registers one model_type; the classes for each base are made when a config asks
+for them. No existing model_type is touched.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SHIM = '''"""Loads this checkpoint's classes from the package `inplace-ttt` (pi
 
 from inplace_ttt.models import InPlaceTTTModelConfig  # noqa: F401
 '''
-_GUARD = "layer_types"
+_GUARD, _COUNT = "layer_types", "num_hidden_layers"
 _NOT_THE_BASE = [
     "this is an In-Place TTT checkpoint, which a class of its base would load without its fast weights: import inplace_ttt "
     "(pip install inplace-ttt) and load it with inplace_ttt.load or an Auto class of transformers"
@@ -75,7 +76,8 @@ class _CarriesTTT:
         return super().from_dict(in_memory(config_dict, cls.base_class), **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
-        return on_disk(super().to_dict())  # type: ignore[misc]
+        values = super().to_dict()  # type: ignore[misc]
+        return on_disk(values) | {name: count for name, count in values.items() if name == _COUNT}
 
     def to_diff_dict(self) -> dict[str, Any]:
         return on_disk(super().to_diff_dict())  # type: ignore[misc]
@@ -87,9 +89,11 @@ class _CarriesTTT:
 
 def on_disk(values: dict[str, Any]) -> dict[str, Any]:
     """A converted model's config.json from its config's values."""
-    known = {} if values.get(_GUARD) is None or _is_guarded(values) else {_GUARD: values[_GUARD]}
+    known = {name: values[name] for name in (_GUARD, _COUNT) if values.get(name) is not None}
+    if _is_guarded(values):
+        del known[_GUARD]
     return {
-        **_with_our_names(values),
+        **{name: value for name, value in _with_our_names(values).items() if name != _COUNT},
         "model_type": MODEL_TYPE,
         "auto_map": {"AutoConfig": f"{_SHIM_MODULE}.{InPlaceTTTModelConfig.__name__}"},
         _GUARD: _NOT_THE_BASE,
@@ -102,7 +106,9 @@ def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[s
     if MODEL_TYPE not in values:
         return dict(values)
     section = dict(values[MODEL_TYPE])
-    kept, plain = section.pop(_GUARD, None), _with_our_names(values)
+    kept, count, plain = section.pop(_GUARD, None), section.pop(_COUNT, None), _with_our_names(values)
+    if count is not None:
+        plain.setdefault(_COUNT, count)
     if _is_guarded(values):  # else somebody took the guard out or set layer types of his own
         del plain[_GUARD]
         plain |= {} if kept is None else {_GUARD: kept}

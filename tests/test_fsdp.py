@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
+
+from inplace_ttt.errors import NotSoError
+from inplace_ttt.surgery import fast_weights
+from inplace_ttt.training.guards import FiniteGradients, GradientTap
 
 LENGTH, STEPS = 4 * CHUNK + 2, 10
 RULES = {"paper": {}, "compact": COMPACT}
@@ -93,3 +98,29 @@ def prepared_by_accelerate(group: dist.ProcessGroup, folder: Path) -> None:
 
 def test_accelerate_prepares_it(tmp_path: Path) -> None:
     on_ranks(2, prepared_by_accelerate, tmp_path / "saved")
+
+
+def tapped_shards(group: dist.ProcessGroup) -> None:
+    """FSDP2 puts a parameter's gradient in place past its hooks: the tap then reads the shards, whose squares add up to the whole's."""
+    rank, mesh = dist.get_rank(group), init_device_mesh("cpu", (2,))
+    whole, split = converted("llama").train(), sharded("paper", mesh, MixedPrecisionPolicy())
+    taps, rows = [GradientTap(model) for model in (whole, split)], random_ids(2, LENGTH)
+    for model, tap, ids in zip((whole, split), taps, (rows, rows[rank : rank + 1]), strict=True):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        tap.look()
+    expected, found = (tap.read() for tap in taps)
+    assert found.keys() == expected.keys()
+    for index, norms in expected.items():
+        shards = torch.tensor([found[index][name] ** 2 for name in norms])
+        dist.all_reduce(shards)
+        torch.testing.assert_close(shards.sqrt(), torch.tensor(list(norms.values())), rtol=1e-4, atol=1e-7)
+    guard, args, state = FiniteGradients(taps[1]), SimpleNamespace(fp16=False, device="cpu"), SimpleNamespace(global_step=0)
+    guard.on_pre_optimizer_step(args, state, None)
+    if rank == 1:  # one rank's row alone
+        fast_weights(split)[0].ttt.conv.grad.to_local()[:] = float("nan")
+    with pytest.raises(NotSoError, match="not finite at step 1"):
+        guard.on_pre_optimizer_step(args, state, None)
+
+
+def test_the_guards_see_what_is_sharded() -> None:
+    on_ranks(2, tapped_shards)

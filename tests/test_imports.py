@@ -10,11 +10,12 @@ import inplace_ttt
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "triton", "wonderwords")
-SERVING = "inplace_ttt.serving."  # vLLM's alone, which imports it
+OF_OTHERS = ("inplace_ttt.serving.", "inplace_ttt.clients.")  # vLLM's, Axolotl's and Automodel's alone, which import them
+BESIDE = {"serving": {"vllm", "fastapi", "starlette", "uvloop"}, "clients": {"axolotl", "nemo_automodel", "pydantic"}}
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages(inplace_ttt.__path__, "inplace_ttt.")
-    if not m.name.endswith("__main__") and not m.name.startswith(SERVING)
+    if not m.name.endswith("__main__") and not m.name.startswith(OF_OTHERS)
 )
 
 
@@ -41,14 +42,14 @@ print(len({MODULES!r}), [name for name in {OPTIONAL!r} if name in sys.modules])
 
 
 def test_only_declared_packages_are_imported() -> None:
-    """Every import outside functions names the standard library, ourselves, or what torch and transformers, in `serving` vLLM, bring."""
+    """Every import outside functions names the standard library, ourselves, or what torch and transformers bring; in `BESIDE`, others."""
     allowed = {*sys.stdlib_module_names, "huggingface_hub", "inplace_ttt", "safetensors", "torch", "tqdm", "transformers"}
     for file in (ROOT / "inplace_ttt").rglob("*.py"):
         for node in ast.parse(file.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
-            beside = {"vllm", "fastapi", "starlette", "uvloop"} if file.parent.name == "serving" else set()
+            beside = BESIDE.get(file.parent.name, set())
             assert {name.partition(".")[0] for name in names} <= allowed | beside, f"{file}:{getattr(node, 'lineno', 0)}"
 
 
@@ -67,6 +68,7 @@ def test_public_names() -> None:
     assert inplace_ttt.__all__ == [
         "DeltaClip",
         "FastWeightState",
+        "InPlaceTTTCallback",
         "InPlaceTTTConfig",
         "InPlaceTTTError",
         "KeyWhitening",
@@ -79,6 +81,15 @@ def test_public_names() -> None:
         "save_adapter",
         "ttt_disabled",
     ]
+
+
+def test_the_trainer_is_imported_when_it_is_asked_for() -> None:
+    code = """
+import sys, inplace_ttt
+late = ("transformers.trainer", "inplace_ttt.training")
+print([name in sys.modules for name in late], inplace_ttt.InPlaceTTTCallback.__name__, [name in sys.modules for name in late])
+"""
+    assert run(code).stdout == "[False, False] InPlaceTTTCallback [True, True]\n"
 
 
 def test_no_existing_model_type_is_touched() -> None:

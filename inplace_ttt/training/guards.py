@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
@@ -31,12 +32,29 @@ class GradientTap:
     def __init__(self, model: nn.Module) -> None:
         self.norms: dict[int, dict[str, Tensor]] = {}
         self.handles: list[RemovableHandle] = []
+        self._tapped: list[tuple[dict[str, Tensor], str, nn.Parameter]] = []
         for index, layer in fast_weights(model).items():
             norms = self.norms.setdefault(index, {})
             named = [(name.rpartition(".")[2], p) for name, p in layer.ttt.named_parameters()]
             for name, parameter in [*named, ("weight", getattr(layer, "weight", None))]:
                 if parameter is not None and parameter.requires_grad:
                     self.handles.append(parameter.register_hook(_keeper(norms, name)))
+                    self._tapped.append((norms, name, parameter))
+        self._past_hooks: set[int] | None = None
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def look(self) -> None:
+        """Before a step: what a sharding framework put into `.grad` past the hooks, as FSDP2 does; of its shard on this rank."""
+        if self._past_hooks is None:
+            self._past_hooks = {i for i, (norms, name, _) in enumerate(self._tapped) if name not in norms}
+        for i in self._past_hooks:
+            norms, name, parameter = self._tapped[i]
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                _keeper(norms, name)(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -85,6 +103,40 @@ class FirstStep(TrainerCallback):
                 logger.warning(self.warnings[-1])
 
 
+class FiniteGradients(TrainerCallback):
+    """Stops before a step whose loss was no number: then no gradient is one, that of conv, P and W0 neither.
+
+    Where nothing reaches those (rows no longer than a chunk), the norm of all gradients says so, where it is logged. In float16 the
+    gradient scaler leaves such steps out itself.
+    """
+
+    def __init__(self, gradients: GradientTap) -> None:
+        self.gradients = gradients
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.fp16:
+            return
+        self.gradients.look()
+        found = [norm for norms in self.gradients.norms.values() for norm in norms.values()]
+        total = torch.stack([norm.to(args.device) for norm in found]).sum() if found else torch.zeros((), device=args.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        _require_finite(float(total), state.global_step + 1)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        for name in ("loss", "grad_norm"):
+            if not args.fp16 and logs and name in logs:
+                _require_finite(float(logs[name]), state.global_step)
+
+
+def _require_finite(value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise NotSoError(
+            f"the loss or its gradient is not finite at step {step}; go on from the checkpoint before it, if there is one, with lower "
+            "learning rates or eta, or look for bad rows in the data."
+        )
+
+
 def check_state_precision(model: nn.Module) -> None:
     """The state that a write goes into must be float32 at least, whatever the model's dtype."""
     for index, dtype in states_in_training(fast_weights(model)).items():
@@ -111,7 +163,7 @@ def check_ratios(ratios: dict[int, float], limit: float) -> None:
         if ratio > limit or math.isinf(ratio):
             raise NotSoError(
                 f"layer {index}: the writes of one document move the weight by {ratio:.3g} of its norm, above the limit of "
-                f"{limit:g} (monitor.stop_write_ratio); lower eta, warm it up, or clip the writes (surgery.clip)."
+                f"{limit:g} (stop_write_ratio); lower eta, warm it up, or clip the writes (clip)."
             )
 
 

@@ -42,24 +42,26 @@ class EtaWarmup(TrainerCallback):
             eta = self.etas.setdefault(index, layer.fast.eta)
             layer.fast.eta = eta * min(1.0, (state.global_step + 1) / (self.steps + 1))
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for index, eta in self.etas.items():
+            fast_weights(kwargs["model"])[index].fast.eta = eta
+
 
 class LayerMonitor(TrainerCallback):
-    """At each step that is logged: writes and gradients of every TTT layer, and how fast the steps were; all of it into `log.jsonl`.
+    """At each step that is logged: writes and gradients of every TTT layer, and what else is logged; all of it into `file`.
 
-    At every other step how far the first micro-step's longest document moves each layer's weight; the run stops where that is too far.
+    At every other step how far the first micro-step's longest document moves each layer's weight; the run stops where that is more than
+    `limit` times its norm.
     """
 
-    def __init__(self, speed: Speed, gradients: GradientTap, warnings: list[str], file: Path | None) -> None:
-        self.recipe, self.speed, self.gradients, self.warnings, self.file = speed.recipe, speed, gradients, warnings, file
+    def __init__(self, gradients: GradientTap, warnings: list[str], limit: float, file: Path | None) -> None:
+        self.gradients, self.warnings, self.limit, self.file = gradients, warnings, limit, file
         self.writes: dict[int, WriteHealth] = {}
         self.ratios: dict[int, Tensor] = {}
         self.watching = contextlib.ExitStack()
-        self.since: tuple[int, float] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.since is None:
-            self.since = state.global_step, self.speed.clock.read()
-        model, logs = kwargs["model"], (state.global_step + 1) % args.logging_steps == 0 or state.global_step == 0
+        model, logs = kwargs["model"], (state.global_step + 1) % state.logging_steps == 0 or state.global_step == 0
         self.watching.enter_context(observed(model, self.writes) if logs else watched(model, self.ratios))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -68,24 +70,23 @@ class LayerMonitor(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watching.close()
-        self.speed.after_step(state.global_step)
-        if (state.global_step % args.logging_steps == 0 or state.global_step == 1) and dist.is_initialized():
+        if (state.global_step % state.logging_steps == 0 or state.global_step == 1) and dist.is_initialized():
             self.writes = _worst(self.writes, args.device)
-        limit = self.recipe.monitor.stop_write_ratio
-        check_writes(self.writes, limit, self.warnings)
+        check_writes(self.writes, self.limit, self.warnings)
         if self.ratios:
             found = torch.stack(list(self.ratios.values()))
             if dist.is_initialized():
                 dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            check_ratios(dict(zip(self.ratios, found.tolist(), strict=True)), limit)
+            check_ratios(dict(zip(self.ratios, found.tolist(), strict=True)), self.limit)
             self.ratios.clear()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.watching.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs is None:
             return
-        if "loss" in logs and self.since is not None:
-            logs.update(self.speed.since(self.since))
-            self.since = self.speed.last
+        if "loss" in logs:
             check_gradient(float(logs.get("grad_norm", 0.0)), self.warnings)
             for index, health in self.writes.items():
                 logs[f"state_ratio/{index}"] = health.state_ratio

@@ -18,21 +18,12 @@ def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str,
 
     Raises InPlaceTTTError when a TTT parameter is frozen, or nothing is trained.
     """
-    ttt = {f"{kind}": [] for kind in ("conv", "proj")}  # type: dict[str, list[nn.Parameter]]
-    for index, layer in fast_weights(model).items():
-        for name, parameter in layer.ttt.named_parameters():
-            if parameter.requires_grad:  # under PEFT the trained copy is one of two
-                ttt[name.rpartition(".")[2]].append(parameter)
-        if not any(p.requires_grad for p in layer.ttt.parameters()):
-            raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
-    if settings.conv_learning_rate is not None and all(layer.ttt.conv is None for layer in fast_weights(model).values()):
-        raise InPlaceTTTError("conv_learning_rate has no effect, since conv='next' has no convolution; leave it out of the recipe.")
-    special = {id(p) for group in ttt.values() for p in group}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in special]
+    ttt, rest = split_off(model)
+    refuse_without_effect(ttt, conv_learning_rate=settings.conv_learning_rate)
     members = {
         **ttt,
-        "matrices": [p for p in rest if dimensions(p) > 1],
-        "vectors": [p for p in rest if dimensions(p) <= 1],
+        "matrices": [p for p in rest.values() if dimensions(p) > 1],
+        "vectors": [p for p in rest.values() if dimensions(p) <= 1],
     }
     groups = []
     for name, params in members.items():
@@ -40,6 +31,29 @@ def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str,
             rate, decay = group_settings(settings, name)
             groups.append({"name": name, "params": params, "lr": rate, "weight_decay": decay})
     return groups
+
+
+def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str, nn.Parameter]]:
+    """The target generators' trained parameters as groups `conv` and `proj`, and the other trained ones by their names.
+
+    Raises InPlaceTTTError when a layer's target generator is frozen.
+    """
+    ttt: dict[str, list[nn.Parameter]] = {"conv": [], "proj": []}
+    for index, layer in fast_weights(model).items():
+        for name, parameter in layer.ttt.named_parameters():
+            if parameter.requires_grad:  # under PEFT the trained copy is one of two
+                ttt[name.rpartition(".")[2]].append(parameter)
+        if not any(p.requires_grad for p in layer.ttt.parameters()):
+            raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
+    special = {id(p) for group in ttt.values() for p in group}
+    return ttt, {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in special}
+
+
+def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float | None) -> None:
+    """Raise where one is given of the convolution's settings, and there is none (conv='next')."""
+    for name, value in settings.items():
+        if value is not None and not ttt["conv"]:
+            raise InPlaceTTTError(f"{name} has no effect, since conv='next' has no convolution; leave it out.")
 
 
 def group_settings(settings: Optimisation, group: str) -> tuple[float, float]:

@@ -147,7 +147,7 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
         (output / REPORT).unlink(missing_ok=True)
     for left in output.glob(f"{_SHOWN}*"):
         left.unlink(missing_ok=True)
-    _shorten_log(output / LOG, 0 if given_up else start.done)
+    shorten_log(output / LOG, 0 if given_up else start.done)
     (output / _GIVEN_UP).unlink(missing_ok=True)
 
 
@@ -268,7 +268,7 @@ def _folders(output: Path) -> dict[int, Path]:
     return {int(step): folder for step, folder in found if step.isdecimal() and folder.is_dir()}
 
 
-def _shorten_log(log: Path, done: int) -> None:
+def shorten_log(log: Path, done: int) -> None:
     """A run that goes on writes the lines of its steps again."""
     if not log.is_file():
         return

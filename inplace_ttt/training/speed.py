@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from .recipe import Recipe
 
@@ -67,3 +69,23 @@ class Speed:
     def of_run(self) -> dict[str, float]:
         """Without its first step; empty where there is no other."""
         return self.since(self.first) if self.first and self.last and self.last > self.first else {}
+
+
+class SpeedLog(TrainerCallback):
+    """How fast the steps since the last log were, in each line of it."""
+
+    def __init__(self, speed: Speed) -> None:
+        self.speed = speed
+        self.since: tuple[int, float] | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.since is None:
+            self.since = state.global_step, self.speed.clock.read()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.speed.after_step(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is not None and "loss" in logs and self.since is not None:
+            logs.update(self.speed.since(self.since))
+            self.since = self.speed.last

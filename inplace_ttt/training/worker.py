@@ -34,8 +34,8 @@ from .recipe import Recipe
 from .recipe_changes import DOCUMENTS, facts_of
 from .repeated_passages import with_repeated_passages
 from .row_order import rows_to_come
-from .run_state import REPORT, Start, agree, held, made_by, settle
-from .speed import Clock, Speed
+from .run_state import LOG, REPORT, Start, agree, held, made_by, settle
+from .speed import Clock, Speed, SpeedLog
 from .stopping import LAUNCHER, STOPPED, Stopping
 from .trainer import FastWeightTrainer
 from .ulysses import check_sharing, sdpa_sees_documents, ulysses_in_evaluation
@@ -197,10 +197,11 @@ def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bo
     recipe, gradients = speed.recipe, GradientTap(model)
     output = Path(recipe.output)
     found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.optimisation.eta_warmup_steps) else []
-    found += [FirstStep(gradients, warnings), LayerMonitor(speed, gradients, warnings, output / "log.jsonl" if main else None)]
+    found += [FirstStep(gradients, warnings), SpeedLog(speed)]
+    found += [LayerMonitor(gradients, warnings, recipe.monitor.stop_write_ratio, output / LOG if main else None)]
     if recipe.monitor.diagnose_every and main:
         document = document_to_diagnose(rows, config_of(model).chunk_size)
         found.append(DiagnoseCallback(speed, document, gradients, warnings, output / "diagnose"))
     if recipe.monitor.compare_every and main:
-        found.append(CompareCallback(speed, documents_to_compare(rows, config_of(model).chunk_size), output / "log.jsonl"))
+        found.append(CompareCallback(speed, documents_to_compare(rows, config_of(model).chunk_size), output / LOG))
     return found

@@ -20,7 +20,7 @@ from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_prec
 from inplace_ttt.training.monitor import EtaWarmup, LayerMonitor
 from inplace_ttt.training.parameters import parameter_groups, schedule
 from inplace_ttt.training.recipe import Data, Model, Optimisation, Recipe
-from inplace_ttt.training.speed import Clock, Speed
+from inplace_ttt.training.speed import Clock, Speed, SpeedLog
 
 
 def step(model: nn.Module, length: int = 30) -> None:
@@ -121,9 +121,8 @@ def test_writes_are_guarded_at_every_step(rule: dict[str, Any], eta: float, stop
     found: dict[int, WriteHealth] = {}
     with observed(model, found):
         step(model)
-    recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2, accumulation=2), "out", surgery=InPlaceTTTConfig())
-    monitor = LayerMonitor(Speed(recipe, Clock(), 1, None), GradientTap(model), [], None)
-    args, state = SimpleNamespace(logging_steps=10), SimpleNamespace(global_step=4)
+    monitor = LayerMonitor(GradientTap(model), [], 10.0, None)
+    args, state = None, SimpleNamespace(global_step=4, logging_steps=10)
     monitor.on_step_begin(args, state, None, model=model)
     step(model)
     monitor.on_substep_end(args, state, None, model=model)
@@ -163,16 +162,17 @@ def test_groups_and_schedules() -> None:
 
 def test_the_log_is_json_lines(tmp_path: Path) -> None:
     recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2), "out", surgery=InPlaceTTTConfig())
-    model, args = converted("llama"), SimpleNamespace(logging_steps=1)
-    tap = GradientTap(model)
-    speed = Speed(recipe, Clock(), flops=10**12, peak=1e15)
-    monitor = LayerMonitor(speed, tap, [], tmp_path / "log.jsonl")
-    state = SimpleNamespace(global_step=0)
-    monitor.on_step_begin(args, state, None, model=model)
+    model, state, logs = converted("llama"), SimpleNamespace(global_step=0, logging_steps=1), {"loss": 2.0, "grad_norm": 1.0}
+    speed = SpeedLog(Speed(recipe, Clock(), flops=10**12, peak=1e15))
+    monitor = LayerMonitor(GradientTap(model), [], 10.0, tmp_path / "log.jsonl")
+    for part in (speed, monitor):
+        part.on_step_begin(None, state, None, model=model)
     step(model)
     state.global_step = 1
-    monitor.on_step_end(args, state, None, model=model)
-    monitor.on_log(args, state, None, logs={"loss": 2.0, "grad_norm": 1.0})
+    for part in (speed, monitor):
+        part.on_step_end(None, state, None, model=model)
+    for part in (speed, monitor):
+        part.on_log(None, state, None, logs=logs)
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line["step"] == 1 and line["tokens_per_second"] > 0 and [layer["layer"] for layer in line["layers"]] == [0, 2]
     assert set(line["layers"][0]["gradients"]) == {"conv", "proj", "weight"} and line["layers"][0]["chunks"] == 4

@@ -1,0 +1,22 @@
+"""The model of a NeMo Automodel YAML: `_target_: inplace_ttt.clients.automodel.from_pretrained` in its section `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from .settings import prepare, settings_of
+
+
+def from_pretrained(pretrained_model_name_or_path: str, surgery: Mapping[str, Any] | None = None, **options: Any) -> nn.Module:
+    """A converted model for Automodel's recipe, which puts its own infrastructure (PEFT, sharding, compilation) around it afterwards.
+
+    surgery: what is converted and how, as in a recipe of ours; none for a folder that is converted already.
+    options: for `AutoModelForCausalLM.from_pretrained`.
+    Raises InPlaceTTTError for settings that cannot be.
+    """
+    settings = settings_of({} if surgery is None else {"surgery": surgery})
+    return prepare(AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, **options), settings.surgery)
