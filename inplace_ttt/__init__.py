@@ -9,7 +9,7 @@ from .errors import InPlaceTTTError
 from .state import FastWeightState
 from .surgery import convert, revert, ttt_disabled
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "DeltaClip",
