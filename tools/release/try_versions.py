@@ -43,6 +43,7 @@ def run_tests(python: Path, report: Path) -> tuple[int, list[str]]:
     """How many passed, and the names of those that did not."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     variables["PATH"] = f"{python.parent}:{os.environ['PATH']}"
+    variables["TORCH_EXTENSIONS_DIR"] = str(report.parent / "extensions")  # what DeepSpeed compiles is for one torch alone
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--timeout", "1200", f"--junitxml={report}", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=variables, stdout=sys.stderr)
     if done.returncode not in (0, 1):
