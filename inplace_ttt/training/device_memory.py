@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from .arguments import accumulates_in_float32
 from .meta_step import StepCost
 from .recipe import Recipe
@@ -18,7 +21,8 @@ _REDUCE_BUCKET, _MAX_LIVE = 500_000_000, 1_000_000_000
 class ModelSize:
     """What the figures below follow from.
 
-    parameters, trained, largest: numbers, of all, of those that learn, and in the largest of these. buffers: bytes.
+    parameters, trained, largest: numbers, of all, of those that learn, and in the largest of these. buffers: bytes. saved: bytes that
+    quantisation takes off the parameters.
     queries, keys: channels of one layer's queries and keys, all heads together. states: numbers of each TTT layer's state.
     """
 
@@ -31,6 +35,7 @@ class ModelSize:
     queries: int
     keys: int
     states: tuple[int, ...]
+    saved: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -74,7 +79,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
     own_gradients = (4 if accumulates_in_float32(recipe) else size) * model.trained // (ranks if stage >= 2 else 1)
     masters = 12 if stage or size == 2 else 8
     optimiser = masters * model.trained // (ranks if stage else 1)
-    parameters = size * model.parameters // (ranks if stage == 3 else 1) + model.buffers
+    parameters = size * model.parameters // (ranks if stage == 3 else 1) - model.saved + model.buffers
     buckets = 0
     if stage:
         bucket = _elements(settings.get("reduce_bucket_size", _REDUCE_BUCKET), model)
@@ -97,6 +102,21 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
         # Between steps ZeRO-3 keeps its buffers for gradients and buckets; the other stages free theirs.
         evaluation += parameters + held + _shared_rows(recipe, model, one_layer=True) + (own_gradients + buckets if stage == 3 else 0)
     return DeviceMemory(parameters, own_gradients, held, activations, buckets, host, evaluation)
+
+
+def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
+    """Bytes that `model.quantise` takes off the linear maps of a model on the meta device: all that do not learn, but the output's."""
+    if recipe.model.quantise is None:
+        return 0
+    output = model.get_output_embeddings()
+    linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not output)
+    return sum(weight.nbytes - _packed(weight, recipe.model.quantise) for weight in linear if not weight.requires_grad)
+
+
+def _packed(weight: Tensor, how: str) -> int:
+    """Bytes of a weight: in 8 bits with a float32 scale a row; in 4 with an 8-bit scale for 64, and a float32 one for 256 of these."""
+    numbers = weight.numel()
+    return numbers + 4 * weight.shape[0] if how == "8bit" else numbers // 2 + numbers // 64 + 4 * -(-numbers // (64 * 256))
 
 
 def single_process_memory(model: ModelSize, step: StepCost, size: int, evaluation: int = 0) -> DeviceMemory:

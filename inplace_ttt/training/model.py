@@ -21,7 +21,7 @@ from ..files.json_files import read_json
 from ..files.memory import require_memory
 from ..models import MODEL_TYPE
 from ..surgery import convert, fast_weights
-from .recipe import Lora, Recipe
+from .recipe import Lora, Model, Recipe
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 _EXTENDS_ROPE = ("yarn", "longrope", "llama3")
@@ -37,6 +37,8 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     torch.manual_seed(recipe.optimisation.seed)
     config, ttt = _architecture(recipe)
     settings: dict[str, Any] = {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
+    if model.quantise is not None:
+        settings["quantization_config"] = _quantisation(model)
     try:
         if path is None:
             if not is_deepspeed_zero3_enabled():  # there each rank holds a part, from the first tensor on
@@ -57,6 +59,15 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     if model.window is not None:
         set_attention_window(built, model.window.size, model.window.sinks)
     return _choose_trained(built, recipe)
+
+
+def _quantisation(model: Model) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if model.quantise == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    dtype = getattr(torch, model.dtype)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
 
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:
@@ -215,7 +226,11 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         if not any(check_target_module_exists(pattern, name) for name in names.values()):
             _refuse(recipe, "optimisation.lora.targets", f"no module of the {model.config.model_type} is called {target}")
     # One dtype throughout: DeepSpeed keeps float32 masters, and ZeRO-3 refuses a mixture.
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # beside eight-bit weights PEFT makes them float32
+            parameter.data = parameter.data.to(getattr(torch, recipe.model.dtype))
+    return adapted
 
 
 def _refuse(recipe: Recipe, key: str, message: str) -> NoReturn:

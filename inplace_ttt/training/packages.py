@@ -17,6 +17,8 @@ def check_packages(recipe: Recipe) -> None:
     """Refuse a recipe that asks for what this machine lacks, naming the setting and the package."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise InPlaceTTTError(f"training needs {', '.join(missing)}; pip install 'inplace-ttt[train]'.")
+    if recipe.model.quantise is not None and find_spec("bitsandbytes") is None:
+        raise InPlaceTTTError("model.quantise needs bitsandbytes, which is not installed; pip install it, or leave quantise out.")
     for name in recipe.monitor.report_to:
         if find_spec(name) is None:
             raise InPlaceTTTError(f"monitor.report_to names {name}, which is not installed; pip install {name}, or leave it out.")

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from ..config import InPlaceTTTConfig
 from ..surgery import config_of, fast_weights
-from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory
+from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory, saved_by_quantisation
 from .flops import attention_flops, fast_weight_flops, fast_weight_sizes
 from .meta_step import StepCost, evaluation_cost, step_cost
 from .model import meta_model
@@ -82,6 +82,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         queries=width * heads,
         keys=width * max(kv_heads, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
         states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
+        saved=saved_by_quantisation(recipe, model),
     )
     step = step_cost(recipe)
     holds_out = bool(recipe.data.validation or recipe.data.validation_documents)

@@ -42,6 +42,7 @@ class Model:
     config: values of a transformers config, `model_type` among them, for a model from scratch.
     tokenizer: folder or hub id; `path` without one. overrides: values put over the model's own config (YaRN, a window).
     window: attention that sees a window, for a model whose own sees everything.
+    quantise: hold the base's linear maps in so many bits (bitsandbytes; nf4 for four), frozen.
     """
 
     path: str | None = None
@@ -51,8 +52,10 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     window: AttentionWindow | None = None
+    quantise: Literal["4bit", "8bit"] | None = None
 
     def __post_init__(self) -> None:
+        require(self.quantise is None or self.path is not None, "quantise", "has no effect on a model from scratch")
         require((self.path is None) != (self.config is None), "path", "give either path or config (a model from scratch)")
         require(self.config is None or "model_type" in self.config, "config", "config needs model_type")
         for table in (self.config or {}, self.overrides):
@@ -235,6 +238,9 @@ class Recipe:
             bool(self.model.tokenizer_path) or self.data.recall is not None, "model", "a model from scratch needs a tokenizer to read text"
         )
         shared, stage = self.parallel.sequence_parallel, self.zero_stage
+        if self.model.quantise is not None:
+            require(self.optimisation.train == "lora", "model", "quantise holds the base's weights frozen and packed: set train: lora")
+            require(stage <= 2, "model", "quantise packs weights in a way that ZeRO-3 cannot shard: set deepspeed: 2")
         require(
             self.data.sequence_length % shared == 0,
             "data",

@@ -82,7 +82,7 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
 def at_toy_size(run: Run, folder: Path) -> Recipe:
     """The recipe with a toy model of the same structure, in the forms that run on a CPU without more packages."""
     recipe = run.load()
-    changes = ["model.attention=sdpa", "optimisation.liger=false", "model.dtype=float32"]
+    changes = ["model.attention=sdpa", "optimisation.liger=false", "model.dtype=float32", "model.quantise=null"]
     values = architecture_of(recipe)
     if values is None:
         small = shrunk(recipe.model.config or {}) if recipe.data.recall is None else recipe.model.config
