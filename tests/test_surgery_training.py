@@ -8,6 +8,7 @@ from families import build
 from models import CHUNK, LAYERS, NAMES, converted, distance, gradients, logits, random_ids, streamed
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from upstream import before
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
 from inplace_ttt.surgery import fast_weights, is_converted
@@ -18,7 +19,7 @@ LENGTH = 4 * CHUNK + 3
 IDS = random_ids(2, LENGTH)
 CONFIG = InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK)
 # transformers does not hand a layer's keyword arguments on to its attention here, so that a recomputation has no context.
-NOT_CHECKPOINTED = ("stablelm", "falcon", "gptj")
+NOT_CHECKPOINTED = ("stablelm", "falcon", "gptj", *(["moshi"] if before("5.21") else []))
 
 
 def lora(targets: list[str], **config: object) -> LoraConfig:

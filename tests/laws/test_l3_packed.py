@@ -8,11 +8,13 @@ import torch
 from families import build
 from models import CHUNK, NAMES, converted, distance, gradients, logits, random_ids
 from torch import Tensor, nn
+from upstream import before
 
 from inplace_ttt import InPlaceTTTError, ttt_disabled
 
 # The families whose attention keeps packed documents apart (in transformers, by position_ids and nothing else).
-PACKING = tuple(name for name in NAMES if name != "falcon")
+BLIND = ("falcon", "moshi") if before("5.19") else ("falcon",)  # the base itself does not look at positions
+PACKING = tuple(name for name in NAMES if name not in BLIND)
 ROWS: dict[str, list[list[int]]] = {
     "two documents": [[17, 20]],
     "single tokens and whole chunks": [[1, 1, 2 * CHUNK, 3 * CHUNK, 2, CHUNK + 1]],

@@ -11,6 +11,7 @@ from families import build
 from models import CHUNK, LAYERS, distance, logits, random_ids, turn_writer_on
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from upstream import needs
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
 from inplace_ttt.layer.cache import streams
@@ -181,6 +182,8 @@ def assistant(name: str, kind: str, guesses: int) -> PreTrainedModel:
 
 @pytest.mark.parametrize("kind", ["the base", "converted", "the same model"])
 def test_assisted_generation_equals_greedy(name, model, kind, crops):
+    if name == "gemma3":
+        needs("5.19", "a cache that records is longer than its mask")
     ids = random_ids(1, 20)
     assert_same(generate(model, ids, 30, assistant_model=assistant(name, kind, 4)), greedy(model, ids, 30))
     assert kind == "the same model" or crops.across > 0
@@ -196,6 +199,8 @@ def test_prompt_lookup_equals_greedy(name, chunk, guesses, crops):
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["lookup", "the base"])
 def test_speculation_behind_a_written_chunk_is_exact_or_refused(name, chunk, kind, crops):
+    if name == "gemma3" and kind == "the base":
+        needs("5.19", "a cache that records is longer than its mask")
     model, ids = ttt_model(name, chunk_size=chunk), random_ids(1, 6).repeat(1, 4)
     options = {"prompt_lookup_num_tokens": 5} if kind == "lookup" else {"assistant_model": assistant(name, "the base", 5)}
     with contextlib.suppress(InPlaceTTTError):
@@ -225,6 +230,7 @@ def test_speculation_without_decode_updates_is_exact_or_refused(speculation):
 
 def test_continuous_batching_is_refused():
     """Its paged cache has no layers to keep a fast weight on: a failed request, not the tokens of another model."""
+    needs("5.19", "a request that failed is not among the results")
     outputs = ttt_model("llama").generate_batch(
         inputs=random_ids(1, 20).tolist(),
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),

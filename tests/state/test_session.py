@@ -11,6 +11,7 @@ from models import CHUNK, converted, distance, logits, random_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
+from upstream import needs
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, session_file, ttt_disabled
 from inplace_ttt import state as state_module
@@ -96,6 +97,7 @@ def test_a_sliding_session_is_loaded_as_it_was(name, kind, tmp_path):
     model = converted(name)
     state = FastWeightState(model, DynamicCache() if kind == "a cache without windows" else None)
     if kind == "a cache that kept more than its window":
+        needs("5.19", "a cache that records is longer than its mask")
         state.cache.activate_past_recording()  # as assisted generation leaves it
     read(state, random_ids(1, LONG))
     state.save(tmp_path / "a")

@@ -117,6 +117,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
     ids = torch.tensor([[pad] * (width - len(sample.ids)) + sample.ids for sample in batch], device=model.device)
     mask = torch.tensor([[0] * (width - len(sample.ids)) + [1] * len(sample.ids) for sample in batch], device=model.device)
     own = model.generation_config
+    writes = is_converted(model) and config_of(model).prompt_write is not None  # then one token is left for generate, and no pieces
     config = GenerationConfig(
         max_new_tokens=budget,
         do_sample=False,
@@ -124,11 +125,12 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
         repetition_penalty=1.0,
         eos_token_id=tokenizer.eos_token_id if own is None or own.eos_token_id is None else own.eos_token_id,
         pad_token_id=pad,
-        prefill_chunk_size=-(-width // -(-width // _PREFILL)),  # even pieces: a last one of one token would count as generated
+        prefill_chunk_size=None
+        if writes
+        else -(-width // -(-width // _PREFILL)),  # even: a last piece of one token would count as generated
     )
     kept, model.generation_config = own, config  # what a checkpoint sets for chatting (penalties, temperatures) is no part of RULER
     try:
-        writes = is_converted(model) and config_of(model).prompt_write is not None
         cache = {"past_key_values": _written(model, ids, mask)} if writes else {}
         new = model.generate(ids, attention_mask=mask, **cache)[:, width:]
     finally:
