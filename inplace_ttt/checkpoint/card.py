@@ -60,7 +60,7 @@ def write_card(
     given = {key: value for key, value in facts.items() if value is not None}
     handed_on = {key: before[key] for key in _FACTS if key in before}
     kept = {"base": Path(name).name or "a model from scratch", "form": form, "config": config.to_dict(), **handed_on, **given}
-    (folder / CARD).write_text(_card(data, kept, folder), encoding="utf-8")
+    _write(folder / CARD, _card(data, kept, folder))
 
 
 def add_to_card(folder: str | os.PathLike[str], **facts: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ def add_to_card(folder: str | os.PathLike[str], **facts: Mapping[str, Any]) -> N
     known = _front_matter(file)
     data = ModelCardData(**{key: value for key, value in known.items() if key != MODEL_TYPE})
     with new_file(file) as partial:
-        partial.write_text(_card(data, {**known[MODEL_TYPE], **facts}, Path(folder)), encoding="utf-8")
+        _write(partial, _card(data, {**known[MODEL_TYPE], **facts}, Path(folder)))
 
 
 def require_card(folder: str | os.PathLike[str]) -> Path:
@@ -95,6 +95,10 @@ def _front_matter(file: Path) -> dict[str, Any]:
             return dict(ModelCard.load(file, ignore_metadata_errors=True).data.to_dict())
     except InPlaceTTTError:
         return {}
+
+
+def _write(file: Path, card: str) -> None:
+    file.write_text(card, encoding="utf-8", errors="backslashreplace")  # names of files may hold bytes that are no text
 
 
 def _on_hub(name: str) -> bool:

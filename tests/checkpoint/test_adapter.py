@@ -29,7 +29,7 @@ def test_round_trip(trained: Path, tmp_path: Path) -> None:
     ids = random_ids(1, 40)
     expected = logits(load(trained), ids)
     assert cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"]) == 0
-    assert sorted(bytes_of(tmp_path / "adapter")) == ["inplace_ttt.json", "inplace_ttt.safetensors"]
+    assert sorted(bytes_of(tmp_path / "adapter")) == ["README.md", "inplace_ttt.json", "inplace_ttt.safetensors"]
     model = load(tmp_path / "adapter")
     assert model.config.model_type == "llama"
     assert torch.equal(logits(model, ids), expected)

@@ -86,4 +86,3 @@ def test_its_plan_knows_what_is_packed(recipe: Path, bits: str) -> None:
         elif (scales := getattr(getattr(module, "weight", None), "SCB", None)) is not None:
             held += scales.nbytes
     assert make_plan(planned).per_device_bytes["parameters"] == pytest.approx(held, rel=0.03)
-
