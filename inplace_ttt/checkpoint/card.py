@@ -44,8 +44,8 @@ def write_card(
 
     base: as config.json has it. form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "official".
     facts: tables of plain values, `calibration` (files, tokens, sha256), `training` (steps, tokens_a_step, train, sources, sha256),
-    `evaluation` (documents, and as `Comparison.to_dict`) and `audit` (profile, undeclared, declared). What the source's card knows
-    besides stays true.
+    `evaluation` (documents, and as `Comparison.to_dict`) and `audit` (profile, undeclared, declared). None is
+    for what is not known of the new weights; what is not named the source's card hands on.
     """
     known = {} if source is None else _front_matter(source / CARD)
     before = known.get(MODEL_TYPE) or {}
@@ -58,7 +58,7 @@ def write_card(
         tags=["inplace-ttt", "test-time-training", "fast-weights"],
     )
     given = {key: value for key, value in facts.items() if value is not None}
-    handed_on = {key: before[key] for key in _FACTS if key in before}
+    handed_on = {key: before[key] for key in _FACTS if key in before and key not in facts}
     kept = {"base": Path(name).name or "a model from scratch", "form": form, "config": config.to_dict(), **handed_on, **given}
     _write(folder / CARD, _card(data, kept, folder))
 

@@ -91,7 +91,9 @@ def test_what_is_known_is_handed_on(base: Path, text: Path, tmp_path: Path) -> N
 def test_a_trained_one_says_by_what(tmp_path: Path) -> None:
     """The run's rows, its evaluation and its audit; what is known of the conversion stays."""
     model = checkpoint(tmp_path / "model")
-    write_card(model, None, _config(model), {"name_or_path": "owner/base"}, "full")
+    of_other_weights = {"audit": {"profile": "paper", "undeclared": [], "declared": []}}
+    calibration = {"files": ["a.txt"], "tokens": 3, "sha256": "0"}
+    write_card(model, None, _config(model), {"name_or_path": "owner/base"}, "full", calibration=calibration, **of_other_weights)
     recipe = recipe_file(
         tmp_path, model, documents(tmp_path / "text"), audit={"profile": "paper"}, data={"validation_documents": 2},
     )  # fmt: skip
@@ -101,7 +103,8 @@ def test_a_trained_one_says_by_what(tmp_path: Path) -> None:
     assert known["training"]["sha256"] == report["data"]["sha256"] and known["training"]["steps"] == report["steps"] == 3
     assert known["training"]["sources"] == ["text"] and known["training"]["tokens_a_step"] == 256
     assert known["evaluation"]["on"] == report["evaluation"]["eval_loss"]
-    assert ModelCard.load(final / "README.md").data.base_model == "owner/base" and "audit" not in known
+    assert ModelCard.load(final / "README.md").data.base_model == "owner/base"
+    assert known["calibration"] == calibration and "audit" not in known  # which was of the weights before
 
 
 def _config(folder: Path) -> Any:

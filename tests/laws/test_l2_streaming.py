@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import CHUNK, COMPACT, NAMES, converted, distance, logits, random_ids, streamed
+from packaging.version import Version
 from transformers import DynamicCache
 from upstream import needs
 
@@ -76,7 +77,7 @@ def test_every_split_is_one_call_with(options: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
 def test_splits_agree_in_bfloat16(name: str) -> None:
-    """Up to rounding: no further apart than twice what the same splits of the base model are, or than eight roundings."""
+    """Up to rounding: no further apart than twice what the same splits of the base model are."""
     model, ids = converted(name, torch.bfloat16), random_ids(2, LENGTH)
 
     def spread() -> float:
@@ -85,8 +86,9 @@ def test_splits_agree_in_bfloat16(name: str) -> None:
 
     with ttt_disabled(model):
         rounding = spread()
-    assert 2 * rounding < 0.1
-    assert 0 < spread() < max(2 * rounding, 8 * torch.finfo(torch.bfloat16).eps)  # torch 2.8 rounds some bases alike in every split
+    if Version(torch.__version__) < Version("2.13"):  # torch 2.8 rounds some bases alike in every split
+        rounding = max(rounding, 4 * torch.finfo(torch.bfloat16).eps)
+    assert 0 < spread() < 2 * rounding < 0.1
 
 
 def test_a_cache_knows_what_it_read() -> None:

@@ -11,7 +11,7 @@ from families import build
 from models import CHUNK, LAYERS, distance, logits, random_ids, turn_writer_on
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
-from upstream import needs
+from upstream import before, needs
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
 from inplace_ttt.layer.cache import streams
@@ -230,7 +230,8 @@ def test_speculation_without_decode_updates_is_exact_or_refused(speculation):
 
 def test_continuous_batching_is_refused():
     """Its paged cache has no layers to keep a fast weight on: a failed request, not the tokens of another model."""
-    needs("5.19", "a request that failed is not among the results")
+    if before("5.19"):
+        pytest.skip("this transformers leaves a request that failed out of the results")
     outputs = ttt_model("llama").generate_batch(
         inputs=random_ids(1, 20).tolist(),
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
