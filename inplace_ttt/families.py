@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -60,7 +60,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The modules of one decoder layer that the surgery touches."""
+    """The modules of one decoder layer that the surgery touches. mlp: the one that every token passes, of experts the shared one."""
 
     block: nn.Module
     attention: nn.Module
@@ -71,43 +71,63 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The text decoder of a model, taken apart. by_structure: where its parts were found, for one that is not in the table."""
+    """The text decoder of a model, taken apart.
+
+    layers: by index, those with an MLP that every token passes. by_structure: where their parts were found, for a model that is
+    not in the table.
+    """
 
     base: PreTrainedModel
-    layers: Sequence[DecoderLayer]
-    by_structure: Family | None = None
+    blocks: Sequence[nn.Module]
+    attentions: Sequence[nn.Module]
+    layers: Mapping[int, DecoderLayer]
+    by_structure: Sequence[Family] = ()
 
     def say_how_found(self) -> None:
         """A warning where the family is not in the table, for who converts it."""
-        if self.by_structure is not None:
-            name = self.base.config.model_type
-            logger.warning("%s is not in the table of families; found by its structure: %s", name, self.by_structure)
+        if self.by_structure:
+            name, found = self.base.config.model_type, " and ".join(map(str, self.by_structure))
+            logger.warning("%s is not in the table of families; found by its structure: %s", name, found)
+
+    def check_dense(self, indices: Iterable[int]) -> None:
+        """Refuse layers whose every down-projection is a routed expert's."""
+        if refused := [index for index in indices if index not in self.layers]:
+            others = ", ".join(map(str, self.layers))
+            raise InPlaceTTTError(
+                f"layers {refused} of {type(self.base).__name__} have routed experts alone, whose down-projections see only some of the "
+                f"tokens; with a dense MLP or a shared expert there {f'are layers {others}' if others else 'is no layer'}."
+            )
 
 
 def locate(model: PreTrainedModel) -> Decoder:
     """Find the text decoder of a model, its layers, and in each the attention, the MLP and the down-projection.
 
-    Of a vision-language model it is the language model. Raises InPlaceTTTError when the family is neither in the table nor
-    recognisable, is no decoder, keeps its past in anything but a transformers cache, or when its MLPs are experts.
+    Of a vision-language model it is the language model; of a mixture of experts, the dense layers' MLPs and the shared experts. Raises
+    InPlaceTTTError when the family is neither in the table nor recognisable, is no decoder, or keeps its past in anything but a
+    transformers cache.
     """
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise InPlaceTTTError(f"{name} reads with an encoder, whose tokens see later ones; In-Place TTT needs a decoder-only LM.")
     base = _text_decoder(model)
     _check_past(base)
-    family = FAMILIES.get(base.config.model_type) or _detect(base)
+    listed = FAMILIES.get(base.config.model_type)
+    path, attention = (listed.layers, listed.attention) if listed else _detect(base)
     prefix = next(path for path, module in model.named_modules() if module is base)
-    path = f"{prefix}.{family.layers}".lstrip(".")
+    where = f"{prefix}.{path}".lstrip(".")
+    layers, found = {}, []
     try:
-        layers = []
-        for index, block in enumerate(base.get_submodule(family.layers)):
-            where = f"{path}.{index}"
-            attention, mlp = block.get_submodule(family.attention), block.get_submodule(family.mlp)
-            _refuse_experts(mlp, f"{where}.{family.mlp}")
-            layers.append(DecoderLayer(block, attention, mlp, block.get_submodule(family.down_proj), f"{where}.{family.down_proj}"))
+        blocks = list(base.get_submodule(path))
+        attentions = [block.get_submodule(attention) for block in blocks]
+        for index, block in enumerate(blocks):
+            family = listed or _detect_mlp(base, block, f"{where}.{index}", Family(where, attention))
+            if family is not None:
+                mlp, down = block.get_submodule(family.mlp), block.get_submodule(family.down_proj)
+                layers[index] = DecoderLayer(block, attentions[index], mlp, down, f"{where}.{index}.{family.down_proj}")
+                found.append(family)
     except (AttributeError, TypeError) as error:
-        raise InPlaceTTTError(f"{name} does not look like {family}: {error}; is it a dense causal LM?") from None
-    return Decoder(base, layers, None if is_listed(base) else dataclasses.replace(family, layers=path))
+        raise InPlaceTTTError(f"{name} does not look like {listed or attention}: {error}; is it a causal LM?") from None
+    return Decoder(base, blocks, attentions, layers, () if listed else list(dict.fromkeys(found)))
 
 
 def is_listed(base: PreTrainedModel) -> bool:
@@ -138,47 +158,51 @@ def _check_past(base: PreTrainedModel) -> None:
         )
 
 
-def _refuse_experts(mlp: nn.Module, where: str) -> None:
-    if any(name.split(".")[-1] in ("experts", "router") for name, _ in mlp.named_modules()):
-        raise InPlaceTTTError(
-            f"{where} is a mixture of experts, whose down-projections see only some of the tokens; In-Place TTT needs dense MLPs."
-        )
-
-
-def _detect(base: PreTrainedModel) -> Family:
-    """Recognise a dense decoder by its structure: a list of layers, each with an attention and a map back to hidden size."""
+def _detect(base: PreTrainedModel) -> tuple[str, str]:
+    """Recognise a decoder by its structure: where its list of layers is, and in each the attention."""
     name, text = type(base).__name__, base.config.get_text_config()
     layers, blocks = next(_layer_lists(base), (None, None))
     if layers is None or blocks is None:
         raise InPlaceTTTError(f"{name} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?")
-    block = blocks[0]
-    children = [child for child, _ in block.named_children()]
-    attentions = [child for child in children if "att" in child and "norm" not in child]
+    children = [child for child, _ in blocks[0].named_children()]
+    attentions = [child for child in children if _is_attention(child)]
     if not attentions:
         raise InPlaceTTTError(f"{layers}.0 of {name} has no attention module; children: {', '.join(children)}.")
-    rest = [child for child in children if child not in attentions]
-    for child in rest:
-        _refuse_experts(block.get_submodule(child), f"{layers}.0.{child}")
-    linears = {
-        f"{child}.{path}".rstrip("."): features(module)
-        for child in rest
-        for path, module in block.get_submodule(child).named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
+    return layers, attentions[0]
+
+
+def _is_attention(child: str) -> bool:
+    return "att" in child and "norm" not in child
+
+
+def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Family) -> Family | None:
+    """Recognise, in a layer, the one MLP that every token passes by its map back to the hidden size; None where experts are all it has."""
+    name, hidden = type(base).__name__, base.config.get_text_config().hidden_size
+    rest = {
+        f"{child}.{path}".rstrip("."): module
+        for child, part in block.named_children()
+        if not _is_attention(child)
+        for path, module in part.named_modules()
     }
-    down = [path for path, (width, out) in linears.items() if out == text.hidden_size != width]
+    linears = {
+        path: features(module)
+        for path, module in rest.items()
+        if isinstance(module, (nn.Linear, Conv1D)) and "experts" not in path.split(".")
+    }
+    down = [path for path, (width, out) in linears.items() if out == hidden != width]
+    if not down and any(path.split(".")[-1] in ("experts", "router") for path in rest):
+        return None
     if len(down) != 1:
         raise InPlaceTTTError(
-            f"{layers}.0 of {name} has no single map to the hidden size outside attention; linear maps: {', '.join(linears) or 'none'}."
+            f"{where} of {name} has no single map to the hidden size outside attention; linear maps: {', '.join(linears) or 'none'}."
         )
     width = linears[down[0]][0]
-    up = [path for path, (entering, out) in linears.items() if entering == text.hidden_size and out in (width, 2 * width)]
+    up = [path for path, (entering, out) in linears.items() if entering == hidden and out in (width, 2 * width)]
     if not up:
-        raise InPlaceTTTError(
-            f"{layers}.0 of {name} has no map from the hidden size to the {width} that {down[0]} takes; is its MLP dense?"
-        )
+        raise InPlaceTTTError(f"{where} of {name} has no map from the hidden size to the {width} that {down[0]} takes; is its MLP dense?")
     parent = down[0].rpartition(".")[0]
     mlp = parent if parent and up[0].startswith(f"{parent}.") else up[0]
-    return Family(layers, attentions[0], mlp, down[0])
+    return dataclasses.replace(family, mlp=mlp, down_proj=down[0])
 
 
 def features(module: nn.Module) -> tuple[int, int]:

@@ -33,8 +33,8 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     """Give a loaded causal LM fast weights, in place; the model computes what it did before (paper appendix C.3).
 
     config: an `InPlaceTTTConfig`; the `paper` preset without one. The model may be quantised.
-    Returns the model. Raises InPlaceTTTError for layers that do not exist, experts, what is no causal LM, and models that
-    are converted already or wrapped by PEFT; a model that it refuses is as it was.
+    Returns the model. Raises InPlaceTTTError for layers that do not exist or have routed experts alone, what is no causal LM, and models
+    that are converted already or wrapped by PEFT; a model that it refuses is as it was.
     """
     lm = causal_lm(model)
     if is_converted(lm):
@@ -46,9 +46,10 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         )
     decoder = locate(lm)
     decoder.say_how_found()
-    config = (config or InPlaceTTTConfig()).resolve(len(decoder.layers))
+    config = (config or InPlaceTTTConfig()).resolve(len(decoder.blocks))
     indices = config.layers
     assert isinstance(indices, tuple)
+    decoder.check_dense(indices)
     for index in indices:
         check(decoder.layers[index])
     _warn_if_nothing_reads(config, lm.config.get_text_config())
@@ -57,7 +58,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     for position, index in enumerate(indices):
         settings = LayerSettings(index, config, config.eta_of(position))
         install(decoder.layers[index], settings, hooks, dtype=lm.dtype, std=std, seed=SEED + index)
-    hooks.attach(decoder.base, decoder.layers[0].block, [parts.attention for i, parts in enumerate(decoder.layers) if i not in indices])
+    hooks.attach(decoder.base, decoder.blocks[0], [attention for i, attention in enumerate(decoder.attentions) if i not in indices])
     mark(lm.config, config)
     if not is_listed(decoder.base) and not any(p.is_meta or is_partitioned(p) for p in lm.parameters()):
         try:

@@ -207,7 +207,7 @@ UNLISTED: tuple[Family, ...] = (
     ),
 )
 
-# Mixtures of experts: these must be refused. They have no single down-projection per layer.
+# Mixtures of experts. A layer with routed experts alone must be refused: no down-projection of it sees every token.
 MOE: tuple[Family, ...] = (
     Family(
         "mixtral",
@@ -216,7 +216,7 @@ MOE: tuple[Family, ...] = (
         _common(head_dim=8, num_local_experts=4, num_experts_per_tok=2),
         down="",
     ),
-    # The first layer is dense, so looking at that one alone is not enough.
+    # The first layer alone is dense.
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -229,6 +229,44 @@ MOE: tuple[Family, ...] = (
             mlp_only_layers=[0],
         ),
         down="",
+    ),
+    # A gated shared expert in every layer, which takes all rows as one.
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        _common(
+            "intermediate_size",
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=40,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+        mlp="mlp.shared_expert",
+        down="mlp.shared_expert.down_proj",
+    ),
+    # The first layer is dense; the others have a shared expert, which is narrower.
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _common(
+            num_key_value_heads=4,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+            moe_intermediate_size=12,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
+        mlp="mlp.shared_experts",
+        down="mlp.shared_experts.down_proj",
     ),
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from families import MOE, UNLISTED, build
+from families import UNLISTED, build
 from models import CHUNK, LAYERS, converted, distance, hooks_of, logits, random_ids, turn_writer_on
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
@@ -48,12 +48,37 @@ def test_listed_families_are_not_guessed(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
 
 
-@pytest.mark.parametrize("family", MOE, ids=lambda family: family.name)
-def test_experts_are_refused_and_left_alone(family) -> None:
+ROUTED = {
+    "mixtral": r"layers \[0, 2\] of MixtralModel have routed experts alone.*; with a dense MLP or a shared expert there is no layer",
+    "qwen3_moe": r"layers \[2\] of Qwen3MoeModel have routed experts alone.*; with a dense MLP or a shared expert there are layers 0\.",
+}
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_routed_experts_are_refused_and_left_alone(family: str) -> None:
     model = build(family)
-    with pytest.raises(InPlaceTTTError, match=r"layers\.\d\.mlp is a mixture of experts.*In-Place TTT needs dense MLPs"):
+    with pytest.raises(InPlaceTTTError, match=ROUTED[family]):
         convert(model, CONFIG)
     assert not is_converted(model) and not hooks_of(model) and not hasattr(model.config, "inplace_ttt")
+
+
+@pytest.mark.parametrize(
+    ("family", "paths"),
+    [
+        ("qwen3_moe", {0: "mlp.down_proj"}),
+        ("qwen2_moe", dict.fromkeys(range(3), "mlp.shared_expert.down_proj")),
+        ("deepseek_v3", {0: "mlp.down_proj", **dict.fromkeys((1, 2), "mlp.shared_experts.down_proj")}),
+    ],
+)
+def test_dense_layers_and_shared_experts_become_fast_weights(family: str, paths: dict[int, str]) -> None:
+    """Of all layers that have one; what no token is routed around."""
+    model = convert(build(family), InPlaceTTTConfig(layers=tuple(paths), chunk_size=CHUNK))
+    assert [name for name, m in model.named_modules() if isinstance(m, FastWeight)] == [f"model.layers.{i}.{p}" for i, p in paths.items()]
+    before = logits(model, IDS)
+    assert torch.equal(before, logits(build(family), IDS))
+    turn_writer_on(model)
+    assert distance(logits(model, IDS), before) > 1e-3
+    assert untouched(revert(model), family)
 
 
 REFUSED: dict[str, Callable[[nn.Module], object]] = {

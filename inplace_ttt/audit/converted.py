@@ -115,7 +115,7 @@ class ConvertedLayer(AuditedModule):
         layer, model, parts = self.layer.hooks, self.layer.hooks.model, self.decoder.layers[self.index]
         opened = model.open(self.decoder.base, (), {**kwargs, "past_key_values": cache})
         try:
-            model.take_embeddings(self.decoder.layers[0].block, (target,), {})
+            model.take_embeddings(self.decoder.blocks[0], (target,), {})
             travelling = {} if opened is None else dict(opened[1])
             layer.arm(parts.attention, (), {**travelling, "past_key_values": cache})
             layer.take_mlp_input(parts.mlp, (target,), {})

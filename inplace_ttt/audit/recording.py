@@ -94,7 +94,7 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
         source = held["embeddings" if config.target == "embeddings" else f"mlp {index}"]
         found.forwards[-1][index] = Seen(args[0], source.detach().clone(), out.detach().clone(), held["embeddings"].shape[:2], out)
 
-    handles = [decoder.layers[0].block.register_forward_pre_hook(start, with_kwargs=True)]
+    handles = [decoder.blocks[0].register_forward_pre_hook(start, with_kwargs=True)]
     for index, layer in fast_weights(lm).items():
         mlp = decoder.layers[index].mlp
         handles.append(mlp.register_forward_pre_hook(functools.partial(keep, f"mlp {index}"), with_kwargs=True))

@@ -51,7 +51,7 @@ class WholeModel:
 
     @cached_property
     def depth(self) -> int:
-        return len(locate(self.lm).layers)
+        return len(locate(self.lm).blocks)
 
     @cached_property
     def undrivable(self) -> str:

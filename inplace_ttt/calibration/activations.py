@@ -44,7 +44,7 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
 
         return note
 
-    embeddings = keeping(decoder.layers[0].block)
+    embeddings = keeping(decoder.blocks[0])
     for index, layer in fast_weights(model).items():
         parts = decoder.layers[index]
         source = embeddings if from_embeddings else keeping(parts.mlp)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from ..errors import InPlaceTTTError
 from .reading import Checkpoint
@@ -20,13 +23,19 @@ def lacking(folder: Path, model: PreTrainedModel) -> str | None:
     """What keeps a checkpoint from being `model`, on any device, as the end of a sentence; None where nothing does."""
     saved = Checkpoint.open(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    for name, parameter in model.named_parameters():
-        wanted = list(getattr(parameter, "ds_shape", parameter.shape))
+    for name, tensor in _as_saved(model).items():
         if name not in saved.weight_map:
             if name in tied:
                 continue
             return f"lacks {name}"
         shape, _ = saved.shape_and_dtype(name)
-        if list(shape) != wanted:
-            return f"holds {name} as {list(shape)} instead of {wanted}"
+        if list(shape) != list(tensor.shape):
+            return f"holds {name} as {list(shape)} instead of {list(tensor.shape)}"
     return None
+
+
+def _as_saved(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters on the meta device, whole, as transformers writes them: some under other names, experts one by one."""
+    whole = {name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for name, p in model.named_parameters()}
+    written: dict[str, Tensor] = revert_weight_conversion(model, whole)
+    return written

@@ -51,7 +51,7 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
         raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
     base, model = empty_model(checkpoint)
     base_type = base.model_type
-    paths = [layer.down_proj_path for layer in locate(model).layers]
+    paths = {index: layer.down_proj_path for index, layer in locate(model).layers.items()}
     convert(model, config)
     resolved = config_of(model)
     assert isinstance(resolved.layers, tuple)

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> Result:
         "config": config.to_dict(),
         "base": base,
         "fast_weight": sizes[0],
+        "fast_weights": sizes,
         "new_parameters": parameters_of(tensors),
         "measured": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()) - parameters_of(tensors),
         "state_bytes_per_sequence": 4 * sum(math.prod(config.state_shape(d, h)) for d, h in sizes),
@@ -61,7 +62,7 @@ def render(result: dict[str, Any]) -> str:
             f"eta              {config['eta']}",
             f"target           {config['target']}, " + _mixing(config),
             f"clip             {config['clip'] or 'none'}",
-            f"fast weight      {' x '.join(map(str, result['fast_weight']))} a layer",
+            f"fast weight      {' and '.join(f'{d} x {h}' for d, h in dict.fromkeys(map(tuple, result['fast_weights'])))} a layer",
             f"extensions       {', '.join(extensions) or 'none'}",
             f"new parameters   {result['new_parameters']:,}"
             + (f", and {result['measured']:,} measured numbers" if result["measured"] else ""),

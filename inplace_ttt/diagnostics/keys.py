@@ -61,12 +61,12 @@ def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, K
             z = args[0].detach()
             if isinstance(module, FastWeight):
                 z = module.keys(z)
-            found[index] = key_health(z.flatten(0, -2) if rows is None else z[rows])
+            found[index] = key_health(z.flatten(0, -2) if rows is None else z.reshape(*rows.shape, -1)[rows])
 
         return hook
 
     layers = locate(causal_lm(model)).layers
-    handles = [parts.down_proj.register_forward_pre_hook(hook_of(i)) for i, parts in enumerate(layers)]  # type: ignore[arg-type]
+    handles = [parts.down_proj.register_forward_pre_hook(hook_of(i)) for i, parts in layers.items()]  # type: ignore[arg-type]
     try:
         yield
     finally:

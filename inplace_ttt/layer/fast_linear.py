@@ -101,6 +101,11 @@ class FastWeight(nn.Module):
         x = call.context.embeddings if self.fast.config.target == "embeddings" else call.mlp_input
         assert x is not None
         x = x.reshape(*call.context.shape, -1)
+        if x.shape[-1] != (width := features(self)[1]):
+            raise InPlaceTTTError(
+                f"the target {self.fast.config.target!r} has {x.shape[-1]} numbers a token where layer {self.fast.layer} gives {width}: "
+                "this family carries several streams side by side; choose the target 'hidden_states'."
+            )
         return x.detach() if self.fast.config.detach_target else x
 
     def _read_whole(self, z: Tensor, x: Tensor, context: ForwardContext) -> Tensor:

@@ -22,13 +22,16 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
     """One device's micro-step without recomputation: what the model asks for, whichever way it is computed.
 
     A linear map is 2 operations a token and weight, and as many for each gradient that is needed: of its input where something
-    before it learns, of its weight where that learns.
+    before it learns, of its weight where that learns. Of experts a token meets those that are chosen for it; routers are left out.
     """
     text, tokens, linear, learns = model.config.get_text_config(), tokens_of(recipe), 0, False  # type: ignore[union-attr, operator]
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if isinstance(module, (nn.Linear, Conv1D)):
             linear += 2 * tokens * module.weight.numel() * (1 + learns + module.weight.requires_grad)
+        elif experts := getattr(module, "num_experts", None):
+            maps = [parameter for parameter in own if parameter.dim() == 3]
+            linear += sum(2 * tokens * w.numel() * text.num_experts_per_tok // experts * (1 + learns + w.requires_grad) for w in maps)
         learns = learns or any(parameter.requires_grad for parameter in own)
     return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, model, again=0)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
 
@@ -63,8 +64,9 @@ def evaluation_cost(recipe: Recipe) -> int:
 
 
 def _on_meta(recipe: Recipe) -> PreTrainedModel:
-    """The recipe's model on the meta device, with an attention that holds there what its own holds on a device."""
+    """The recipe's model on the meta device, with an attention and experts that hold there what its own hold on a device."""
     model = meta_model(recipe)
+    causal_lm(model).config.get_text_config()._experts_implementation = _EXPERTS
     if recipe.model.attention != "eager":
         causal_lm(model).config._attn_implementation = _NAMES[recipe.model.attention]
     return model
@@ -117,7 +119,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         bias = None if mask is None else mask.to(q.dtype)  # torch makes numbers of the booleans, and keeps them
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32), bias)
         return out
@@ -140,6 +142,22 @@ def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
 _NAMES = {"flash_attention_2": "inplace_ttt_meta_flash", "sdpa": "inplace_ttt_meta_sdpa"}
 AttentionInterface.register(_NAMES["flash_attention_2"], _flash)
 AttentionInterface.register(_NAMES["sdpa"], _sdpa)
+
+
+def _experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Grouped products of tokens [N, d] with k experts each, all by one expert's weights: which they are changes no size."""
+
+    def product(rows: Tensor, weights: Tensor) -> Tensor:
+        return rows @ (weights[0] if experts.is_transposed else weights[0].T)
+
+    rows = hidden.repeat_interleave(chosen.shape[-1], 0)
+    inner = experts._apply_gate(product(rows, experts.gate_up_proj)) if experts.has_gate else experts.act_fn(product(rows, experts.up_proj))
+    out = product(inner, experts.down_proj) * scores.reshape(-1, 1)
+    return out.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+
+
+_EXPERTS = "inplace_ttt_meta_experts"
+ExpertsInterface.register(_EXPERTS, _experts)
 
 
 class _Meter(TorchDispatchMode):

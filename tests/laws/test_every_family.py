@@ -1,6 +1,7 @@
 """Every family of causal LMs in transformers: right by the laws, or refused at conversion. Found by structure, not by name."""
 
 import inspect
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,39 +47,47 @@ SIZES: dict[str, Any] = {
     "vocab_size": 97, "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8, "d_kv": 8, "d_head": 8, "rotary_dim": 4,
     "max_position_embeddings": 512, "n_positions": 512, "sliding_window": 512, "initializer_range": 0.3, "init_std": 0.3,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "num_shared_experts": 1, "shared_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT: dict[str, Any] = {  # of attention with compressed keys and values
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
 
 # What the configs of these cannot be built from the sizes above, or not small: nothing is said about them here.
 LEFT_OUT = """
-    axk1 axk2 bailing_hybrid bamba blt cohere_compass_text dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1 dots3_note dots3_note_text emu3
-    fuyu gemma3 gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant glm4_moe_lite glm_moe_dsa got_ocr2
-    gpt_neo granitemoehybrid hrm_text jamba kimi_linear lfm2_moe llama4 longcat_flash mamba2 minicpm3 mllama moss_transcribe_diarize
-    musicgen musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
-    reformer xlstm xmod youtu zamba zamba2 zaya
+    axk2 bailing_hybrid bamba blt cohere_compass_text dbrx dots3_note dots3_note_text emu3 fuyu gemma3 gemma3n gemma3n_text gemma4
+    gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2 gpt_neo granitemoehybrid hrm_text jamba kimi_linear lfm2_moe
+    llama4 longcat_flash mamba2 mllama moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe
+    qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text reformer xlstm xmod zamba zamba2 zaya
 """
 EXPERTS = """
-    afmoe aria_text cohere2_moe deepseek_v4 ernie4_5_moe exaone_moe flex_olmo glm4_moe gpt_oss granitemoe granitemoe_swa granitemoeshared
-    hunyuan_v1_moe hy_v3 hy_v4 inkling2_text inkling_text jetmoe kolibri1 laguna llama4_text mellum mimo_v2_flash minimax minimax_m2
-    minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_moe solar_open
+    flex_olmo gpt_oss granitemoe inkling2_text inkling_text jetmoe mellum mimo_v2_flash minimax minimax_m2 mixtral olmoe phimoe
+    qwen3_moe
 """
 REFUSED = {
-    "mixture of experts": EXPERTS.split(),
+    "have routed experts alone": EXPERTS.split(),
     "needs a transformer with a cache": ["falcon_mamba", "mamba", "rwkv"],
     "enter the first layer as": ["cpmant", "prophetnet", "xlnet"],
     "no single map to the hidden size": ["falcon_h1", "gemma4_text"],
     "has no attention module": ["lfm3", "nemotron_h", "recurrent_gemma", "xlm"],
     "does not look like": ["olmo_hybrid"],
 }
+STREAMS = ("deepseek_v4", "hy_v4")
+"""The embeddings enter their first layer several times side by side."""
 WHY = {name: why for why, names in REFUSED.items() for name in names}
 NAMES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(LEFT_OUT.split()))
+CASES = [(name, target) for name in NAMES if name not in WHY for target in ("embeddings", "hidden_states")]
+CASES = [case for case in CASES if case not in product(STREAMS, ("embeddings",))]
 
 
 def build(model_type: str) -> PreTrainedModel:
     config_class = CONFIG_MAPPING[model_type]
     fields = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", {})}
     fields |= set(inspect.signature(config_class.__init__).parameters) | set(getattr(config_class, "attribute_map", {}))
-    config = config_class(**{key: value for key, value in SIZES.items() if key in fields})
+    sizes = SIZES | LATENT if "kv_lora_rank" in fields else SIZES
+    config = config_class(**{key: value for key, value in sizes.items() if key in fields})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -97,8 +106,13 @@ def test_a_family_that_cannot_be_right_is_refused(name: str) -> None:
     assert not is_converted(model)
 
 
-@pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in WHY])
+@pytest.mark.parametrize("name", sorted({*STREAMS} & {*NAMES}))
+def test_where_streams_lie_side_by_side_the_target_is_the_mlps_input(name: str) -> None:
+    with pytest.raises(InPlaceTTTError, match="several streams side by side; choose the target 'hidden_states'"):
+        convert(build(name), InPlaceTTTConfig(layers=(0, 1), chunk_size=CHUNK))
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
 def test_a_family_found_by_its_structure_keeps_the_laws(name: str, target: str) -> None:
     """Where the base itself keeps a law: some have absolute positions under padding, or attention across packed documents."""
     base, model, ids = build(name), build(name), random_ids(2, LENGTH)

@@ -47,11 +47,20 @@ SMALL = dict(
 )
 
 
-def small_recipe(folder: Path, dtype: str, checkpointing: bool, vocabulary: int = 4096, length: int = 1024) -> Recipe:
+EXPERTS = dict(
+    model_type="qwen2_moe",
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=1024,
+)
+
+
+def small_recipe(folder: Path, dtype: str, checkpointing: bool, vocabulary: int = 4096, length: int = 1024, **config: Any) -> Recipe:
     """One document of `length` tokens, trained with every parameter."""
     return tiny_recipe(
         folder,
-        model={"config": {**SMALL, "vocab_size": vocabulary}, "tokenizer": "x", "dtype": dtype},
+        model={"config": {**SMALL, "vocab_size": vocabulary, **config}, "tokenizer": "x", "dtype": dtype},
         surgery={"layers": [0, 2], "chunk_size": 128},
         data={"train": "x", "sequence_length": length},
         optimisation={"steps": 1, "gradient_checkpointing": checkpointing},

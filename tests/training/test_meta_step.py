@@ -16,7 +16,7 @@ from inplace_ttt.training.recipe import Recipe
 
 from . import measured_step
 from .forked import Forked
-from .recipes import small_recipe
+from .recipes import EXPERTS, small_recipe
 
 
 def size_of(recipe: Recipe) -> ModelSize:
@@ -27,19 +27,20 @@ def size_of(recipe: Recipe) -> ModelSize:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak memory of a process is read from Linux's /proc")
 @pytest.mark.parametrize(
-    ("dtype", "checkpointing", "vocabulary"),
+    ("dtype", "checkpointing", "vocabulary", "config"),
     [
-        ("float32", False, 4096),
-        ("float32", True, 32000),
-        ("bfloat16", False, 32000),
-        ("bfloat16", True, 4096),
-        ("bfloat16", False, 4096),
+        ("float32", False, 4096, {}),
+        ("float32", True, 32000, {}),
+        ("bfloat16", False, 32000, {}),
+        ("bfloat16", True, 4096, {}),
+        ("bfloat16", False, 4096, {}),
+        ("float32", False, 4096, EXPERTS),
     ],
-    ids=lambda value: {False: "kept", True: "recomputed"}[value] if isinstance(value, bool) else str(value),
+    ids=lambda value: {False: "kept", True: "recomputed"}[value] if isinstance(value, bool) else str(value or "dense")[:30],
 )
-def test_measured_peak_memory(dtype: str, checkpointing: bool, vocabulary: int, tmp_path: Path) -> None:
+def test_measured_peak_memory(dtype: str, checkpointing: bool, vocabulary: int, config: dict[str, Any], tmp_path: Path) -> None:
     """Within 15 % of what a process really takes for the model, AdamW and a step, and for reading held-out rows after it."""
-    recipe = small_recipe(tmp_path, dtype, checkpointing, vocabulary)
+    recipe = small_recipe(tmp_path, dtype, checkpointing, vocabulary, **config)
     code, log = Forked(functools.partial(measured_step.main, str(recipe.path)), [{}]).wait()
     assert code == 0, log[-3000:]
     measured = dict(zip(("step", "evaluation"), map(int, log.split("PEAKS ")[1].split()[:2]), strict=True))
@@ -67,10 +68,11 @@ def test_a_steps_products_by_hand(tmp_path: Path) -> None:
     assert step_cost(recipe).product_flops == pytest.approx(plain + ttt, rel=0.03)
 
 
+@pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("train", ["all", "ttt", "lora"])
-def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: str, tmp_path: Path) -> None:
+def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: str, config: dict[str, Any], tmp_path: Path) -> None:
     """Whatever is trained; and it stays that where a step recomputes."""
-    recipe = small_recipe(tmp_path, "bfloat16", False)
+    recipe = small_recipe(tmp_path, "bfloat16", False, **config)
     recipe = dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, train=train))
     model = meta_model(recipe)
     needed = model_flops(recipe, model)

@@ -27,7 +27,7 @@ def target_source(whole: WholeModel, expected: Any) -> Outcome:
     seen: dict[str, dict[int, Tensor]] = {"source": {}, "mlp": {}}
     embeddings: list[Tensor] = []
     handles = [
-        decoder.layers[0].block.register_forward_pre_hook(
+        decoder.blocks[0].register_forward_pre_hook(
             lambda module, args, kwargs: embeddings.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
         )
     ]
