@@ -1,5 +1,6 @@
 """InPlaceTTTCallback in transformers' own Trainer: rates, warm-up, guards and the log, also where a run is resumed."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import converted, random_ids
+from models import converted, distance, random_ids
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from inplace_ttt import InPlaceTTTCallback
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
+
+from .forked import Forked
+from .runs import environments, finish
 
 ROWS = [{"input_ids": ids, "labels": ids} for ids in random_ids(16, 30)]
 
@@ -76,6 +81,36 @@ def test_the_log_has_every_layer(tmp_path: Path) -> None:
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert [layer["layer"] for layer in found[-1]["layers"]] == [0, 2]
     assert all(layer["chunks"] == 4 and layer["gradients"]["conv"] > 0 for layer in found[-1]["layers"])
+
+
+SIZES = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+STAGES = ({"stage": 2}, {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, *({"deepspeed": {"zero_optimization": s, **SIZES}} for s in STAGES)], ids=["DDP", "ZeRO-2", "ZeRO-3"]
+)
+def test_two_processes_train_as_one(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """The same 16 rows a step: losses, rates and layers of the log, which one process writes, and the weights."""
+    one_of_several(tmp_path / "one", {})
+    processes = Forked(
+        functools.partial(one_of_several, tmp_path / "two", {"per_device_train_batch_size": 4, **arguments}), environments(2)
+    )
+    finish(processes)
+    one, two = ([line for line in lines(tmp_path / name) if "loss" in line] for name in ("one", "two"))
+    assert [line["step"] for line in two] == [1, 2, 3, 4]
+    for line, other in zip(one, two, strict=True):
+        assert other["loss"] == pytest.approx(line["loss"], rel=1e-5) and other["learning_rate"] == line["learning_rate"]
+        assert [layer["layer"] for layer in other["layers"]] == [0, 2]
+    first, second = (load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("one", "two"))
+    assert first.keys() == second.keys() and max(distance(second[name], first[name]) for name in first) < 1e-3
+
+
+def one_of_several(folder: Path, arguments: dict[str, Any]) -> None:
+    model = converted("llama", eta=0.5)  # before the arguments, under whose ZeRO-3 its weights would be built in shards
+    run = trainer(folder, model, **arguments)
+    InPlaceTTTCallback(conv_learning_rate=1e-2, eta_warmup_steps=3).attach(run)
+    run.train()
 
 
 def test_a_resumed_run_goes_on_in_the_warm_up(tmp_path: Path) -> None:
