@@ -75,7 +75,7 @@ def test_dense_layers_and_shared_experts_become_fast_weights(family: str, paths:
     model = convert(build(family), InPlaceTTTConfig(layers=tuple(paths), chunk_size=CHUNK))
     assert [name for name, m in model.named_modules() if isinstance(m, FastWeight)] == [f"model.layers.{i}.{p}" for i, p in paths.items()]
     before = logits(model, IDS)
-    assert torch.equal(before, logits(build(family), IDS))
+    assert distance(before, logits(build(family), IDS)) < 1e-6
     turn_writer_on(model)
     assert distance(logits(model, IDS), before) > 1e-3
     assert untouched(revert(model), family)
