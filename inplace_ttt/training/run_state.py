@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,13 +42,14 @@ _COMPLETE, _GIVEN_UP, _SHOWN = "complete", ".from-scratch", ".process-"
 class Saved:
     """What a checkpoint says in its file `complete`. files: those of it on this disk, with their bytes. facts: what it was made by.
 
-    changes: settings that were changed at an earlier resume. skipped_steps: so far.
+    changes: settings that were changed at an earlier resume. skipped_steps: so far. ranks: the processes whose files are on this disk.
     """
 
     files: dict[str, int]
     facts: dict[str, Any]
     changes: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0
+    ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -105,27 +106,28 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
     """
     output = Path(recipe.output)
     place = _place(meeting, output)
-    leads, report = place == meeting.rank, None
-    mine: dict[str, Any] = {"place": place, "host": socket.gethostname(), "finished": False, "whole": [], "broken": {}}
+    places = meeting.gather("places", place)
+    leads, one_disk, report = place == meeting.rank, len(set(places)) == 1, None
+    readers = () if one_disk else [rank for rank, other in enumerate(places) if other == place]
+    mine: dict[str, Any] = {"host": socket.gethostname(), "finished": False, "whole": [], "broken": {}}
     if resume:
-        if meeting.rank == 0:
+        if leads:
             report = finished(recipe)
             mine["finished"] = report is not None
         if leads and not (output / _GIVEN_UP).exists():
-            faults = {step: fault(folder) for step, folder in _folders(output).items() if (folder / _COMPLETE).exists()}
+            faults = {step: fault(folder, readers) for step, folder in _folders(output).items() if (folder / _COMPLETE).exists()}
             mine["whole"] = [step for step, problem in faults.items() if problem is None]
             mine["broken"] = {str(step): problem for step, problem in faults.items() if problem is not None}
     views = meeting.gather("checkpoints", mine)
-    leaders = {rank: view for rank, view in enumerate(views) if view["place"] == rank}
-    start = Start(place, leads, one_disk=len(leaders) == 1)
-    if views[0]["finished"]:
-        return Start(place, leads, start.one_disk, report=report or {})
+    leaders = {rank: view for rank, view in enumerate(views) if places[rank] == rank}
+    if any(view["finished"] for view in views):  # on the disk of what was process 0 then
+        return Start(place, leads, one_disk, report=report or {})
     step = _newest(output, leaders, meeting.rank == 0)
     if step is None:
-        return start
+        return Start(place, leads, one_disk)
     if step > recipe.steps:
         raise _too_far(str(_folder(output, step)), step, recipe)
-    return Start(place, leads, start.one_disk, _folder(output, step), step)
+    return Start(place, leads, one_disk, _folder(output, step), step)
 
 
 def settle(start: Start, output: Path, from_scratch: bool) -> None:
@@ -179,8 +181,8 @@ def made_by(start: Start, facts: dict[str, Any]) -> Saved:
     return Saved({}, facts, [*before.changes, *new], before.skipped_steps)
 
 
-def fault(folder: Path) -> str | None:
-    """What a checkpoint on this disk lacks, by the names and sizes of its files; None where nothing."""
+def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
+    """What a checkpoint on this disk lacks, by its files' names and sizes and the processes that would read it; None where nothing."""
     try:
         saved = read_saved(folder)
     except InPlaceTTTError as error:
@@ -194,6 +196,8 @@ def fault(folder: Path) -> str | None:
             return f"it lacks {name}"
         if here[name] != size:
             return f"{name} has {here[name]:,} bytes instead of {size:,}"
+    if saved.ranks and not set(readers) <= set(saved.ranks):
+        return f"it is what processes {saved.ranks} saved, and {list(readers)} would read it: give each node the rank it had"
     return None
 
 

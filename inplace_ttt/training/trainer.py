@@ -214,13 +214,13 @@ class FastWeightTrainer(Trainer):
                 save_position(self.train_dataset, self.recipe, self.state.global_step, folder)
         _barrier()
         files = files_in(folder) if self.is_local_process_zero() or start.leads else {}
-        seen = [files for place, files in _from_all((start.place, files)) if place == start.place]
+        seen = {rank: files for rank, (place, files) in enumerate(_from_all((start.place, files))) if place == start.place}
         if start.leads:
             if self.args.should_save and isinstance(self.model, PreTrainedModel):
                 verify_saved(folder, self.model)
-            together = {name: size for files in seen for name, size in files.items()}
+            together = {name: size for files in seen.values() for name, size in files.items()}
             with _saving(folder, "free some space, and resume from the last complete one"):
-                mark_complete(folder, replace(self.made_by, files=together, skipped_steps=self.skipped.count))
+                mark_complete(folder, replace(self.made_by, files=together, skipped_steps=self.skipped.count, ranks=list(seen)))
             rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.recipe.monitor.keep)
         _barrier()
 

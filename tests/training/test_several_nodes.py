@@ -48,7 +48,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -> None:
-    """Checkpoints and their rotation on every disk; what one of them lacks is not gone on from; what none has whole is refused."""
+    """Checkpoints and their rotation on every disk; what one lacks, or has of other processes, is not gone on from."""
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
         node.mkdir()
@@ -56,7 +56,11 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     kept = [{folder.name for folder in (node / "out").glob("checkpoint-*")} for node in nodes]
     assert kept == [{"checkpoint-6", "checkpoint-8"}] * 2 and not (nodes[1] / "out" / "final").exists()
     whole = weights(nodes[0] / "out" / "final")
+    assert "is finished; nothing was run" in finish(start(recipe, nodes[::-1]))
     shutil.rmtree(nodes[0] / "out" / "final")
+    log = finish(start(recipe, nodes[::-1]), code=2)
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt: error"))
+    assert "checkpoint-8 is not whole, nor is any other" in line and "give each node the rank it had" in line
     shutil.rmtree(nodes[1] / "out" / "checkpoint-8")
 
     log = finish(start(recipe, nodes))
