@@ -130,6 +130,7 @@ def split_texts() -> None:
         link = WORK / "text" / ("held-out" if file in held else "train") / "-".join(file.relative_to(TEXT).parts)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
+            link.unlink(missing_ok=True)  # to a place that is gone
             link.symlink_to(file)
 
 
