@@ -1,5 +1,6 @@
 """For the site: pages that lie outside docs/ join it, and links to files that are no pages become plain text, or links into repo_url."""
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+logger = logging.getLogger("mkdocs.hooks.site")  # its warnings end a strict build
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "recipes/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<file>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)|(?<=\]\()(?P<image>docs/[^)\s]+)(?=\))")
@@ -38,6 +40,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/main/{target})" if config.repo_url else link["text"]
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links of a notebook, which reach no `on_page_markdown`."""
+
+    def rewritten(link: re.Match[str]) -> str:
+        file = files.get_file_from_path(link["file"])
+        if file is None:
+            logger.warning("%s links to %s, which is no page", page.file.src_uri, link["file"])
+            return link[0]
+        return f'href="{file.url_relative_to(page.file)}{link["anchor"] or ""}"'
+
+    return re.sub(r'href="(?P<file>[^":#]+\.md)(?P<anchor>#[^"]*)?"', rewritten, html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 class FieldLists(griffe.Extension):
