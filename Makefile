@@ -81,7 +81,7 @@ lint: .venv/installed-dev
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
 	$(VENV)/lint-imports
-	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
 
 docs: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
