@@ -14,14 +14,16 @@ from ..checkpoint.card import SHOWN, add_to_card, require_card
 from ..errors import InPlaceTTTError
 from ..evaluation.baseline_losses import BaselineLosses
 from ..evaluation.comparison import compare
+from ..evaluation.facts import document_tokens, recall_of_facts
 from ..evaluation.growing_context import growing_context
 from ..evaluation.plots import write_plots
 from ..evaluation.protocol import Protocol
 from ..evaluation.second_copy import second_copy
 from ..files.folders import marked, new_folder, refuse_to_replace
 from ..files.json_files import json_text
-from ..files.text import files_in, tokens_of
+from ..files.text import files_in, joined_tokens, tokens_of
 from ..surgery import config_of
+from ..tasks.facts import MOST as MOST_RECORDS
 from ..tasks.passages import Passage
 from . import Result
 from .arguments import MOST_TOKENS, dtype, numbers, path, seed, whole
@@ -32,6 +34,7 @@ EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
   inplace-ttt evaluate runs/x/final --text a.txt b.txt --base ./smollm2 --window 256 --second-copy
   inplace-ttt evaluate runs/x/final --text books/ --contexts 1024,4096,8192 --out evaluation
+  inplace-ttt evaluate runs/x/final --text books/ --documents 8 --tokens 2048 --window 256 --facts 6 --distances 1024,16384
 
 on, off: the same weights with and without writes. foreign: each document read with the state that another one wrote.
 memory = on - foreign is what a document's own text did; what remains of the gain with another's state is drift.
@@ -42,6 +45,7 @@ exit code: 0 done, whatever the numbers say; 2 bad input"""
 NUMBERS = "evaluation.json"
 EVALUATIONS = marked(NUMBERS, "*.png")
 """What --out gets, as `new_folder` asks for it."""
+DISTANCES = [1024, 4096]
 BLOCK = 512
 """Tokens of the last block that growing contexts are read before."""
 
@@ -71,8 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contexts", type=numbers, metavar="N,…", help="also the loss on a fixed last block after so many tokens of context"
     )
     parser.add_argument("--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)")
+    parser.add_argument(
+        "--facts",
+        type=whole(1, MOST_RECORDS),
+        metavar="N",
+        help="also the questions: N records of invented facts told in each document, and asked for later (try 6)",
+    )
+    parser.add_argument("--distances", type=numbers, metavar="N,…", help="tokens between facts and questions (default: 1024,4096)")
     parser.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="documents at once (default: 4)")
-    parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the passages' places (default: 0)")
+    parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the passages' places and of the facts (default: 0)")
     parser.add_argument(
         "--cache", type=path, metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
     )
@@ -87,6 +98,7 @@ def run(args: argparse.Namespace) -> Result:
         ("--sinks", args.sinks, "--window"),
         ("--passage", args.passage, "--second-copy"),
         ("--block", args.block, "--contexts"),
+        ("--distances", args.distances, "--facts"),
     ):
         if given is not None and not getattr(args, needed[2:].replace("-", "_")):
             raise InPlaceTTTError(f"{option} has no effect without {needed}; give both or neither.")
@@ -114,6 +126,8 @@ def run(args: argparse.Namespace) -> Result:
         result.extra["contexts"] = growing_context(
             model, documents, contexts, protocol, block=args.block or BLOCK, base=base, baseline=baseline, progress=True
         )
+    if args.facts:
+        result.extra["facts"] = _facts(args, model, tokenizer, names, protocol)
     values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
     if args.card:
         add_to_card(args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)})
@@ -143,7 +157,28 @@ def render(result: dict[str, Any]) -> str:
         lines.append(
             f"  after {row['context']:7,} tokens: on {row['on']:.4f}, off {row['off']:.4f}{base}; {_with_error(row['difference'])}"
         )
+    if "facts" in result:
+        lines += _facts_table(result["facts"])
     return "\n".join(lines + ([f"wrote {result['output']}"] if "output" in result else []))
+
+
+def _facts_table(facts: dict[str, Any]) -> list[str]:
+    """A line for each distance and kind of question, a column for each reading."""
+    readings = facts["readings"]
+    lines = [f"  facts, {facts['records']} records in each of {facts['documents']} documents: answers said / chosen"]
+    lines.append(f"    {'':36}" + "".join(f"{name:>13}" for name in readings))
+    for row in readings["on"]:
+        beside = [next((other for other in rows if other["distance"] == row["distance"]), None) for rows in readings.values()]
+        for kind, asked in row["kinds"].items():
+            cells = ["" if other is None else _shares(other["kinds"][kind]) for other in beside]
+            title = f"after {row['distance']:,} tokens, {kind} ({asked['n']})"
+            lines.append(f"    {title:36}" + "".join(f"{cell:>13}" for cell in cells))
+    return lines
+
+
+def _shares(kind: dict[str, Any]) -> str:
+    """What is said to a question without an answer is invented."""
+    return " / ".join(f"{kind[name]['share']:.2f}" for name in ("said", "chosen", "invented") if name in kind)
 
 
 def _with_error(paired: dict[str, Any]) -> str:
@@ -155,6 +190,19 @@ def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
     if args.skip is not None:
         return args.skip
     return max(config_of(model).chunk_size, args.window or 0)
+
+
+def _facts(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, names: list[str], protocol: Protocol) -> dict[str, Any]:
+    """Each document tells its facts in the text of its name, and goes on into the next ones where that ends."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    distances, files = args.distances or DISTANCES, [str(file) for file in files_in(args.text)]
+    tokens = document_tokens(args.facts, len(names), max(distances), encode, config_of(model).chunk_size, args.seed)
+    places = [files.index(name) for name in names]
+    texts = [joined_tokens([*files[place:], *files[:place]], tokenizer, tokens)[0] for place in places]
+    return recall_of_facts(model, texts, encode, args.facts, distances, protocol, seed=args.seed, progress=True)
 
 
 def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol) -> tuple[list[str], list[Tensor]]:

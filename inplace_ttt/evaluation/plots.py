@@ -7,8 +7,15 @@ from typing import Any
 
 from ..errors import InPlaceTTTError
 
-_COLOURS = {"on": "#2a6fdb", "off": "#8a8f98", "base": "#444b55", "foreign": "#d9822b"}
-_NAMES = {"on": "TTT on", "off": "TTT off", "base": "base", "foreign": "another document's state"}
+_COLOURS = {"on": "#2a6fdb", "off": "#8a8f98", "base": "#444b55", "foreign": "#d9822b", "written": "#3a9d5d", "full": "#111111"}
+_NAMES = {
+    "on": "TTT on",
+    "off": "TTT off",
+    "base": "base",
+    "foreign": "another document's state",
+    "written": "what was written alone",
+    "full": "full attention, TTT off",
+}
 
 
 def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:
@@ -28,6 +35,8 @@ def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:
     written = [save(_positions(result), "positions.png"), save(_documents(result), "documents.png")]
     if result.get("contexts"):
         written.append(save(_contexts(result), "contexts.png"))
+    if result.get("facts"):
+        written.append(save(_facts(result["facts"]), "facts.png"))
     return written
 
 
@@ -74,6 +83,37 @@ def _documents(result: dict[str, Any]) -> Any:
     axes.set(xlabel="documents, the most helped first", ylabel="difference (nats a token)", title="Is it the rule, or a few documents?")
     axes.legend(frameon=False)
     return figure
+
+
+def _facts(facts: dict[str, Any]) -> Any:
+    """Shares with their intervals: what was told in the question's words, by distance; and every kind of question at the first distance."""
+    from matplotlib import pyplot
+
+    figure, (said, chosen, kinds) = pyplot.subplots(1, 3, figsize=(15, 4), sharey=True, width_ratios=(1, 1, 1.5))
+    for number, (name, rows) in enumerate(facts["readings"].items()):
+        how = {"marker": "o", "markersize": 4, "capsize": 2, "color": _COLOURS[name]}
+        for axes, measure in ((said, "said"), (chosen, "chosen")):
+            _with_intervals(axes, [row["distance"] for row in rows], [row["kinds"]["verbatim"][measure] for row in rows], **how)
+        asked = {kind: its for kind, its in rows[0]["kinds"].items() if "chosen" in its}
+        places = [place + 0.12 * (number - 2) for place in range(len(asked))]
+        _with_intervals(kinds, places, [its["chosen"] for its in asked.values()], label=_NAMES[name], **how, linestyle="none")
+    first = next(iter(facts["readings"].values()))[0]
+    chance = 1 / first["kinds"]["verbatim"]["options"]
+    for axes in (chosen, kinds):
+        axes.axhline(chance, color="#b0b4ba", linestyle=":", linewidth=1)
+    for axes, measure in ((said, "said"), (chosen, "chosen")):
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="tokens between facts and questions", title=f"{measure}, asked in the words told")
+    said.set(ylabel="share of answers", ylim=(-0.02, 1.02))
+    kinds.set_xticks(range(len(asked)), asked)
+    kinds.set(title=f"chosen, by kind, after {first['distance']:,} tokens (dotted: chance when asked in the words told)")
+    kinds.legend(frameon=False)
+    return figure
+
+
+def _with_intervals(axes: Any, at: list[float], shares: list[dict[str, float]], **how: Any) -> None:
+    errors = [[x["share"] - x["low"] for x in shares], [x["high"] - x["share"] for x in shares]]
+    axes.errorbar(at, [x["share"] for x in shares], yerr=errors, **how)
 
 
 def _contexts(result: dict[str, Any]) -> Any:

@@ -56,5 +56,5 @@ def on_and_off_losses(
     return {name: torch.cat(parts) for name, parts in found.items() if parts}
 
 
-def progress_bar(title: str, tokens: int, shown: bool) -> tqdm[Any]:
-    return tqdm(total=tokens, desc=title, unit="tok", file=sys.stderr, disable=None if shown else True)
+def progress_bar(title: str, total: int, shown: bool, unit: str = "tok") -> tqdm[Any]:
+    return tqdm(total=total, desc=title, unit=unit, file=sys.stderr, disable=None if shown else True)

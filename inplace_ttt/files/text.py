@@ -6,7 +6,7 @@ import codecs
 import os
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +36,18 @@ def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tens
     if not text.strip():
         raise InPlaceTTTError(f"{path} holds no text; give something to read.")
     return torch.tensor([ids[:tokens]], dtype=torch.int64)
+
+
+def joined_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, tokens: int) -> Tensor:
+    """`tokens` token ids of UTF-8 text files, read on from one to the next as one text; int64 [1, n], fewer where they hold fewer."""
+    found: list[int] = []
+    for path in paths:
+        if len(found) >= tokens:
+            break
+        ids = tokens_of(path, tokenizer, tokens - len(found) + 1)[0].tolist()
+        starts = bool(found) and ids[0] == getattr(tokenizer, "bos_token_id", None)
+        found += ids[starts:]
+    return torch.tensor([found[:tokens]], dtype=torch.int64)
 
 
 def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:

@@ -1,9 +1,10 @@
-"""A mean with its standard error."""
+"""A mean with its standard error, and a share with its interval."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,11 @@ class Mean:
         mean = sum(values) / n
         # Not statistics.stdev: values that are not finite give an error that is not finite, and no exception.
         return cls(mean, (sum((x - mean) * (x - mean) for x in values) / (n - 1) / n) ** 0.5 if n > 1 else alone, n)
+
+
+def wilson(hits: Sequence[bool], z: float = 1.96) -> dict[str, Any]:
+    """The share of `hits` and its Wilson interval, of 95 % for z = 1.96."""
+    n, share = len(hits), sum(hits) / len(hits)
+    middle, scale = share + z * z / (2 * n), 1 + z * z / n
+    half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    return {"share": share, "low": (middle - half) / scale, "high": (middle + half) / scale}

@@ -25,8 +25,8 @@ OPTIONS = {
     "audit": "--card --compare --format --help --json --out --profile --seed",
     "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --tokens --train",
     "evaluate": (
-        "--base --batch-size --block --cache --card --contexts --documents --dtype --help --json --out --overwrite --passage "
-        "--second-copy --seed --sinks --skip --text --tokens --window"
+        "--base --batch-size --block --cache --card --contexts --distances --documents --dtype --facts --help --json --out --overwrite "
+        "--passage --second-copy --seed --sinks --skip --text --tokens --window"
     ),
     "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
     "export": "--base --format --help --json --overwrite --push",

@@ -27,6 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = ["--base", folder / "base", "--window", 32, "--second-copy", "--passage", "40,50", "--contexts", "70,140", "--block", 32]
+    how += ["--facts", 1, "--distances", "64,200"]
     out = tmp_path / "out"
     values = json.loads(run(capsys, folder / "model", "--text", folder / "texts", *how, "--out", out, "--batch-size", 2, "--json"))
     assert values["off"] == pytest.approx(values["base"], abs=1e-5), "only conv and P were set: off is the base"
@@ -38,7 +39,8 @@ def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert sum(row[name] for row in values["documents"]) / 5 == pytest.approx(mean, abs=1e-5)
     assert len(values["documents"]) == 5 and values["second_copy"]["second_copy"]["n"] == 5
     assert [row["context"] for row in values["contexts"]] == [70, 140]
-    assert {file.name for file in out.iterdir()} == {"evaluation.json", "positions.png", "documents.png", "contexts.png"}
+    assert values["facts"]["readings"].keys() == {"on", "written", "foreign", "off", "full"} and values["facts"]["documents"] == 5
+    assert {f.name for f in out.iterdir()} == {"evaluation.json", "positions.png", "documents.png", "contexts.png", "facts.png"}
     assert json.loads((out / "evaluation.json").read_text()) == {k: v for k, v in values.items() if k != "output"}
 
 
@@ -47,7 +49,9 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
     assert (first := run(capsys, *arguments)) == run(capsys, *arguments)
     cached = (*arguments, "--cache", tmp_path / "cache")
     assert first == run(capsys, *cached) == run(capsys, *cached) and any((tmp_path / "cache").iterdir())
-    assert "on - foreign" in first and "3 documents" in first
+    assert "on - foreign" in first and "3 documents" in first and "facts" not in first
+    asked = run(capsys, *arguments, "--facts", 2, "--distances", 64)
+    assert "facts, 2 records in each of 3 documents" in asked and "after 64 tokens, two hops (6)" in asked
     alone = run(capsys, folder / "model", "--text", folder / "texts" / "0.txt")
     assert "no other document's state" in alone
 
@@ -68,6 +72,10 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
         (["--text", "TEXTS", "--passage", "5,5"], "no effect without --second-copy"),
         (["--text", "TEXTS", "--sinks", "2"], "no effect without --window"),
         (["--text", "TEXTS", "--block", "9"], "no effect without --contexts"),
+        (["--text", "TEXTS", "--distances", "9"], "no effect without --facts"),
+        (["--text", "TEXTS", "--facts", "999"], "at most 25"),
+        (["--text", "TEXTS", "--facts", "2", "--distances", "9,0"], "above 0"),
+        (["--text", "TEXTS", "--facts", "2", "--distances", "9999"], "give more text"),
         (["--text", "TEXTS", "--tokens", "0"], "at least 1"),
         (["--text", "TEXTS", "--skip", "-1"], "0 or more"),
         (["--text", "FOLDER"], "has no .txt files"),

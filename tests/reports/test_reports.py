@@ -5,7 +5,7 @@ import math
 import pytest
 
 from inplace_ttt.audit import Report
-from inplace_ttt.reports.statistics import Mean
+from inplace_ttt.reports.statistics import Mean, wilson
 
 
 def test_a_mean_has_a_standard_error() -> None:
@@ -15,6 +15,12 @@ def test_a_mean_has_a_standard_error() -> None:
 
 def test_a_single_value_has_none() -> None:
     assert Mean.of([1.0]) == Mean(1.0, None, 1) and Mean.of([1.0], alone=0.0) == Mean(1.0, 0.0, 1)
+
+
+def test_a_share_has_wilson_s_interval() -> None:
+    """Of 2 in 20 and of none in 10: Newcombe 1998, Statistics in Medicine 17, and the rule's closed form."""
+    assert wilson([True] * 2 + [False] * 18) == pytest.approx({"share": 0.1, "low": 0.0279, "high": 0.3010}, abs=1e-4)
+    assert wilson([False] * 10) == pytest.approx({"share": 0.0, "low": 0.0, "high": 1.96**2 / (10 + 1.96**2)})
 
 
 def test_what_is_not_finite_shows() -> None:

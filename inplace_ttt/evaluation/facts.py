@@ -1,0 +1,295 @@
+"""Does a model answer what it read? Facts that no corpus has are told in a text and asked for after more of it.
+
+Every document tells facts of its own (`tasks.facts`), spread over its beginning, and goes on with text. After each distance the questions
+are put to copies of the session, so that no answer is read by the next question. A question's answer is *said* where greedy
+decoding from its prompt would begin with it, and *chosen* where it is likelier, a token, than every other that the document tells.
+
+The readings: on and off, behind the window if there is one; written, with the fast weights of on and nothing to attend to; foreign, with
+the next document's fast weights and window, which was told other facts; full, without writes and with all of the text to attend to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from ..attention_window import attention_window, window_cache
+from ..errors import InPlaceTTTError
+from ..layer.cache import attach, streams
+from ..layer.overrides import with_config
+from ..reports.statistics import Mean, wilson
+from ..surgery import config_of, fast_weights, ttt_disabled
+from ..tasks.facts import CHANGED, KINDS, NEVER_TOLD, Facts, Question, invent
+from .protocol import Protocol, progress_bar
+
+READINGS = ("on", "written", "foreign", "off", "full")
+_ROWS = 32
+"""Options that are read at once."""
+Encode = Callable[[str], list[int]]
+"""Token ids of a text that stands within another, without special tokens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one question. said: greedy decoding begins with it; chosen: of `options`; rank: of its first token, 1 the likeliest.
+
+    earlier: what no longer counts is said instead. invented: where nothing was told, one of the options is said.
+    """
+
+    kind: str
+    options: int
+    said: bool = False
+    chosen: bool = False
+    rank: int | None = None
+    earlier: bool = False
+    invented: bool = False
+
+
+def recall_of_facts(
+    model: PreTrainedModel,
+    fillers: Sequence[Tensor],
+    encode: Encode,
+    records: int,
+    distances: Sequence[int],
+    protocol: Protocol,
+    *,
+    seed: int = 0,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """What is said and chosen, by reading, distance and kind of question; JSON keys as docs/evaluate.md has them.
+
+    fillers: a text's token ids [T] for each document, as long as the part that tells the facts and the longest distance; more is left out.
+    distances: tokens between that part and the questions. Where positions end, a reading forgets what it attends to and goes on from
+    position 0; full is not read so far. Raises InPlaceTTTError for texts that are too short.
+    """
+    distances = sorted(dict.fromkeys(distances))
+    told = _invented(records, len(fillers), seed)
+    beginning = _beginning(told, encode, config_of(model).chunk_size)
+    length = beginning + distances[-1]
+    if short := [len(filler) for filler in fillers if len(filler) < length]:
+        raise InPlaceTTTError(
+            f"{records} records and a distance of {distances[-1]:,} take texts of {length:,} tokens, and one has {min(short):,}; give more "
+            "text, fewer --facts, or a shorter distance."
+        )
+    rows = torch.stack([_document(facts, filler, encode, beginning, length) for facts, filler in zip(told, fillers, strict=True)])
+    found: dict[tuple[str, int], list[Answer]] = {}
+    total = sum(len(facts.questions) for facts in told) * len(distances) * (len(READINGS) - (protocol.window is None))
+    with (
+        progress_bar("facts", total, progress, unit="question") as bar,
+        with_config(fast_weights(model).values(), prompt_write=None),  # in a text no prompt ends
+    ):
+        for group in torch.arange(len(rows)).tensor_split(max(1, len(rows) // max(2, protocol.batch_size))):  # two lend to each other
+            for session in _sessions(model, protocol):
+                for distance in distances:
+                    if not session.read(rows[group, : beginning + distance]):
+                        break
+                    for name, asked, shift in session.readings(len(group)):
+                        answers = found.setdefault((name, distance), [])
+                        for place, number in enumerate(group.tolist()):
+                            questions = told[number].questions
+                            answers += asked.answers((place + shift) % len(group), questions, encode)
+                            bar.update(len(questions))
+    names = [name for name in READINGS if (name, distances[0]) in found]
+    readings = {name: [_summary(found[name, d], d) for d in distances if (name, d) in found] for name in names}
+    return {
+        "records": records,
+        "told_tokens": beginning,
+        "documents": len(rows),
+        "seed": seed,
+        "readings": readings,
+        "gains": {f"on - {name}": _gains(found, name, distances) for name in names if name not in ("on", "full")},
+    }
+
+
+def document_tokens(records: int, documents: int, distance: int, encode: Encode, chunk_size: int, seed: int = 0) -> int:
+    """Tokens of text that `recall_of_facts` wants of each document."""
+    return _beginning(_invented(records, documents, seed), encode, chunk_size) + distance
+
+
+def _invented(records: int, documents: int, seed: int) -> list[Facts]:
+    return [invent(records, f"{seed} {number}") for number in range(documents)]
+
+
+def _beginning(told: Sequence[Facts], encode: Encode, chunk_size: int) -> int:
+    """Tokens of the part that tells the facts: half of it is text; whole chunks."""
+    longest = max(sum(len(encode(_apart(sentence))) for sentence in facts.sentences) for facts in told)
+    return -(-2 * longest // chunk_size) * chunk_size
+
+
+def _apart(text: str) -> str:
+    return f"\n\n{text}"
+
+
+def _document(facts: Facts, filler: Tensor, encode: Encode, beginning: int, length: int) -> Tensor:
+    """Token ids [length]: the sentences evenly within `beginning` tokens of text, then text alone."""
+    sentences = [torch.tensor(encode(_apart(f"{sentence}\n\n"))) for sentence in facts.sentences]
+    text = beginning - sum(map(len, sentences))
+    places = [text * (number + 1) // (len(sentences) + 1) for number in range(len(sentences))]
+    parts = torch.tensor_split(filler.cpu(), places)
+    told = [part for pair in zip(parts, sentences, strict=False) for part in pair]
+    return torch.cat([*told, parts[-1]])[:length]
+
+
+@dataclass
+class _Session:
+    """Documents as one way of reading has them: a batch of one cache."""
+
+    name: str
+    model: PreTrainedModel
+    protocol: Protocol
+    cache: Cache = field(init=False)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.cache = self._empty()
+
+    @torch.no_grad()
+    def read(self, rows: Tensor) -> bool:
+        """Go on to the end of token ids [B, T]. False where positions end before and nothing may be forgotten."""
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or rows.shape[1]
+        if self.name == "full" and rows.shape[1] > positions:
+            return False
+        with self._as_it_reads():
+            for part in rows[:, self.done :].to(self.model.device).split(config_of(self.model).chunk_size, dim=1):
+                if self.cache.get_seq_length() + part.shape[1] > positions:
+                    self.cache = self._forgotten()
+                self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.done = rows.shape[1]
+        return True
+
+    def readings(self, documents: int) -> Iterator[tuple[str, _Session, int]]:
+        """What is asked of this session: the reading's name, its session, and how many rows further a document's questions are put."""
+        yield self.name, self, 0
+        if self.name == "on":
+            written = copy.copy(self)
+            written.cache = self._forgotten()
+            yield "written", written, 0
+            if documents > 1:
+                yield "foreign", self, 1
+
+    @torch.no_grad()
+    def answers(self, row: int, questions: Sequence[Question], encode: Encode) -> list[Answer]:
+        """In the order of the questions, each put to what the row has read."""
+        own = copy.deepcopy(self.cache)
+        own.batch_select_indices(torch.tensor([row], device=self.model.device))
+        prompts = [encode(_apart(question.prompt)) for question in questions]
+        order = sorted(range(len(questions)), key=lambda i: len(prompts[i]))
+        found: dict[int, Answer] = {}
+        with self._as_it_reads():
+            for _, alike in groupby(order, key=lambda i: len(prompts[i])):  # no padding before what counts
+                together = list(alike)
+                at_once = max(1, _ROWS // max(len(questions[i].options) for i in together))
+                for first in range(0, len(together), at_once):
+                    group = together[first : first + at_once]
+                    given = self._answers(copy.deepcopy(own), [(questions[i], prompts[i]) for i in group], encode)
+                    found.update(zip(group, given, strict=True))
+        return [found[i] for i in range(len(questions))]
+
+    def _answers(self, cache: Cache, asked: Sequence[tuple[Question, list[int]]], encode: Encode) -> Iterator[Answer]:
+        """To questions whose prompts are of one length."""
+        device = self.model.device
+        cache.batch_select_indices(torch.zeros(len(asked), dtype=torch.long, device=device))
+        first = self._log_probabilities(torch.tensor([prompt for _, prompt in asked]), cache)[:, -1]
+        asker = [number for number, (question, _) in enumerate(asked) for _ in question.options]
+        options = [
+            torch.tensor(encode(_apart(f"{question.prompt} {option}"))[len(prompt) :])
+            for question, prompt in asked
+            for option in question.options
+        ]
+        cache.batch_select_indices(torch.tensor(asker, device=device))
+        then = self._log_probabilities(
+            pad_sequence(options, batch_first=True), cache
+        )  # what stands behind an option's end comes after all that counts
+        scores: list[list[tuple[bool, float]]] = [[] for _ in asked]
+        for number, ids, after in zip(asker, options, then, strict=True):
+            steps = torch.cat([first[number][None], after[: len(ids) - 1]])
+            likely = steps.gather(1, ids[:, None])[:, 0]
+            scores[number].append((bool((steps.argmax(1) == ids).all()), float(likely.mean())))
+        for number, (question, _) in enumerate(asked):
+            start = sum(len(other.options) for other, _ in asked[:number])
+            yield _answer(question, scores[number], first[number], options[start : start + len(question.options)])
+
+    def _log_probabilities(self, ids: Tensor, cache: Cache) -> Tensor:
+        """float32 [B, n, V] on the CPU, of token ids [B, n]."""
+        logits = self.model(ids.to(self.model.device), past_key_values=cache, use_cache=True).logits
+        return logits.float().log_softmax(-1).cpu()
+
+    @contextmanager
+    def _as_it_reads(self) -> Iterator[None]:
+        window = None if self.name == "full" else self.protocol.window
+        writes = nullcontext() if self.name == "on" else ttt_disabled(self.model)
+        with attention_window(self.model, window, self.protocol.sinks), writes:
+            yield
+
+    def _empty(self) -> Cache:
+        if self.protocol.window is None or self.name == "full":
+            return DynamicCache(config=self.model.config.get_text_config())
+        return window_cache(self.model, self.protocol.window, self.protocol.sinks)
+
+    def _forgotten(self) -> Cache:
+        """The same fast weights, and nothing to attend to."""
+        fresh = self._empty()
+        for layer, stream in copy.deepcopy(streams(self.cache)).items():
+            attach(fresh, layer, stream)
+        return fresh
+
+
+def _sessions(model: PreTrainedModel, protocol: Protocol) -> Iterator[_Session]:
+    for name in ("on", "off", "full"):
+        if name != "full" or protocol.window is not None:
+            yield _Session(name, model, protocol)
+
+
+def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, options: Sequence[Tensor]) -> Answer:
+    """scores: for each option, whether greedy decoding gives it, and its log-probability a token. first: log-probabilities [V]."""
+    said = [option for option, (greedy, _) in zip(question.options, scores, strict=True) if greedy]
+    if question.answer is None:
+        return Answer(question.kind, len(options), invented=bool(said))
+    right = question.options.index(question.answer)
+    return Answer(
+        question.kind,
+        len(options),
+        said=question.answer in said,
+        chosen=max(range(len(scores)), key=lambda i: scores[i][1]) == right,
+        rank=int((first > first[options[right][0]]).sum()) + 1,
+        earlier=question.earlier in said,
+    )
+
+
+def _summary(answers: Sequence[Answer], distance: int) -> dict[str, Any]:
+    """Shares with their 95 % intervals by kind, and the median rank of an answer's first token."""
+    kinds: dict[str, Any] = {}
+    for kind in KINDS:
+        its = [answer for answer in answers if answer.kind == kind]
+        kinds[kind] = {"n": len(its), "options": its[0].options}
+        measured = ("invented",) if kind == NEVER_TOLD else ("said", "chosen", *(["earlier"] if kind == CHANGED else []))
+        kinds[kind] |= {name: wilson([getattr(answer, name) for answer in its]) for name in measured}
+        if kind != NEVER_TOLD:
+            kinds[kind]["rank"] = median(answer.rank for answer in its if answer.rank is not None)
+    return {"distance": distance, "kinds": kinds}
+
+
+def _gains(found: Mapping[tuple[str, int], Sequence[Answer]], other: str, distances: Sequence[int]) -> list[dict[str, Any]]:
+    """What on says and chooses more than another reading, question by question."""
+    rows = []
+    for distance in distances:
+        pairs = list(zip(found["on", distance], found[other, distance], strict=True))
+        kinds = {
+            kind: {
+                name: vars(Mean.of(getattr(a, name) - getattr(b, name) for a, b in pairs if a.kind == kind)) for name in ("said", "chosen")
+            }
+            for kind in KINDS
+            if kind != NEVER_TOLD
+        }
+        rows.append({"distance": distance, "kinds": kinds})
+    return rows

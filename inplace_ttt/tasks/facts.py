@@ -1,0 +1,115 @@
+"""Invented facts: what no text says but the one that tells them, and the ways of asking for them.
+
+A record is about a place whose name is made of syllables. Five sentences tell it: its keeper, where the keeper was born, the number of its
+vault, and its captain twice, of which the later one counts. Keepers and captains have common first names, each its own in a document. It is
+asked for in the sentence's own words, in others, from the answer back to what it was said of, over two sentences, and for what
+changed; and as much is asked of a place that nothing was told of.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+VERBATIM, PARAPHRASED, REVERSED, TWO_HOPS, CHANGED, NEVER_TOLD = KINDS = (
+    "verbatim",
+    "paraphrased",
+    "reversed",
+    "two hops",
+    "changed",
+    "never told",
+)
+_FIRST_NAMES = (
+    "Adam Agnes Albert Alice Amos Anna Arthur Barbara Benjamin Bernard Caroline Catherine Charles Clara Conrad Daniel David "
+    "Dorothy Edith Edmund Edward Eleanor Ellen Emily Ernest Esther Felix Florence Francis George Gilbert Grace Hannah Harold "
+    "Helen Henry Hugh Ida Isaac Jacob Jane Joseph Julia Laura Leonard Lewis Louis Lucy Margaret Martha Martin Matthew Miriam "
+    "Nathan Oliver Oscar Paul Peter Philip Rachel Ralph Rebecca Richard Robert Rose Samuel Sarah Simon Stephen Susan Theodore "
+    "Thomas Victor Walter William"
+)
+PEOPLE = tuple(_FIRST_NAMES.split())
+"""Each a token of its own in most vocabularies, so that saying one is no feat of spelling."""
+MOST = len(PEOPLE) // 3
+"""Records of a document, each of which takes three people."""
+_BEGIN = ("B", "Br", "D", "Dr", "F", "G", "Gr", "H", "K", "Kr", "L", "M", "N", "P", "Pr", "R", "S", "St", "T", "Tr", "V", "W", "Z")
+_VOWEL = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
+_END = ("b", "ck", "d", "l", "lm", "ld", "m", "n", "nd", "r", "rk", "rt", "s", "sk", "st", "t", "v", "x")
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: ends before the space that the answer follows. options: what the document tells that an answer could be, the right one too.
+
+    answer: None for what was never told. earlier: what was told before and no longer counts.
+    """
+
+    kind: str
+    prompt: str
+    answer: str | None
+    options: tuple[str, ...]
+    earlier: str | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """sentences: in the order in which they are told."""
+
+    sentences: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class _Record:
+    place: str
+    keeper: str
+    town: str
+    number: str
+    captains: tuple[str, str]
+
+
+def invent(records: int, seed: str) -> Facts:
+    """Facts about so many places, `MOST` at the most, and the questions. The same seed gives the same."""
+    generator = random.Random(f"facts {seed}")
+    names, numbers, people = _names(generator), generator.sample(range(100, 1000), records), generator.sample(PEOPLE, 3 * records)
+    told = [
+        _Record(next(names), keeper, next(names), str(number), (one, other))
+        for number, keeper, one, other in zip(numbers, people[::3], people[1::3], people[2::3], strict=True)
+    ]
+    early, late = (generator.sample(told, records) for _ in range(2))
+    sentences = [f"The captain of {record.place} is {record.captains[0]}." for record in early]
+    for record in late:
+        sentences += [
+            f"The keeper of {record.place} is {record.keeper}.",
+            f"{record.keeper} was born in {record.town}.",
+            f"The number of the vault at {record.place} is {record.number}.",
+            f"The captain of {record.place} is {record.captains[1]}.",
+        ]
+    return Facts(tuple(sentences), tuple(_questions(told, [next(names) for _ in told])))
+
+
+def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
+    places, keepers, towns, numbers = (tuple(getattr(r, name) for r in told) for name in ("place", "keeper", "town", "number"))
+    captains = tuple(captain for record in told for captain in record.captains)
+    for r, other in zip(told, others, strict=True):
+        yield Question(VERBATIM, f"The keeper of {r.place} is", r.keeper, keepers)
+        yield Question(VERBATIM, f"{r.keeper} was born in", r.town, towns)
+        yield Question(VERBATIM, f"The number of the vault at {r.place} is", r.number, numbers)
+        yield Question(PARAPHRASED, f"In {r.place}, the office of keeper is held by", r.keeper, keepers)
+        yield Question(PARAPHRASED, f"The birthplace of {r.keeper} is", r.town, towns)
+        yield Question(PARAPHRASED, f"Whoever opens the vault at {r.place} must know the number", r.number, numbers)
+        yield Question(REVERSED, f"{r.keeper} is the keeper of", r.place, places)
+        yield Question(REVERSED, f"The town of {r.town} is the birthplace of", r.keeper, keepers)
+        yield Question(REVERSED, f"{r.number} is the number of the vault at", r.place, places)
+        yield Question(TWO_HOPS, f"The keeper of {r.place} was born in", r.town, towns)
+        yield Question(CHANGED, f"The captain of {r.place} is", r.captains[1], captains, earlier=r.captains[0])
+        yield Question(NEVER_TOLD, f"The keeper of {other} is", None, keepers)
+
+
+def _names(generator: random.Random) -> Iterator[str]:
+    """Words of two syllables, none of which begins as another does, so that one is known by its beginning."""
+    known: set[str] = set()
+    while True:
+        first = generator.choice(_BEGIN) + generator.choice(_VOWEL) + generator.choice(_END)
+        if first not in known:
+            known.add(first)
+            yield first + generator.choice(_VOWEL) + generator.choice(_END)

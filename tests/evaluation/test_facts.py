@@ -1,0 +1,133 @@
+"""Facts told and asked for: the questions fit what is told, and every answer is what a reading in one call would give."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from families import build
+from models import CHUNK, LAYERS, random_ids, turn_writer_on
+from tiny import byte_level
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inplace_ttt import FastWeightState, InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt.attention_window import attention_window
+from inplace_ttt.evaluation.facts import READINGS, Answer, _document, _Session, document_tokens, recall_of_facts
+from inplace_ttt.evaluation.protocol import Protocol
+from inplace_ttt.tasks.facts import CHANGED, KINDS, MOST, NEVER_TOLD, PARAPHRASED, REVERSED, TWO_HOPS, VERBATIM, Question, invent
+
+TOKENIZER = byte_level()
+RECORDS = 3
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("records", [1, RECORDS, MOST])
+def test_questions_fit_what_is_told(records: int) -> None:
+    facts = invent(records, "7 0")
+    assert facts == invent(records, "7 0") != invent(records, "7 1")
+    told = "\n".join(facts.sentences)
+    assert len(facts.sentences) == 5 * records and len(set(facts.sentences)) == 5 * records
+    by_kind = {kind: [q for q in facts.questions if q.kind == kind] for kind in KINDS}
+    assert {kind: len(its) for kind, its in by_kind.items()} == dict(zip(KINDS, (3, 3, 3, 1, 1, 1), strict=True)) | {
+        kind: records * (3 if kind in (VERBATIM, PARAPHRASED, REVERSED) else 1) for kind in KINDS
+    }
+    for question in facts.questions:
+        assert len(set(question.options)) == len(question.options) and all(option in told for option in question.options)
+        stated = f"{question.prompt} {question.answer}." in facts.sentences
+        assert stated == (question.kind in (VERBATIM, CHANGED)), "other questions are asked in words that were not told"
+        assert (question.answer is None) == (question.kind == NEVER_TOLD) and question.answer in (None, *question.options)
+    for question in by_kind[CHANGED]:
+        earlier, later = (facts.sentences.index(f"{question.prompt} {name}.") for name in (question.earlier, question.answer))
+        assert earlier < later
+    for question in by_kind[TWO_HOPS]:
+        keeper = question.prompt.removesuffix(" was born in")
+        (name,) = (s.removeprefix(f"{keeper} is ")[:-1] for s in facts.sentences if s.startswith(f"{keeper} is "))
+        assert f"{name} was born in {question.answer}." in facts.sentences
+    unknown = {question.prompt.split()[-2] for question in by_kind[NEVER_TOLD]}
+    assert not any(place in told for place in unknown)
+
+
+def model_and_rows(distance: int) -> tuple[PreTrainedModel, list[Tensor], Tensor, int]:
+    base = build("llama", vocab_size=len(TOKENIZER), max_position_embeddings=4096)
+    model = convert(base, InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
+    turn_writer_on(model)
+    tokens = document_tokens(RECORDS, 2, distance, encode, CHUNK)
+    fillers = list(random_ids(2, tokens))
+    rows = torch.stack([_document(invent(RECORDS, f"0 {i}"), f, encode, tokens - distance, tokens) for i, f in enumerate(fillers)])
+    return model, fillers, rows, tokens
+
+
+def plainly(model: PreTrainedModel, before: Tensor | FastWeightState, question: Question) -> Answer:
+    """What text and a question, read in one call, give for each option; or the question alone after a state."""
+    prompt = torch.tensor(encode(f"\n\n{question.prompt}"))
+    said, scores, first = [], [], torch.empty(0)
+    for option in question.options:
+        ids = torch.tensor(encode(f"\n\n{question.prompt} {option}"))[len(prompt) :]
+        with torch.no_grad():
+            if isinstance(before, Tensor):
+                logits = model(torch.cat([before, prompt, ids])[None], use_cache=False).logits[0]
+            else:
+                logits = model(torch.cat([prompt, ids])[None], past_key_values=before.fork().cache).logits[0]
+        steps = logits[-len(ids) - 1 : -1].float().log_softmax(-1)
+        said += [option] * bool((steps.argmax(-1) == ids).all())
+        scores.append(float(steps.gather(1, ids[:, None]).mean()))
+        if option == question.answer:
+            first = steps[0] > steps[0, ids[0]]
+    if question.answer is None:
+        return Answer(question.kind, len(scores), invented=bool(said))
+    chosen = question.options[max(range(len(scores)), key=scores.__getitem__)] == question.answer
+    return Answer(question.kind, len(scores), question.answer in said, chosen, int(first.sum()) + 1, question.earlier in said)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_answers_are_those_of_one_call(window: int | None) -> None:
+    model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
+    protocol = Protocol(window, 2, 0, 2)
+    for name in ("on", "off", "full"):
+        session = _Session(name, model, protocol)
+        assert session.read(rows[:, :70]) and session.read(rows), "in two parts"
+        for reading, asked, shift in session.readings(len(rows)):
+            assert shift == (reading == "foreign"), "another document's row"
+            questions = invent(RECORDS, "0 1").questions
+            row = (1 + shift) % 2
+            found = asked.answers(row, questions, encode)
+            assert found == asked.answers(row, questions, encode), "asking leaves no trace"
+            before = rows[row]
+            with attention_window(model, None if name == "full" else window, 2), nullcontext() if name == "on" else ttt_disabled(model):
+                if reading == "written":
+                    state = FastWeightState(model)
+                    state.read(rows[row : row + 1])
+                    before = state.forget_attention()
+                expected = [plainly(model, before, question) for question in questions]
+            assert found == expected, (reading, window)
+
+
+def test_a_table_of_all_readings() -> None:
+    model, fillers, _, tokens = model_and_rows(distance=6 * CHUNK)
+    found = recall_of_facts(model, fillers, encode, RECORDS, [6 * CHUNK, CHUNK], Protocol(24, 2, 0, 2))
+    assert found["readings"].keys() == set(READINGS) and found["told_tokens"] == tokens - 6 * CHUNK and found["documents"] == 2
+    for rows in found["readings"].values():
+        assert [row["distance"] for row in rows] == [CHUNK, 6 * CHUNK]
+        verbatim = rows[0]["kinds"][VERBATIM]
+        assert verbatim["n"] == 2 * 3 * RECORDS and verbatim["options"] == RECORDS and verbatim["rank"] >= 1
+        assert 0 <= verbatim["chosen"]["low"] <= verbatim["chosen"]["share"] <= verbatim["chosen"]["high"] <= 1
+    on, off = (found["readings"][name][1]["kinds"][VERBATIM]["chosen"]["share"] for name in ("on", "off"))
+    assert found["gains"]["on - off"][1]["kinds"][VERBATIM]["chosen"]["mean"] == pytest.approx(on - off)
+    alone = recall_of_facts(model, fillers[:1], encode, RECORDS, [CHUNK], Protocol(None, 4, 0, 2))
+    assert alone["readings"].keys() == {"on", "written", "off"}, "nobody to lend, and nothing that attends to more"
+
+
+def test_where_positions_end_a_session_forgets_and_full_ends() -> None:
+    model, fillers, _, tokens = model_and_rows(distance=6 * CHUNK)
+    model.config.max_position_embeddings = tokens - 2 * CHUNK
+    found = recall_of_facts(model, fillers, encode, RECORDS, [CHUNK, 6 * CHUNK], Protocol(24, 2, 0, 2))
+    assert [len(rows) for rows in found["readings"].values()] == [2, 2, 2, 2, 1]
+
+
+def test_texts_that_are_too_short_are_refused() -> None:
+    model, fillers, _, _ = model_and_rows(distance=CHUNK)
+    with pytest.raises(InPlaceTTTError, match=r"3 records and a distance of .* take texts of .* tokens, and one has .*; give more"):
+        recall_of_facts(model, fillers, encode, RECORDS, [2 * CHUNK], Protocol(24, 2, 0, 2))
