@@ -103,10 +103,10 @@ def _facts(facts: dict[str, Any]) -> Any:
         axes.axhline(chance, color="#b0b4ba", linestyle=":", linewidth=1)
     for axes, measure in ((said, "said"), (chosen, "chosen")):
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="tokens between facts and questions", title=f"{measure}, asked in the words told")
+        axes.set(xlabel="tokens between facts and questions", title=f"{measure}, asked as told")
     said.set(ylabel="share of answers", ylim=(-0.02, 1.02))
     kinds.set_xticks(range(len(asked)), asked)
-    kinds.set(title=f"chosen, by kind, after {first['distance']:,} tokens (dotted: chance when asked in the words told)")
+    kinds.set(title=f"chosen, after {first['distance']:,} tokens (dotted: chance)")
     kinds.legend(frameon=False)
     return figure
 
