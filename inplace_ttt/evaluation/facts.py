@@ -68,7 +68,7 @@ def recall_of_facts(
 ) -> dict[str, Any]:
     """What is said and chosen, by reading, distance and kind of question; JSON keys as docs/evaluate.md has them.
 
-    fillers: a text's token ids [T] for each document, as long as the part that tells the facts and the longest distance; more is left out.
+    fillers: a text's token ids [T] for each document, `document_tokens` of them or nearly; more is left out.
     distances: tokens between that part and the questions. Where positions end, a reading forgets what it attends to and goes on from
     position 0; full is not read so far. Raises InPlaceTTTError for texts that are too short.
     """
@@ -76,12 +76,13 @@ def recall_of_facts(
     told = _invented(records, len(fillers), seed)
     beginning = _beginning(told, encode, config_of(model).chunk_size)
     length = beginning + distances[-1]
-    if short := [len(filler) for filler in fillers if len(filler) < length]:
+    documents = [_document(facts, filler, encode, beginning, length) for facts, filler in zip(told, fillers, strict=True)]
+    if missing := length - min(map(len, documents)):
         raise InPlaceTTTError(
-            f"{records} records and a distance of {distances[-1]:,} take texts of {length:,} tokens, and one has {min(short):,}; give more "
-            "text, fewer --facts, or a shorter distance."
+            f"{records} records and a distance of {distances[-1]:,} take documents of {length:,} tokens, and one lacks {missing:,} of "
+            "them; give more text, fewer --facts, or a shorter distance."
         )
-    rows = torch.stack([_document(facts, filler, encode, beginning, length) for facts, filler in zip(told, fillers, strict=True)])
+    rows = torch.stack(documents)
     found: dict[tuple[str, int], list[Answer]] = {}
     total = sum(len(facts.questions) for facts in told) * len(distances) * (len(READINGS) - (protocol.window is None))
     with (
@@ -112,7 +113,7 @@ def recall_of_facts(
 
 
 def document_tokens(records: int, documents: int, distance: int, encode: Encode, chunk_size: int, seed: int = 0) -> int:
-    """Tokens of text that `recall_of_facts` wants of each document."""
+    """Tokens of text that are enough for each document of `recall_of_facts`."""
     return _beginning(_invented(records, documents, seed), encode, chunk_size) + distance
 
 
@@ -131,7 +132,7 @@ def _apart(text: str) -> str:
 
 
 def _document(facts: Facts, filler: Tensor, encode: Encode, beginning: int, length: int) -> Tensor:
-    """Token ids [length]: the sentences evenly within `beginning` tokens of text, then text alone."""
+    """Token ids [length]: the sentences evenly within `beginning` tokens of text, then text alone. Shorter where the text ends before."""
     sentences = [torch.tensor(encode(_apart(f"{sentence}\n\n"))) for sentence in facts.sentences]
     text = beginning - sum(map(len, sentences))
     places = [text * (number + 1) // (len(sentences) + 1) for number in range(len(sentences))]

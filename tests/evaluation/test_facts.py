@@ -129,5 +129,5 @@ def test_where_positions_end_a_session_forgets_and_full_ends() -> None:
 
 def test_texts_that_are_too_short_are_refused() -> None:
     model, fillers, _, _ = model_and_rows(distance=CHUNK)
-    with pytest.raises(InPlaceTTTError, match=r"3 records and a distance of .* take texts of .* tokens, and one has .*; give more"):
-        recall_of_facts(model, fillers, encode, RECORDS, [2 * CHUNK], Protocol(24, 2, 0, 2))
+    with pytest.raises(InPlaceTTTError, match=r"3 records and a distance of .* take documents of .* tokens, and one lacks .*; give more"):
+        recall_of_facts(model, fillers, encode, RECORDS, [99 * CHUNK], Protocol(24, 2, 0, 2))
