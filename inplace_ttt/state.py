@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from . import session_file
 from .checkpoint.fingerprint import fingerprint_of
 from .errors import InPlaceTTTError, shown
-from .layer.cache import CarriesFastWeight, attach, plain_class, streams
+from .layer.cache import CarriesFastWeight, attach, only_written, plain_class, streams
 from .layer.forward_context import reading_text
 from .layer.prompt_stream import PromptStream, stream_class
 from .session_check import check_header, check_session
@@ -132,8 +132,7 @@ class FastWeightState:
     def forget_attention(self) -> FastWeightState:
         """A state with the same fast weights and an empty KV cache: only what was written is left."""
         fresh = FastWeightState(self.model)
-        for layer, stream in copy.deepcopy(streams(self.cache)).items():
-            attach(fresh.cache, layer, stream)
+        only_written(self.cache, fresh.cache)
         return fresh
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> Result:
     names, documents = _documents(args, model, tokenizer, protocol)
     baseline = BaselineLosses(args.cache)
     say_now()
+    facts = _facts(args, model, tokenizer, names, protocol) if args.facts else None  # first: it refuses texts that are too short
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.second_copy:
         probe = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, baseline=baseline, progress=True)
@@ -126,8 +127,8 @@ def run(args: argparse.Namespace) -> Result:
         result.extra["contexts"] = growing_context(
             model, documents, contexts, protocol, block=args.block or BLOCK, base=base, baseline=baseline, progress=True
         )
-    if args.facts:
-        result.extra["facts"] = _facts(args, model, tokenizer, names, protocol)
+    if facts is not None:
+        result.extra["facts"] = facts
     values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
     if args.card:
         add_to_card(args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)})

@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..attention_window import attention_window, window_cache
 from ..errors import InPlaceTTTError
-from ..layer.cache import attach, streams
+from ..layer.cache import only_written
 from ..layer.overrides import with_config
 from ..reports.statistics import Mean, wilson
 from ..surgery import config_of, fast_weights, ttt_disabled
@@ -163,7 +163,7 @@ class _Session:
         with self._as_it_reads():
             for part in rows[:, self.done :].to(self.model.device).split(config_of(self.model).chunk_size, dim=1):
                 if self.cache.get_seq_length() + part.shape[1] > positions:
-                    self.cache = self._forgotten()
+                    self.cache = only_written(self.cache, self._empty())
                 self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.done = rows.shape[1]
         return True
@@ -173,7 +173,7 @@ class _Session:
         yield self.name, self, 0
         if self.name == "on":
             written = copy.copy(self)
-            written.cache = self._forgotten()
+            written.cache = only_written(self.cache, self._empty())
             yield "written", written, 0
             if documents > 1:
                 yield "foreign", self, 1
@@ -212,13 +212,14 @@ class _Session:
             pad_sequence(options, batch_first=True), cache
         )  # what stands behind an option's end comes after all that counts
         scores: list[list[tuple[bool, float]]] = [[] for _ in asked]
+        begins: list[list[int]] = [[] for _ in asked]
         for number, ids, after in zip(asker, options, then, strict=True):
             steps = torch.cat([first[number][None], after[: len(ids) - 1]])
             likely = steps.gather(1, ids[:, None])[:, 0]
             scores[number].append((bool((steps.argmax(1) == ids).all()), float(likely.mean())))
+            begins[number].append(int(ids[0]))
         for number, (question, _) in enumerate(asked):
-            start = sum(len(other.options) for other, _ in asked[:number])
-            yield _answer(question, scores[number], first[number], options[start : start + len(question.options)])
+            yield _answer(question, scores[number], first[number], begins[number])
 
     def _log_probabilities(self, ids: Tensor, cache: Cache) -> Tensor:
         """float32 [B, n, V] on the CPU, of token ids [B, n]."""
@@ -237,13 +238,6 @@ class _Session:
             return DynamicCache(config=self.model.config.get_text_config())
         return window_cache(self.model, self.protocol.window, self.protocol.sinks)
 
-    def _forgotten(self) -> Cache:
-        """The same fast weights, and nothing to attend to."""
-        fresh = self._empty()
-        for layer, stream in copy.deepcopy(streams(self.cache)).items():
-            attach(fresh, layer, stream)
-        return fresh
-
 
 def _sessions(model: PreTrainedModel, protocol: Protocol) -> Iterator[_Session]:
     for name in ("on", "off", "full"):
@@ -251,18 +245,21 @@ def _sessions(model: PreTrainedModel, protocol: Protocol) -> Iterator[_Session]:
             yield _Session(name, model, protocol)
 
 
-def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, options: Sequence[Tensor]) -> Answer:
-    """scores: for each option, whether greedy decoding gives it, and its log-probability a token. first: log-probabilities [V]."""
+def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]) -> Answer:
+    """scores: for each option, whether greedy decoding gives it, and its log-probability a token; begins: its first token.
+
+    first: log-probabilities [V] after the prompt.
+    """
     said = [option for option, (greedy, _) in zip(question.options, scores, strict=True) if greedy]
     if question.answer is None:
-        return Answer(question.kind, len(options), invented=bool(said))
+        return Answer(question.kind, len(scores), invented=bool(said))
     right = question.options.index(question.answer)
     return Answer(
         question.kind,
-        len(options),
+        len(scores),
         said=question.answer in said,
         chosen=max(range(len(scores)), key=lambda i: scores[i][1]) == right,
-        rank=int((first > first[options[right][0]]).sum()) + 1,
+        rank=int((first > first[begins[right]]).sum()) + 1,
         earlier=question.earlier in said,
     )
 

@@ -90,14 +90,15 @@ def _facts(facts: dict[str, Any]) -> Any:
     from matplotlib import pyplot
 
     figure, (said, chosen, kinds) = pyplot.subplots(1, 3, figsize=(15, 4), sharey=True, width_ratios=(1, 1, 1.5))
+    first = next(iter(facts["readings"].values()))[0]
+    names = [kind for kind, its in first["kinds"].items() if "chosen" in its]
     for number, (name, rows) in enumerate(facts["readings"].items()):
         how = {"marker": "o", "markersize": 4, "capsize": 2, "color": _COLOURS[name]}
         for axes, measure in ((said, "said"), (chosen, "chosen")):
             _with_intervals(axes, [row["distance"] for row in rows], [row["kinds"]["verbatim"][measure] for row in rows], **how)
-        asked = {kind: its for kind, its in rows[0]["kinds"].items() if "chosen" in its}
-        places = [place + 0.12 * (number - 2) for place in range(len(asked))]
-        _with_intervals(kinds, places, [its["chosen"] for its in asked.values()], label=_NAMES[name], **how, linestyle="none")
-    first = next(iter(facts["readings"].values()))[0]
+        places = [place + 0.12 * (number - 2) for place in range(len(names))]
+        shares = [rows[0]["kinds"][kind]["chosen"] for kind in names]
+        _with_intervals(kinds, places, shares, label=_NAMES[name], **how, linestyle="none")
     chance = 1 / first["kinds"]["verbatim"]["options"]
     for axes in (chosen, kinds):
         axes.axhline(chance, color="#b0b4ba", linestyle=":", linewidth=1)
@@ -105,7 +106,7 @@ def _facts(facts: dict[str, Any]) -> Any:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="tokens between facts and questions", title=f"{measure}, asked as told")
     said.set(ylabel="share of answers", ylim=(-0.02, 1.02))
-    kinds.set_xticks(range(len(asked)), asked)
+    kinds.set_xticks(range(len(names)), names)
     kinds.set(title=f"chosen, after {first['distance']:,} tokens (dotted: chance)")
     kinds.legend(frameon=False)
     return figure

@@ -6,6 +6,7 @@ the cache layer of its decoder layer: the layer object is replaced by one of a s
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -63,6 +64,13 @@ def attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
     carrier.__dict__ = plain.__dict__
     carrier.fast_weight = stream
     cache.layers[layer] = carrier
+
+
+def only_written(cache: Cache, empty: Cache) -> Cache:
+    """`empty` with copies of the streams of `cache`: the same fast weights, and nothing to attend to."""
+    for layer, stream in copy.deepcopy(streams(cache)).items():
+        attach(empty, layer, stream)
+    return empty
 
 
 def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> FastWeightStream:

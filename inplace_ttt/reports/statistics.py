@@ -25,9 +25,9 @@ class Mean:
         return cls(mean, (sum((x - mean) * (x - mean) for x in values) / (n - 1) / n) ** 0.5 if n > 1 else alone, n)
 
 
-def wilson(hits: Sequence[bool], z: float = 1.96) -> dict[str, Any]:
-    """The share of `hits` and its Wilson interval, of 95 % for z = 1.96."""
-    n, share = len(hits), sum(hits) / len(hits)
+def wilson(hits: Sequence[bool]) -> dict[str, Any]:
+    """The share of `hits` and its Wilson interval of 95 %."""
+    n, share, z = len(hits), sum(hits) / len(hits), 1.96
     middle, scale = share + z * z / (2 * n), 1 + z * z / n
     half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
     return {"share": share, "low": (middle - half) / scale, "high": (middle + half) / scale}

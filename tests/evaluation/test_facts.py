@@ -31,9 +31,8 @@ def test_questions_fit_what_is_told(records: int) -> None:
     told = "\n".join(facts.sentences)
     assert len(facts.sentences) == 5 * records and len(set(facts.sentences)) == 5 * records
     by_kind = {kind: [q for q in facts.questions if q.kind == kind] for kind in KINDS}
-    assert {kind: len(its) for kind, its in by_kind.items()} == dict(zip(KINDS, (3, 3, 3, 1, 1, 1), strict=True)) | {
-        kind: records * (3 if kind in (VERBATIM, PARAPHRASED, REVERSED) else 1) for kind in KINDS
-    }
+    for kind, its in by_kind.items():
+        assert len(its) == records * (3 if kind in (VERBATIM, PARAPHRASED, REVERSED) else 1)
     for question in facts.questions:
         assert len(set(question.options)) == len(question.options) and all(option in told for option in question.options)
         stated = f"{question.prompt} {question.answer}." in facts.sentences
