@@ -110,7 +110,8 @@ def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
 def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
     """η‖S‖/‖W0‖ after the longest document, float32 []: infinite where S is not finite, 0 where W0 does not show.
 
-    Where every chunk writes all of its delta, S is one product in the model's own dtype, a small part of what the layer computes.
+    Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in the model's own dtype, and
+    accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and has no factor where the damping is small.
     """
     layout, w0, damping = context.part(layer.chunk_size), layer.matrix(), layer.fast.config.damping
     accurate = state_dtype(z.dtype)
@@ -118,8 +119,9 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext
         row, (start, stop) = longest_document(layout)
         complete = slice(start, stop - (stop - start) % layout.chunk_size)
         keys, values = z[row, complete], v[row, complete]
-        state = values.T @ keys if damping is None else torch.cat([values, keys], dim=1).T @ keys
-        read = layer.readout(state.to(accurate))
+        if damping is not None:
+            keys, values = keys.to(accurate), torch.cat([values, keys], dim=1).to(accurate)
+        read = layer.readout((values.T @ keys).to(accurate))
     else:
         read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
         for write in _chunk_by_chunk(layer, z, v, layout):

@@ -13,7 +13,7 @@ from torch import nn
 
 from inplace_ttt import InPlaceTTTConfig
 from inplace_ttt.diagnostics import precision
-from inplace_ttt.diagnostics.writes import WriteHealth, observed
+from inplace_ttt.diagnostics.writes import WriteHealth, observed, watched
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
@@ -99,6 +99,21 @@ def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     assert health.state_ratio == pytest.approx(ratio.item(), rel=1e-4)
     assert health.write_ratio == pytest.approx(0.5 * max(d.norm() for d in kept).item() / layer.weight.norm().item(), rel=1e-4)
     assert layer.fast.observer is None
+
+
+def test_a_healthy_memory_in_half_precision_is_not_stopped() -> None:
+    """KᵀK rounded to bf16 is no sum of squares: where the damping is small it has no factor, and the monitor saw ratios of inf."""
+    model = converted("llama", torch.bfloat16, eta=0.5, rule="least_squares", damping=1e-4).eval()
+    ids = random_ids(1, 280) % 3
+    measured: dict[int, WriteHealth] = {}
+    ratios: dict[int, torch.Tensor] = {}
+    with torch.no_grad(), observed(model, measured):
+        model(input_ids=ids, use_cache=False)
+    with torch.no_grad(), watched(model, ratios):
+        model(input_ids=ids, use_cache=False)
+    assert {index: float(ratio) for index, ratio in ratios.items()} == pytest.approx(
+        {index: health.state_ratio for index, health in measured.items()}, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
