@@ -7,14 +7,27 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from .errors import InPlaceTTTError
 
 logger = logging.getLogger(__name__)
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The argument by which models of this transformers take a cache, and the field by which they give it back: `cache` from 5.24 on."""
+
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+"""Every name of it: from 5.24 on; before, and still taken; in the attention of some families."""
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the keyword arguments of a model or an attention, or None."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -151,10 +164,10 @@ def _layer_lists(base: PreTrainedModel) -> Iterator[tuple[str, nn.ModuleList]]:
 
 def _check_past(base: PreTrainedModel) -> None:
     taken = inspect.signature(base.forward).parameters
-    if "use_cache" in taken and "past_key_values" not in taken:
+    if "use_cache" in taken and CACHE not in taken:
         raise InPlaceTTTError(
-            f"{type(base).__name__} keeps what it has read in a state of its own and not in past_key_values, where the fast weight "
-            "would go with it; In-Place TTT needs a transformer with a cache."
+            f"{type(base).__name__} keeps what it has read in a state of its own and not in {CACHE}, where the fast weight would go "
+            "with it; In-Place TTT needs a transformer with a cache."
         )
 
 

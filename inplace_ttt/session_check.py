@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .config import InPlaceTTTConfig
 from .errors import InPlaceTTTError, shown
-from .families import features
+from .families import CACHE, features
 from .layer.forward_context import reading_text
 from .session_file import Header
 from .surgery import config_of, fast_weights
@@ -59,7 +59,7 @@ def _layers_of(model: PreTrainedModel) -> dict[int, _Layer]:
     """The layers with a KV cache, from a forward of one token."""
     cache = DynamicCache(config=model.config.get_text_config())
     with reading_text():
-        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, logits_to_keep=1)
+        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), **{CACHE: cache}, logits_to_keep=1)
     return {
         index: _Layer(layer.keys.shape[1::2], layer.values.shape[1::2], getattr(layer, "sliding_window", None))
         for index, layer in enumerate(cache.layers)

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from . import session_file
 from .checkpoint.fingerprint import fingerprint_of
 from .errors import InPlaceTTTError, shown
+from .families import CACHE
 from .layer.cache import CarriesFastWeight, attach, only_written, plain_class, streams
 from .layer.forward_context import reading_text
 from .layer.prompt_stream import PromptStream, stream_class
@@ -71,7 +72,7 @@ class FastWeightState:
         with bar, reading_text():
             while start < stop:
                 end = min(start + _READ_AT_ONCE, stop)
-                self.model(self.tokens[:, start:end], past_key_values=self.cache, logits_to_keep=1)
+                self.model(self.tokens[:, start:end], **{CACHE: self.cache}, logits_to_keep=1)
                 bar.update(end - start)
                 start = end
 
@@ -114,7 +115,7 @@ class FastWeightState:
             raise InPlaceTTTError(
                 "the session has read all its tokens, and generation starts from one that it has not; give it at least one more."
             )
-        self.tokens = self.model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), past_key_values=self.cache, **kwargs)
+        self.tokens = self.model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **{CACHE: self.cache}, **kwargs)
         return self.tokens[:, known:]
 
     def _awaits_write(self, ids: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..errors import InPlaceTTTError
-from ..families import Decoder, features, locate
+from ..families import CACHE, Decoder, features, locate
 from ..layer.cache import attach, streams
 from ..layer.fast_linear import FastWeight, plain_class
 from ..layer.hooks import sharing, switching
@@ -113,11 +113,11 @@ class ConvertedLayer(AuditedModule):
         """One forward as the model's hooks see it; the source stands at both places that it may be taken from."""
         z, target = z.to(self.device, self.dtype), self._source(target)
         layer, model, parts = self.layer.hooks, self.layer.hooks.model, self.decoder.layers[self.index]
-        opened = model.open(self.decoder.base, (), {**kwargs, "past_key_values": cache})
+        opened = model.open(self.decoder.base, (), {**kwargs, CACHE: cache})
         try:
             model.take_embeddings(self.decoder.blocks[0], (target,), {})
             travelling = {} if opened is None else dict(opened[1])
-            layer.arm(parts.attention, (), {**travelling, "past_key_values": cache})
+            layer.arm(parts.attention, (), {**travelling, CACHE: cache})
             layer.take_mlp_input(parts.mlp, (target,), {})
             return self.layer(z)
         finally:

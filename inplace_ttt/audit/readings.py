@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import DeltaClip, InPlaceTTTConfig
-from ..families import locate
+from ..families import CACHE, locate
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import with_config
 from ..state import FastWeightState
@@ -141,7 +141,7 @@ def batches(probed: Probed) -> Iterator[Reading]:
     with recording(probed.lm, probed.config) as record:
         for number, size in enumerate(pieces):
             part = slice(begin, begin + size)
-            probed.lm(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache, use_cache=True)
+            probed.lm(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], **{CACHE: cache}, use_cache=True)
             for row, (start, _) in enumerate(spans):
                 if part.stop > start:
                     documents[row].append(Piece(number, row, max(start - begin, 0), size, _writes(probed, size, begin)))
@@ -289,7 +289,7 @@ def _streamed(
         for part, pieces in enumerate(parts):
             known = 0 if restarts else known
             for ids in pieces:
-                probed.lm(input_ids=ids, past_key_values=cache, use_cache=True)
+                probed.lm(input_ids=ids, **{CACHE: cache}, use_cache=True)
                 for row, document in enumerate(found[: len(ids)]):
                     document.append(Piece(number, row, 0, ids.shape[1], _writes(probed, ids.shape[1], known)))
                 number, known = number + 1, known + ids.shape[1]

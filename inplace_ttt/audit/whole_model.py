@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..config import InPlaceTTTConfig
-from ..families import features, locate
+from ..families import CACHE, features, locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
 from ..layer.quantised import readable_parameters
@@ -88,7 +88,7 @@ class WholeModel:
         with small_chunks(self.model, self.chunk, self.seed), torch.no_grad():
             before = fingerprints(self.lm)
             cache = DynamicCache(config=self.lm.config.get_text_config())
-            self.lm(self.ids, past_key_values=cache, use_cache=True)
+            self.lm(self.ids, **{CACHE: cache}, use_cache=True)
             wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state[:, : features(self.layers[i])[1]].any())]
             length = self.chunk + 2
             out = self.lm.generate(
@@ -100,7 +100,7 @@ class WholeModel:
                 return_dict_in_generate=True,
                 pad_token_id=0,
             )
-            counts = [sum(s.written) for s in streams(out.past_key_values).values()]
+            counts = [sum(s.written) for s in streams(out[CACHE]).values()]
             after = fingerprints(self.lm)
         changed = [name for name, value in after.items() if before.get(name) != value]
         return AfterReading(sorted(wrote), changed, self.ids.shape[1], length, counts)

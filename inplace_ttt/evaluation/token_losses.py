@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..attention_window import SINKS, attention_window, window_cache
+from ..families import CACHE
 from ..layer.cache import streams
 from ..layer.overrides import with_config
 from ..surgery import fast_weights
@@ -46,7 +47,7 @@ def token_losses(
         for start in range(0, rows.shape[1], piece):
             if before_piece is not None:
                 before_piece(cache)
-            logits = model(input_ids=rows[:, start : start + piece], past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=rows[:, start : start + piece], **{CACHE: cache}, use_cache=True).logits
             targets = rows[:, start + 1 : start + piece + 1]
             found += [torch.stack(list(_losses(logits, targets)))]
             progress(rows[:, start : start + piece].numel())

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InPlaceTTTError
+from ..families import cache_in
 from ..layout import ChunkLayout, Span, document_starts
 from ..ops.compiled import TracedLayout
 from .attention_masks import documents_seen, seen_tokens
@@ -42,7 +43,7 @@ class ForwardContext:
         ids, embedded = given.get("input_ids"), given.get("inputs_embeds")
         self._rows = embedded.shape[:2] if embedded is not None else None if ids is None else ids.shape[:2]
         self.cu_seqlens: Tensor | None = given.get("cu_seq_lens_q")
-        cache = given.get("past_key_values")
+        cache = cache_in(given)
         self.past = 0 if cache is None else int(cache.get_seq_length())  # tokens in the cache before this forward
         self.owner, self.enabled, self.group, self.outer = owner, enabled, group, outer
         self.with_gradient = torch.is_grad_enabled()

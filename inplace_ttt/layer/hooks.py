@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..errors import InPlaceTTTError
+from ..families import cache_in
 from .cache import skip
 from .forward_context import ForwardContext
 from .overrides import overriding
@@ -101,9 +102,10 @@ class ModelHooks:
 
     def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Base model, before its forward."""
-        if self.enabled and kwargs.get("cache") is not None:
+        cache = cache_in(kwargs)
+        if self.enabled and cache is not None and not isinstance(cache, Cache):
             raise InPlaceTTTError(
-                f"a {type(kwargs['cache']).__name__} (continuous batching, generate_batch) has no place for the fast weight; "
+                f"a {type(cache).__name__} (continuous batching, generate_batch) has no place for the fast weight; "
                 "use generate, or ttt_disabled(model)."
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -171,7 +173,7 @@ class LayerHooks:
     def arm(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Attention, before its forward: the context and the cache of this forward."""
         context = self.model.context_for(attention, kwargs)
-        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        cache = cache_in(kwargs)
         this_thread().armed = None if context is None else LayerCall(self, context, cache)
         if context is None or not context.enabled:
             skip(cache, self.index)

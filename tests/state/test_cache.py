@@ -1,7 +1,9 @@
 """What transformers and users do to a cache, on real models, against reading the same tokens afresh."""
 
 import copy
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from upstream import needs
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 
 TOLERANCE = 1e-5
@@ -218,3 +221,29 @@ def test_a_mask_as_long_as_the_cache_is_exact_or_refused(llama, kind):
     except (InPlaceTTTError, RuntimeError):
         return
     assert distance(torch.cat(scores, dim=1), logits(llama, ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("of", ["the language model", "its decoder"])
+def test_a_cache_goes_by_every_name_that_transformers_has_for_it(llama: PreTrainedModel, of: str) -> None:
+    """`cache` from 5.24 on, `past_key_values` before and until 5.40."""
+    ids, found = random_ids(1, 2 * CHUNK + 3), []
+    reader = llama if of == "the language model" else llama.model
+    for name in {CACHE, "past_key_values"}:
+        cache = DynamicCache(config=llama.config)
+        with torch.no_grad():
+            pieces = [reader(input_ids=piece, **{name: cache})[0] for piece in ids.split(CHUNK + 1, dim=1)]
+        assert {stream.written[0] for stream in streams(cache).values()} == {2}
+        found.append(torch.cat(pieces, dim=1))
+    with torch.no_grad():
+        whole = reader(input_ids=ids, use_cache=False)[0]
+    assert all(distance(pieces, whole) < TOLERANCE for pieces in found)
+
+
+def test_no_call_of_ours_is_by_a_name_that_goes(llama: PreTrainedModel, tmp_path: Path) -> None:
+    state = FastWeightState(llama)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        state.read(random_ids(1, CHUNK + 3))
+        state.generate(random_ids(1, 2), max_new_tokens=3, do_sample=False)
+        state.save(tmp_path / "session")
+        FastWeightState.load(tmp_path / "session", llama).read(random_ids(1, CHUNK))

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Pretra
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.config import PRESETS
+from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import config_of, fast_weights
 
 VOCABULARY = 8192
@@ -89,7 +90,7 @@ def _prefill(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _prefill_into_cache(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    model.eval()(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    model.eval()(ids, **{CACHE: DynamicCache(config=model.config)}, logits_to_keep=1)
 
 
 def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -103,9 +104,9 @@ def _training_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
 def _decode(model: PreTrainedModel, ids: torch.Tensor, tokens: int = 32) -> None:
     """A short prefill, then tokens one at a time."""
     cache = DynamicCache(config=model.config)
-    model.eval()(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
+    model.eval()(ids[:, :tokens], **{CACHE: cache}, logits_to_keep=1)
     for token in ids[:, tokens : 2 * tokens].split(1, dim=1):
-        model(token, past_key_values=cache, logits_to_keep=1)
+        model(token, **{CACHE: cache}, logits_to_keep=1)
 
 
 _STEPS: dict[str, Callable[[PreTrainedModel, torch.Tensor], None]] = {

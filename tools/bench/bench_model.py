@@ -15,6 +15,7 @@ from bench_converted import paired
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import fast_weights
 
 
@@ -43,18 +44,18 @@ def main() -> None:
 def _decoder(model: PreTrainedModel, ids: torch.Tensor, steps: int = 50) -> Callable[[], None]:
     """Decodes `steps` tokens one by one after `ids` were read."""
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **{CACHE: cache}, logits_to_keep=1)
 
     def decode() -> None:
         token = ids[:, :1]
         for _ in range(steps):
-            token = model(token, past_key_values=cache).logits.argmax(-1)
+            token = model(token, **{CACHE: cache}).logits.argmax(-1)
 
     return decode
 
 
 def _prefiller(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], object]:
-    return lambda: model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    return lambda: model(ids, **{CACHE: DynamicCache(config=model.config)}, logits_to_keep=1)
 
 
 if __name__ == "__main__":

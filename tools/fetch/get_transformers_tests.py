@@ -22,7 +22,14 @@ ARCHIVES = {
         filename="transformers-5.23.0.tar.gz",
         sha256="19d647a4d5d903a7c644ca5cde2d86efc3dde7d8c687ae7988806ff2205efa71",
         megabytes=11,
-    )
+    ),
+    "5.24.0": Archive(
+        registry="PyPI",
+        requirement="transformers==5.24.0",
+        filename="transformers-5.24.0.tar.gz",
+        sha256="906cb8c3cb2123575e263962586a4d21a979ce97feeb95fe6aaf66fe6ae88bf3",
+        megabytes=11,
+    ),
 }
 FILES = ("tests/test_modeling_common.py", "LICENSE")
 

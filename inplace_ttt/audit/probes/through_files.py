@@ -15,6 +15,7 @@ from ...checkpoint.loading import load
 from ...checkpoint.official import read_official, write_official
 from ...checkpoint.reading import Checkpoint
 from ...errors import InPlaceTTTError
+from ...families import CACHE
 from ...state import FastWeightState
 from ...surgery import config_of, fast_weights, revert
 from ..converted import small_chunks
@@ -103,5 +104,5 @@ def _session(model: Any, probed: Probed, folder: Path) -> float:
     state.read(known)
     state.save(folder / "session")
     again = FastWeightState.load(folder / "session", model)
-    unbroken, loaded = (model(later, past_key_values=s.cache, use_cache=True).logits for s in (state, again))
+    unbroken, loaded = (model(later, **{CACHE: s.cache}, use_cache=True).logits for s in (state, again))
     return largest_difference(loaded, unbroken)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from ...families import CACHE
 from ...files.results import Results
 from ...state import write_prompt
 from ...surgery import config_of, is_converted
@@ -131,7 +132,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
     )
     kept, model.generation_config = own, config  # what a checkpoint sets for chatting (penalties, temperatures) is no part of RULER
     try:
-        cache = {"past_key_values": _written(model, ids, mask)} if writes else {}
+        cache = {CACHE: _written(model, ids, mask)} if writes else {}
         new = model.generate(ids, attention_mask=mask, **cache)[:, width:]
     finally:
         model.generation_config = kept
@@ -142,6 +143,6 @@ def _written(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> D
     """A cache that has read prompts but for their last token, and holds what was written of them; with TTT off, nothing."""
     cache = DynamicCache(config=model.config.get_text_config())
     cache.activate_past_recording()
-    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+    model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=1)
     write_prompt(model, cache)
     return cache
