@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..evaluation.protocol import Protocol
 from ..evaluation.second_copy import second_copy
 from ..files.folders import marked, new_folder, refuse_to_replace
 from ..files.json_files import json_text
-from ..files.text import files_in, joined_tokens, tokens_of
+from ..files.text import files_in, ids_within, joined_tokens, tokens_of
 from ..surgery import config_of
 from ..tasks.facts import MOST as MOST_RECORDS
 from ..tasks.passages import Passage
@@ -195,10 +196,7 @@ def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
 
 def _facts(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, names: list[str], protocol: Protocol) -> dict[str, Any]:
     """Each document tells its facts in the text of its name, and goes on into the next ones where that ends."""
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False).input_ids
-
+    encode = functools.partial(ids_within, tokenizer)
     distances, files = args.distances or DISTANCES, [str(file) for file in files_in(args.text)]
     tokens = document_tokens(args.facts, len(names), max(distances), encode, config_of(model).chunk_size, args.seed)
     places = [files.index(name) for name in names]

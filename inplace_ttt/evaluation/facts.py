@@ -11,7 +11,7 @@ the next document's fast weights and window, which was told other facts; full, w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -25,18 +25,17 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..attention_window import attention_window, window_cache
 from ..errors import InPlaceTTTError
+from ..families import CACHE
 from ..layer.cache import only_written
 from ..layer.overrides import with_config
 from ..reports.statistics import Mean, wilson
 from ..surgery import config_of, fast_weights, ttt_disabled
-from ..tasks.facts import CHANGED, KINDS, NEVER_TOLD, Facts, Question, invent
+from ..tasks.facts import CHANGED, KINDS, NEVER_TOLD, Encode, Facts, Question, apart, invent
 from .protocol import Protocol, progress_bar
 
 READINGS = ("on", "written", "foreign", "off", "full")
 _ROWS = 32
 """Options that are read at once."""
-Encode = Callable[[str], list[int]]
-"""Token ids of a text that stands within another, without special tokens."""
 
 
 @dataclass(frozen=True)
@@ -123,17 +122,13 @@ def _invented(records: int, documents: int, seed: int) -> list[Facts]:
 
 def _beginning(told: Sequence[Facts], encode: Encode, chunk_size: int) -> int:
     """Tokens of the part that tells the facts: half of it is text; whole chunks."""
-    longest = max(sum(len(encode(_apart(sentence))) for sentence in facts.sentences) for facts in told)
+    longest = max(sum(len(encode(apart(sentence))) for sentence in facts.sentences) for facts in told)
     return -(-2 * longest // chunk_size) * chunk_size
-
-
-def _apart(text: str) -> str:
-    return f"\n\n{text}"
 
 
 def _document(facts: Facts, filler: Tensor, encode: Encode, beginning: int, length: int) -> Tensor:
     """Token ids [length]: the sentences evenly within `beginning` tokens of text, then text alone. Shorter where the text ends before."""
-    sentences = [torch.tensor(encode(_apart(f"{sentence}\n\n"))) for sentence in facts.sentences]
+    sentences = [torch.tensor(encode(apart(sentence, closed=True))) for sentence in facts.sentences]
     text = beginning - sum(map(len, sentences))
     places = [text * (number + 1) // (len(sentences) + 1) for number in range(len(sentences))]
     parts = torch.tensor_split(filler.cpu(), places)
@@ -164,7 +159,7 @@ class _Session:
             for part in rows[:, self.done :].to(self.model.device).split(config_of(self.model).chunk_size, dim=1):
                 if self.cache.get_seq_length() + part.shape[1] > positions:
                     self.cache = only_written(self.cache, self._empty())
-                self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+                self.model(part, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1)
         self.done = rows.shape[1]
         return True
 
@@ -183,7 +178,7 @@ class _Session:
         """In the order of the questions, each put to what the row has read."""
         own = copy.deepcopy(self.cache)
         own.batch_select_indices(torch.tensor([row], device=self.model.device))
-        prompts = [encode(_apart(question.prompt)) for question in questions]
+        prompts = [encode(apart(question.prompt)) for question in questions]
         order = sorted(range(len(questions)), key=lambda i: len(prompts[i]))
         found: dict[int, Answer] = {}
         with self._as_it_reads():
@@ -203,7 +198,7 @@ class _Session:
         first = self._log_probabilities(torch.tensor([prompt for _, prompt in asked]), cache)[:, -1]
         asker = [number for number, (question, _) in enumerate(asked) for _ in question.options]
         options = [
-            torch.tensor(encode(_apart(f"{question.prompt} {option}"))[len(prompt) :])
+            torch.tensor(encode(apart(f"{question.prompt} {option}"))[len(prompt) :])
             for question, prompt in asked
             for option in question.options
         ]
@@ -223,7 +218,7 @@ class _Session:
 
     def _log_probabilities(self, ids: Tensor, cache: Cache) -> Tensor:
         """float32 [B, n, V] on the CPU, of token ids [B, n]."""
-        logits = self.model(ids.to(self.model.device), past_key_values=cache, use_cache=True).logits
+        logits = self.model(ids.to(self.model.device), **{CACHE: cache}, use_cache=True).logits
         return logits.float().log_softmax(-1).cpu()
 
     @contextmanager

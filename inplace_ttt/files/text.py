@@ -50,6 +50,11 @@ def joined_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, token
     return torch.tensor([found[:tokens]], dtype=torch.int64)
 
 
+def ids_within(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that stands within another: without special tokens."""
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
 def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:
     """Refuse a tokenizer that gives ids which the model has no embedding for. Special tokens, which no text holds, may lie beyond."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -9,7 +9,7 @@ changed; and as much is asked of a place that nothing was told of.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 VERBATIM, PARAPHRASED, REVERSED, TWO_HOPS, CHANGED, NEVER_TOLD = KINDS = (
@@ -34,6 +34,14 @@ MOST = len(PEOPLE) // 3
 _BEGIN = ("B", "Br", "D", "Dr", "F", "G", "Gr", "H", "K", "Kr", "L", "M", "N", "P", "Pr", "R", "S", "St", "T", "Tr", "V", "W", "Z")
 _VOWEL = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _END = ("b", "ck", "d", "l", "lm", "ld", "m", "n", "nd", "r", "rk", "rt", "s", "sk", "st", "t", "v", "x")
+
+Encode = Callable[[str], list[int]]
+"""Token ids of a text that stands within another, without special tokens."""
+
+
+def apart(sentence: str, *, closed: bool = False) -> str:
+    """How a sentence stands in a text: after a blank line, and before one where it is closed."""
+    return f"\n\n{sentence}\n\n" if closed else f"\n\n{sentence}"
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,9 @@ class _Record:
 def invent(records: int, seed: str) -> Facts:
     """Facts about so many places, `MOST` at the most, and the questions. The same seed gives the same."""
     generator = random.Random(f"facts {seed}")
-    names, numbers, people = _names(generator), generator.sample(range(100, 1000), records), generator.sample(PEOPLE, 3 * records)
+    towns, numbers, people = names(generator), generator.sample(range(100, 1000), records), generator.sample(PEOPLE, 3 * records)
     told = [
-        _Record(next(names), keeper, next(names), str(number), (one, other))
+        _Record(next(towns), keeper, next(towns), str(number), (one, other))
         for number, keeper, one, other in zip(numbers, people[::3], people[1::3], people[2::3], strict=True)
     ]
     early, late = (generator.sample(told, records) for _ in range(2))
@@ -84,7 +92,7 @@ def invent(records: int, seed: str) -> Facts:
             f"The number of the vault at {record.place} is {record.number}.",
             f"The captain of {record.place} is {record.captains[1]}.",
         ]
-    return Facts(tuple(sentences), tuple(_questions(told, [next(names) for _ in told])))
+    return Facts(tuple(sentences), tuple(_questions(told, [next(towns) for _ in told])))
 
 
 def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
@@ -105,7 +113,7 @@ def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
         yield Question(NEVER_TOLD, f"The keeper of {other} is", None, keepers)
 
 
-def _names(generator: random.Random) -> Iterator[str]:
+def names(generator: random.Random) -> Iterator[str]:
     """Words of two syllables, none of which begins as another does, so that one is known by its beginning."""
     known: set[str] = set()
     while True:

@@ -42,6 +42,25 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """Invented facts in text: in a `share` of the rows `number` statements are told, and said again after `gap` tokens of text and more.
+
+    answers_only: in such rows nothing is learnt but the answers of the second time.
+    """
+
+    share: float = 0.5
+    number: int = 16
+    gap: int = 256
+    answers_only: bool = False
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
+        at_least(1, self, "number")
+        at_most(MOST, self, "number")
+        at_least(0, self, "gap")
+
+
+@dataclass(frozen=True)
 class Data:
     """Documents, and how they become rows; or the synthetic `recall` task.
 
@@ -49,7 +68,8 @@ class Data:
     weights: of the tokens, what share each entry of `train` is to have; without, every document is read once a pass.
     validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
     format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
-    repeat: rows with a passage that comes again beyond the attention window, which teach the fast weight to recall; training rows only.
+    repeat, facts: rows with a passage that comes again, or with facts that are told and said again, beyond the attention window, which
+    teach the fast weight to recall; training rows only.
     sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
     """
 
@@ -68,9 +88,13 @@ class Data:
     processes: int | None = None
     recall: Recall | None = None
     repeat: Repeat | None = None
+    facts: Facts | None = None
 
     def __post_init__(self) -> None:
-        require(self.repeat is None or self.recall is None, "repeat", "has no effect on recall")
+        for name in ("repeat", "facts"):
+            require(getattr(self, name) is None or self.recall is None, name, "has no effect on recall")
+        shares = sum(practice.share for practice in (self.repeat, self.facts) if practice is not None)
+        require(shares <= 1, "facts", f"and repeat have shares of {shares:g} together, which must be at most 1")
         if self.repeat is not None:
             least = 2 * self.repeat.length + self.repeat.gap
             require(least <= self.sequence_length, "repeat", f"takes {least} tokens, sequence_length is {self.sequence_length}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import new_file
-from ..files.text import require_known_ids
+from ..files.text import ids_within, require_known_ids
 from ..surgery import config_of
 from .arguments import open_group, training_arguments
 from .audit import audit_recipe, write_report
@@ -30,9 +31,9 @@ from .meeting import Meeting
 from .model import build_model, meta_model
 from .monitor import CompareCallback, DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose, documents_to_compare
 from .packages import check_packages
+from .practice import with_practice
 from .recipe import Recipe
 from .recipe_changes import DOCUMENTS, facts_of
-from .repeated_passages import with_repeated_passages
 from .row_order import rows_to_come
 from .run_state import LOG, REPORT, Start, agree, held, made_by, settle
 from .speed import Clock, Speed, SpeedLog
@@ -159,7 +160,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
         Stopping(every=shared // math.gcd(shared, recipe.optimisation.accumulation)),
         model=model,
         args=arguments,
-        train_dataset=with_repeated_passages(rows, recipe.data.repeat, recipe.data.seed),
+        train_dataset=with_practice(rows, recipe.data, functools.partial(ids_within, tokenizer)),
         eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,

@@ -1,0 +1,94 @@
+"""Statements of invented facts, for training: what is said once and has to be known when it is said again.
+
+Their subjects and answers are of the kinds that `tasks.facts` asks for, places and towns of syllables, first names, numbers, and some
+common words; their relations are others, so that what is asked there is in no sentence that a model was trained on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .facts import PEOPLE, names
+
+_COLOURS = ("red", "green", "blue", "white", "black", "yellow", "grey", "brown", "purple", "orange", "pink", "golden")
+_GOODS = (
+    "wool",
+    "salt",
+    "honey",
+    "wine",
+    "cheese",
+    "iron",
+    "timber",
+    "corn",
+    "silk",
+    "leather",
+    "glass",
+    "butter",
+    "paper",
+    "cloth",
+    "apples",
+    "fish",
+)
+_PERSON, _TOWN, _NUMBER, _COLOUR, _GOOD = range(5)
+_OF_PLACES = {
+    _PERSON: (
+        "The miller of {} is",
+        "The bell of {} was cast by",
+        "The mayor of {} is called",
+        "The bridge at {} was built by",
+        "The doctor in {} is",
+        "The school of {} was founded by",
+    ),
+    _TOWN: (
+        "The road from {} leads to",
+        "The river at {} is called the",
+        "The nearest village to {} is",
+        "The ship that was built in {} is called the",
+    ),
+    _NUMBER: ("The number of houses in {} is", "The bridge at {} has a length of", "A horse in {} costs"),
+    _COLOUR: ("The gate of {} is painted", "The flag of {} is", "The walls of {} are"),
+    _GOOD: ("The market of {} sells", "The people of {} live from"),
+}
+_OF_PEOPLE = {
+    _PERSON: ("The best friend of {} is",),
+    _TOWN: ("{} was married in", "{} went to school in", "{} was buried at", "The horse of {} is called"),
+    _NUMBER: ("The lucky number of {} is",),
+    _GOOD: ("{} sells",),
+}
+_RELATIONS = [
+    (sentence, of_place, kind)
+    for of_place, of in ((True, _OF_PLACES), (False, _OF_PEOPLE))
+    for kind, sentences in of.items()
+    for sentence in sentences
+]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """prompt: ends before the space that the answer follows."""
+
+    prompt: str
+    answer: str
+
+
+def statements(number: int, generator: random.Random) -> list[Statement]:
+    """So many of them, no two of which begin alike."""
+    invented = names(generator)
+    found: dict[str, str] = {}
+    while len(found) < number:
+        sentence, of_place, kind = generator.choice(_RELATIONS)
+        subject = next(invented) if of_place else generator.choice(PEOPLE)
+        prompt, answer = sentence.format(subject), _answer(kind, generator, invented)
+        if answer != subject:
+            found.setdefault(prompt, answer)
+    return [Statement(prompt, answer) for prompt, answer in found.items()]
+
+
+def _answer(kind: int, generator: random.Random, invented: Iterator[str]) -> str:
+    if kind == _TOWN:
+        return next(invented)
+    if kind == _NUMBER:
+        return str(generator.randrange(100, 1000))
+    return generator.choice({_PERSON: PEOPLE, _COLOUR: _COLOURS, _GOOD: _GOODS}[kind])

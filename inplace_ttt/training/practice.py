@@ -1,0 +1,52 @@
+"""Training rows that practise recall beyond the attention window: a passage comes again, or facts are told and said again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from ..diagnostics.writes import longest_document
+from ..layout import ChunkLayout
+from ..tasks.facts import Encode
+from .data_settings import Data
+from .repeated_passages import repeat_passage
+from .streams import Row, RowStream
+from .told_facts import tell_facts
+
+
+def with_practice(rows: Any, data: Data, encode: Encode) -> Any:
+    """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens and the data's seed."""
+    if data.repeat is None and data.facts is None:
+        return rows
+    if isinstance(rows, RowStream):
+        return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode))
+    return rows.with_transform(lambda batch: _transposed([practise(row, data, encode) for row in _rows(batch)]))
+
+
+def practise(row: Row, data: Data, encode: Encode) -> Row:
+    """The row itself, or one whose longest document tells facts or has a passage twice; input_ids, position_ids and labels are lists."""
+    generator = random.Random(data.seed ^ crc32(np.array(row["input_ids"], dtype=np.int64).tobytes()))
+    _, (start, stop) = longest_document(ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"])))
+    document = slice(start, stop)
+    drawn = generator.random()
+    if data.facts is not None:
+        if drawn < data.facts.share:
+            return tell_facts(row, document, data.facts, generator, encode)
+        drawn -= data.facts.share
+    if data.repeat is not None and drawn < data.repeat.share:
+        return repeat_passage(row, document, data.repeat, generator)
+    return row
+
+
+def _rows(batch: dict[str, list[Any]]) -> list[Row]:
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def _transposed(rows: list[Row]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -1,0 +1,73 @@
+"""Training rows in which invented facts are told, and said again beyond the attention window."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..tasks.facts import Encode, apart
+from ..tasks.statements import Statement, statements
+from .data_settings import Facts
+from .packing import IGNORED
+from .streams import Row
+
+
+def tell_facts(row: Row, document: slice, settings: Facts, generator: random.Random, encode: Encode) -> Row:
+    """The row with facts in its document at that place; the row itself where that is too short."""
+    found = _with_facts(row["input_ids"][document], settings, generator, encode)
+    if found is None:
+        return row
+    ids, learnt = list(row["input_ids"]), list(row["labels"])
+    ids[document] = [token for token, _ in found]
+    if settings.answers_only:
+        learnt = [IGNORED] * len(ids)
+        learnt[document] = [token if answer else IGNORED for token, answer in found]
+    else:
+        learnt = [IGNORED if label == IGNORED else token for label, token in zip(learnt, ids, strict=True)]
+    return {**row, "input_ids": ids, "labels": learnt}
+
+
+def _with_facts(text: Sequence[int], settings: Facts, generator: random.Random, encode: Encode) -> list[tuple[int, bool]] | None:
+    """As many tokens as `text` has, of text in which statements stand twice, each with whether it is of an answer the second time.
+
+    The second time is in another order, `gap` tokens of text and more after the first; each statement stands between blank lines, anywhere
+    in its part of the text.
+    """
+    told = [_Told.of(statement, encode) for statement in statements(settings.number, generator)]
+    room = len(text) - 2 * sum(len(one.ids) for one in told) - settings.gap
+    if room < 0:
+        return None
+    middle, again = generator.randint(0, room), generator.sample(told, len(told))
+    return [
+        *_among(text[:middle], told, generator, answers=False),
+        *_plain(text[middle : middle + settings.gap]),
+        *_among(text[middle + settings.gap : room + settings.gap], again, generator, answers=True),
+    ]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """ids: of a statement between blank lines; answer: which of them are its answer."""
+
+    ids: list[int]
+    answer: range
+
+    @classmethod
+    def of(cls, statement: Statement, encode: Encode) -> _Told:
+        before, said = encode(apart(statement.prompt)), encode(apart(f"{statement.prompt} {statement.answer}"))
+        return cls(encode(apart(f"{statement.prompt} {statement.answer}.", closed=True)), range(len(before), len(said)))
+
+
+def _plain(text: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    return ((token, False) for token in text)
+
+
+def _among(text: Sequence[int], told: Sequence[_Told], generator: random.Random, *, answers: bool) -> Iterator[tuple[int, bool]]:
+    """The text with the statements at random places of it."""
+    at = 0
+    for place, one in zip(sorted(generator.randint(0, len(text)) for _ in told), told, strict=True):
+        yield from _plain(text[at:place])
+        yield from ((token, answers and number in one.answer) for number, token in enumerate(one.ids))
+        at = place
+    yield from _plain(text[at:])

@@ -1,0 +1,146 @@
+"""Rows that practise recall: which, and where in them passages come again and facts are told and said again."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from inplace_ttt import InPlaceTTTError
+from inplace_ttt.training.data_settings import Data, Facts, Repeat
+from inplace_ttt.training.model import build_model
+from inplace_ttt.training.practice import practise, with_practice
+from inplace_ttt.training.sources import find
+from inplace_ttt.training.streams import Documents, RowStream, open_stream
+
+from .recipes import CONFIG, tiny_recipe
+
+REPEAT = Repeat(share=0.5, length=10, gap=15)
+FACTS = Facts(share=1.0, number=3, gap=40)
+
+
+def encode(text: str) -> list[int]:
+    """A letter a token, so that what a row tells can be read."""
+    return [ord(letter) for letter in text]
+
+
+def changed_row(before: dict[str, list[int]], seed: int = 0, **practice: Repeat | Facts) -> dict[str, list[int]]:
+    after = practise(before, Data(train=["a"], seed=seed, **practice), encode)
+    assert after == practise(before, Data(train=["a"], seed=seed, **practice), encode), "a function of the row"
+    return after
+
+
+def row(documents: list[int], seed: int, first: int = 3) -> dict[str, list[int]]:
+    ids = torch.randint(first, first + 94, (sum(documents),), generator=torch.Generator().manual_seed(seed)).tolist()
+    positions = [i for length in documents for i in range(length)]
+    labels = [-100 if position == 0 else token for token, position in zip(ids, positions, strict=True)]
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+@pytest.mark.parametrize("documents", [[64], [20, 44], [5, 40, 19]])
+def test_a_passage_stands_again_inside_the_longest_document(documents: list[int]) -> None:
+    changed = 0
+    for seed in range(40):
+        before = row(documents, seed)
+        after = changed_row(before, repeat=REPEAT)
+        if after == before:
+            continue
+        changed += 1
+        moved = [i for i, (a, b) in enumerate(zip(before["input_ids"], after["input_ids"], strict=True)) if a != b]
+        start = sum(documents[: documents.index(max(documents))])
+        assert start + 25 <= moved[0] and moved[-1] < start + max(documents)
+        ids = after["input_ids"]
+        assert any(ids[first : first + 10] == ids[first + 25 : first + 35] for first in range(start, start + max(documents) - 34))
+        assert after["labels"] == [-100 if old == -100 else new for old, new in zip(before["labels"], ids, strict=True)]
+    assert 10 <= changed <= 30, "half of the rows"
+
+
+def test_no_document_has_room() -> None:
+    short = [row([30, 34], seed) for seed in range(20)]
+    assert all(changed_row(r, repeat=Repeat(1.0, 10, 15)) == r for r in short)
+    assert all(changed_row(r, facts=FACTS) == r for r in short)
+
+
+@pytest.mark.parametrize("answers_only", [False, True])
+def test_facts_are_told_and_said_again_inside_the_longest_document(answers_only: bool) -> None:
+    for seed in range(20):
+        before = row([30, 700, 20], seed, first=1000)
+        after = changed_row(before, facts=Facts(1.0, 3, 40, answers_only))
+        ids, labels = after["input_ids"], after["labels"]
+        assert len(ids) == 750 and after["position_ids"] == before["position_ids"]
+        assert ids[:30] == before["input_ids"][:30] and ids[730:] == before["input_ids"][730:]
+        text = "".join(map(chr, ids))
+        sentences = re.findall(r"\n\n([ -~]+\.)\n\n", text)
+        first, again = sentences[:3], sentences[3:]
+        assert len(set(first)) == 3 and sorted(first) == sorted(again)
+        assert text.rindex(again[0]) - (text.index(first[-1]) + len(first[-1])) >= 40
+        assert [token for token in ids[30:730] if token >= 1000] == before["input_ids"][30:730][: sum(t >= 1000 for t in ids[30:730])]
+        learnt = [i for i, label in enumerate(labels) if label != -100]
+        assert all(labels[i] == ids[i] for i in learnt)
+        if answers_only:
+            answers = [" " + sentence.rsplit(" ", 1)[1].rstrip(".") for sentence in again]
+            assert "".join(chr(labels[i]) for i in learnt) == "".join(answers)
+            assert learnt[0] > text.index(first[-1])
+        else:
+            assert [label == -100 for label in labels] == [label == -100 for label in before["labels"]]
+
+
+def test_shares_of_both_kinds() -> None:
+    rows = [row([700], seed, first=1000) for seed in range(200)]
+    both = {"facts": Facts(0.25, 3, 40), "repeat": Repeat(0.5, 10, 15)}
+    after = [changed_row(r, **both) for r in rows]
+    told = sum(any(token < 1000 for token in r["input_ids"]) for r in after)
+    same = sum(a == b for a, b in zip(after, rows, strict=True))
+    assert 30 <= told <= 70 and 30 <= same <= 70, (told, same)
+    assert all(changed_row(r, repeat=REPEAT) == changed_row(r, repeat=REPEAT, facts=Facts(1e-9, 3, 40)) for r in rows)
+
+
+def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
+    rows = Dataset.from_list([row([64], seed) for seed in range(12)])
+    data = Data(train=[str(tmp_path / "a.parquet")], repeat=REPEAT, facts=Facts(0.3, 1, 0), seed=3)
+    stored = list(with_practice(rows, data, encode))
+    rows.select_columns(["input_ids"]).to_parquet(tmp_path / "a.parquet")
+    opened = open_stream(find(data.train, "auto", "train")[0], data, range(100), shuffle=False)
+    streamed = list(with_practice(RowStream(Documents((opened,), data), 64, 0, 1), data, encode))
+    assert stored == streamed == [practise(r, data, encode) for r in rows] != list(rows)
+    assert with_practice(rows, Data(train=["a"]), encode) is rows
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.repeat={share: 0}", "above 0"),
+        ("data.repeat={length: 40, gap: 0}", "takes 80 tokens"),
+        ("data.facts={share: 1.5}", "at most 1"),
+        ("data.facts={number: 0}", "at least 1"),
+        ("model.window={size: 0}", "at least 1"),
+        ("model.window={size: 4, sinks: 4}", "below size"),
+    ],
+)
+def test_settings_are_checked(override: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(InPlaceTTTError, match=says):
+        tiny_recipe(tmp_path, override)
+
+
+def test_a_preset_that_measures_is_converted_first(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, "surgery.preset=compact")
+    with pytest.raises(InPlaceTTTError, match="convert MODEL OUT --calibrate TEXT"):
+        build_model(recipe)
+
+
+def test_a_window_is_set_on_the_model(tmp_path: Path) -> None:
+    config = {**{k: v for k, v in CONFIG.items() if k != "sliding_window"}, "model_type": "llama"}
+    model = build_model(tiny_recipe(tmp_path, f"model.config={json.dumps(config)}", "model.window={size: 8, sinks: 2}")).eval()
+    ids = torch.arange(3, 43)[None]
+    other = ids.clone()
+    other[0, 4] = 90
+    with torch.no_grad():
+        first = next(module for name, module in model.named_modules() if name.endswith("layers.0.self_attn"))
+        seen: list[torch.Tensor] = []
+        first.register_forward_hook(lambda m, args, out: seen.append(out[0]))
+        for row_ids in (ids, other):
+            model(input_ids=row_ids, use_cache=False)
+    changed = (seen[0] != seen[1]).any(-1)[0].nonzero().flatten().tolist()
+    assert changed == list(range(4, 12)), "token 4 is seen by eight tokens, itself among them"
