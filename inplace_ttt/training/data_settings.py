@@ -45,16 +45,17 @@ class Repeat:
 class Facts:
     """Invented facts in text: in a `share` of the rows `number` statements are told, and said again after `gap` tokens of text and more.
 
-    answers_only: in such rows nothing is learnt but the answers of the second time.
+    others: of the tokens of such rows that are no answers of the second time, the share that is learnt; answers are few among them.
     """
 
     share: float = 0.5
     number: int = 16
     gap: int = 256
-    answers_only: bool = False
+    others: float = 1.0
 
     def __post_init__(self) -> None:
         require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
+        require(0 <= self.others <= 1, "others", "must be from 0 to 1")
         at_least(1, self, "number")
         at_most(MOST, self, "number")
         at_least(0, self, "gap")

@@ -18,14 +18,13 @@ def tell_facts(row: Row, document: slice, settings: Facts, generator: random.Ran
     found = _with_facts(row["input_ids"][document], settings, generator, encode)
     if found is None:
         return row
-    ids, learnt = list(row["input_ids"]), list(row["labels"])
-    ids[document] = [token for token, _ in found]
-    if settings.answers_only:
-        learnt = [IGNORED] * len(ids)
-        learnt[document] = [token if answer else IGNORED for token, answer in found]
-    else:
-        learnt = [IGNORED if label == IGNORED else token for label, token in zip(learnt, ids, strict=True)]
-    return {**row, "input_ids": ids, "labels": learnt}
+    ids, answers = list(row["input_ids"]), [False] * len(row["input_ids"])
+    ids[document], answers[document] = map(list, zip(*found, strict=True))
+    learnt = [
+        old != IGNORED and (answer or generator.random() < settings.others) for old, answer in zip(row["labels"], answers, strict=True)
+    ]
+    labels = [token if chosen else IGNORED for token, chosen in zip(ids, learnt, strict=True)]
+    return {**row, "input_ids": ids, "labels": labels}
 
 
 def _with_facts(text: Sequence[int], settings: Facts, generator: random.Random, encode: Encode) -> list[tuple[int, bool]] | None:

@@ -63,11 +63,11 @@ def test_no_document_has_room() -> None:
     assert all(changed_row(r, facts=FACTS) == r for r in short)
 
 
-@pytest.mark.parametrize("answers_only", [False, True])
-def test_facts_are_told_and_said_again_inside_the_longest_document(answers_only: bool) -> None:
+@pytest.mark.parametrize("others", [1.0, 0.25, 0.0])
+def test_facts_are_told_and_said_again_inside_the_longest_document(others: float) -> None:
     for seed in range(20):
         before = row([30, 700, 20], seed, first=1000)
-        after = changed_row(before, facts=Facts(1.0, 3, 40, answers_only))
+        after = changed_row(before, facts=Facts(1.0, 3, 40, others))
         ids, labels = after["input_ids"], after["labels"]
         assert len(ids) == 750 and after["position_ids"] == before["position_ids"]
         assert ids[:30] == before["input_ids"][:30] and ids[730:] == before["input_ids"][730:]
@@ -79,12 +79,15 @@ def test_facts_are_told_and_said_again_inside_the_longest_document(answers_only:
         assert [token for token in ids[30:730] if token >= 1000] == before["input_ids"][30:730][: sum(t >= 1000 for t in ids[30:730])]
         learnt = [i for i, label in enumerate(labels) if label != -100]
         assert all(labels[i] == ids[i] for i in learnt)
-        if answers_only:
-            answers = [" " + sentence.rsplit(" ", 1)[1].rstrip(".") for sentence in again]
+        answers = [" " + sentence.rsplit(" ", 1)[1].rstrip(".") for sentence in again]
+        if others == 0:
             assert "".join(chr(labels[i]) for i in learnt) == "".join(answers)
             assert learnt[0] > text.index(first[-1])
-        else:
+        elif others == 1:
             assert [label == -100 for label in labels] == [label == -100 for label in before["labels"]]
+        else:
+            assert 0.15 * 750 < len(learnt) - len("".join(answers)) < 0.35 * 750
+            assert all(before["labels"][i] != -100 for i in learnt)
 
 
 def test_shares_of_both_kinds() -> None:
@@ -115,6 +118,7 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
         ("data.repeat={length: 40, gap: 0}", "takes 80 tokens"),
         ("data.facts={share: 1.5}", "at most 1"),
         ("data.facts={number: 0}", "at least 1"),
+        ("data.facts={others: 2}", "from 0 to 1"),
         ("model.window={size: 0}", "at least 1"),
         ("model.window={size: 4, sinks: 4}", "below size"),
     ],
