@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from inplace_ttt import InPlaceTTTConfig, KeyWhitening, calibrate, convert
+from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import config_of, fast_weights
 
 LAYERS = (0, 2)
@@ -68,7 +69,7 @@ def streamed(model: nn.Module, ids: Tensor, pieces: Sequence[int]) -> Tensor:
     """Logits of `ids` read through one cache in pieces of the given lengths."""
     assert sum(pieces) == ids.shape[1]
     cache = DynamicCache(config=model.config)
-    return torch.cat([model(input_ids=piece, past_key_values=cache, use_cache=True).logits for piece in ids.split(list(pieces), 1)], 1)
+    return torch.cat([model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits for piece in ids.split(list(pieces), 1)], 1)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

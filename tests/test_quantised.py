@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTConfig, InPlaceTTTError, cli, convert, revert
 from inplace_ttt.audit import audit_model
 from inplace_ttt.cli.loading import refuse_not_finite
+from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import fast_weights
 
 QUANTISERS: dict[str, Callable[[], Any]] = {
@@ -66,7 +67,7 @@ def test_a_quantised_base(quantiser: str, base: PreTrainedModel, tmp_path: Path)
     assert distance(whole, before) > 0.05
     state = FastWeightState(model)
     with torch.no_grad():
-        parts = [model(piece, past_key_values=state.cache).logits for piece in IDS.split([10, 1, 29], 1)]
+        parts = [model(piece, **{CACHE: state.cache}).logits for piece in IDS.split([10, 1, 29], 1)]
     assert distance(torch.cat(parts, 1), whole) < 3 * split_of_the_base + 1e-5
     state.save(tmp_path / "state")
     assert FastWeightState.load(tmp_path / "state", model).chunks_written == 5

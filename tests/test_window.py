@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.attention_window import attention_window, window_cache
+from inplace_ttt.families import CACHE
 
 SIZE, SINKS = 5, 2
 
@@ -41,10 +42,7 @@ def test_a_cache_keeps_what_it_needs_and_no_more(pieces: list[int], sinks: int) 
         expected = logits(model, ids)
         cache = window_cache(model, SIZE, sinks)
         found = torch.cat(
-            [
-                model(input_ids=ids[:, a:b], past_key_values=cache).logits
-                for a, b in pairwise([0, *torch.tensor(pieces).cumsum(0).tolist()])
-            ],
+            [model(input_ids=ids[:, a:b], **{CACHE: cache}).logits for a, b in pairwise([0, *torch.tensor(pieces).cumsum(0).tolist()])],
             1,
         )
     assert distance(found, expected) < 1e-5

@@ -213,5 +213,10 @@ class LayerHooks:
                 f"layer {self.index}'s down-projection got rows {list(z.shape[:-1])} of a sequence of {list(call.context.shape)}: "
                 "the MLP is tiled or flattened, or the sequence is split across devices; TTT needs whole sequences."
             )
+        if self.index in call.context.called and call.context is self.model.current:  # a recomputation comes when the forward is over
+            raise InPlaceTTTError(
+                f"layer {self.index} runs several times in one forward, as in a model that loops over layers, and would write a token as "
+                "often; convert layers outside of the loop."
+            )
         call.context.called.add(self.index)
         return call

@@ -37,8 +37,7 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
         gradient_accumulation_steps=o.accumulation,
         learning_rate=o.learning_rate,
         max_grad_norm=o.max_grad_norm,
-        gradient_checkpointing=o.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if o.gradient_checkpointing else None,
+        **_recomputing(o.gradient_checkpointing),
         use_liger_kernel=o.liger,
         bf16=recipe.model.dtype == "bfloat16",
         use_cpu=not on_gpu,
@@ -60,6 +59,12 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
         seed=o.seed,
         disable_tqdm=False,
     )
+
+
+def _recomputing(on: bool) -> dict[str, Any]:
+    """Recomputation of activations, by its name in this transformers."""
+    name = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+    return {name: on, f"{name}_kwargs": {"use_reentrant": False} if on else None}
 
 
 def open_group(meeting: Meeting, recipe: Recipe) -> None:

@@ -8,7 +8,6 @@ import random
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 
 from ..diagnostics.writes import longest_document
@@ -31,7 +30,7 @@ def with_practice(rows: Any, data: Data, encode: Encode) -> Any:
 
 def practise(row: Row, data: Data, encode: Encode) -> Row:
     """The row itself, or one whose longest document tells facts or has a passage twice; input_ids, position_ids and labels are lists."""
-    generator = random.Random(data.seed ^ crc32(np.array(row["input_ids"], dtype=np.int64).tobytes()))
+    generator = random.Random(data.seed ^ crc32(torch.tensor(row["input_ids"]).numpy().tobytes()))
     _, (start, stop) = longest_document(ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"])))
     document = slice(start, stop)
     drawn = generator.random()

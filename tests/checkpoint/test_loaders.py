@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from inplace_ttt import InPlaceTTTConfig, convert
+from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 
 IDS = random_ids(2, 4 * CHUNK + 2)
@@ -186,9 +187,9 @@ def test_made_on_the_meta_device_it_starts_as_made_at_once(preset: str) -> None:
 
 def test_a_filled_cache_can_be_pickled() -> None:
     model, cache = converted("llama"), DynamicCache(config=build("llama").config)
-    logits(model, IDS[:, :16], past_key_values=cache, use_cache=True)
+    logits(model, IDS[:, :16], **{CACHE: cache}, use_cache=True)
     again = pickle.loads(pickle.dumps(pickled(cache)))
-    assert distance(logits(model, IDS[:, 16:], past_key_values=again, use_cache=True), logits(model, IDS)[:, 16:]) < 5e-5
+    assert distance(logits(model, IDS[:, 16:], **{CACHE: again}, use_cache=True), logits(model, IDS)[:, 16:]) < 5e-5
 
 
 @pytest.mark.parametrize("exit_after", [1, 2])

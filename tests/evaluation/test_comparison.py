@@ -17,6 +17,7 @@ from inplace_ttt.evaluation.growing_context import growing_context
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.evaluation.second_copy import second_copy
 from inplace_ttt.evaluation.token_losses import foreign_losses, token_losses
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.ops import readout
 from inplace_ttt.surgery import fast_weights
@@ -58,7 +59,7 @@ def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) 
                 memory.read(writer[None, :start])
             states = {layer: s.state for layer, s in streams(memory.cache).items()}
             with ttt_disabled(model), reading(model, states):
-                parts.append(model(row[None, start : start + CHUNK], past_key_values=reader_session.cache).logits[0].detach())
+                parts.append(model(row[None, start : start + CHUNK], **{CACHE: reader_session.cache}).logits[0].detach())
         logits = torch.cat(parts)
         assert distance(foreign[r], cross_entropy(logits[:-1], row[1:], reduction="none")) < 1e-4
     assert distance(foreign, own) > 1e-3

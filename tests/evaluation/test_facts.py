@@ -14,6 +14,7 @@ from inplace_ttt import FastWeightState, InPlaceTTTConfig, InPlaceTTTError, conv
 from inplace_ttt.attention_window import attention_window
 from inplace_ttt.evaluation.facts import READINGS, Answer, _document, _Session, document_tokens, recall_of_facts
 from inplace_ttt.evaluation.protocol import Protocol
+from inplace_ttt.families import CACHE
 from inplace_ttt.tasks.facts import CHANGED, KINDS, MOST, NEVER_TOLD, PARAPHRASED, REVERSED, TWO_HOPS, VERBATIM, Question, invent
 
 TOKENIZER = byte_level()
@@ -69,7 +70,7 @@ def plainly(model: PreTrainedModel, before: Tensor | FastWeightState, question: 
             if isinstance(before, Tensor):
                 logits = model(torch.cat([before, prompt, ids])[None], use_cache=False).logits[0]
             else:
-                logits = model(torch.cat([prompt, ids])[None], past_key_values=before.fork().cache).logits[0]
+                logits = model(torch.cat([prompt, ids])[None], **{CACHE: before.fork().cache}).logits[0]
         steps = logits[-len(ids) - 1 : -1].float().log_softmax(-1)
         said += [option] * bool((steps.argmax(-1) == ids).all())
         scores.append(float(steps.gather(1, ids[:, None]).mean()))

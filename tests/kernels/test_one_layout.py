@@ -5,6 +5,7 @@ import torch
 from models import CHUNK, converted, gradients, random_ids, streamed
 from transformers import DynamicCache
 
+from inplace_ttt.families import CACHE
 from inplace_ttt.layout import ChunkLayout
 
 
@@ -41,7 +42,7 @@ def test_one_layout_for_all_chunks_of_a_stream(layers: tuple[int, ...], made: li
 def test_a_layout_made_in_inference_mode_serves_outside_of_it() -> None:
     model, ids = converted("llama"), random_ids(1, 3 * CHUNK)
     with torch.inference_mode():
-        expected = model(input_ids=ids, past_key_values=DynamicCache(config=model.config)).logits
+        expected = model(input_ids=ids, **{CACHE: DynamicCache(config=model.config)}).logits
     with torch.no_grad():
-        found = model(input_ids=ids, past_key_values=DynamicCache(config=model.config)).logits
+        found = model(input_ids=ids, **{CACHE: DynamicCache(config=model.config)}).logits
     assert torch.equal(expected, found)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from inplace_ttt import ttt_disabled
+from inplace_ttt.families import CACHE
 
 THREADS, SESSIONS = 5, 3
 
@@ -30,7 +31,7 @@ def _switching_often() -> Iterator[None]:
 def prefill(model: Any, seed: int) -> list[Tensor]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        return [model(part, past_key_values=cache).logits for part in random_ids(2, 3 * CHUNK + 3, seed=seed).split(CHUNK + 3, dim=1)]
+        return [model(part, **{CACHE: cache}).logits for part in random_ids(2, 3 * CHUNK + 3, seed=seed).split(CHUNK + 3, dim=1)]
 
 
 def decode(model: Any, seed: int) -> list[Tensor]:

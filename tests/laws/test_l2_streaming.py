@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from upstream import needs
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
+from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import fast_weights
 
 LENGTH = 5 * CHUNK + 3
@@ -95,7 +96,7 @@ def test_a_cache_knows_what_it_read() -> None:
     model, ids = converted("llama"), random_ids(2, LENGTH)
     state = FastWeightState(model)
     for piece in ids.split(SPLITS["before borders"], 1):
-        logits(model, piece, past_key_values=state.cache, use_cache=True)
+        logits(model, piece, **{CACHE: state.cache}, use_cache=True)
     assert state.chunks_written == 2 * (LENGTH // CHUNK)
     assert state.state_bytes == 2 * 2 * 32 * 48 * 4  # layers, sequences, d, h, float32
 
@@ -104,7 +105,7 @@ def test_a_chunk_is_written_with_its_last_token_and_never_before() -> None:
     model, ids = converted("llama"), random_ids(1, 3 * CHUNK)
     state = FastWeightState(model)
     for t in range(3 * CHUNK):
-        logits(model, ids[:, t : t + 1], past_key_values=state.cache, use_cache=True)
+        logits(model, ids[:, t : t + 1], **{CACHE: state.cache}, use_cache=True)
         assert state.chunks_written == (t + 1) // CHUNK
 
 
@@ -114,8 +115,8 @@ def test_generated_tokens_write_only_if_told_to() -> None:
     model = converted("llama", decode_updates=False)
     state = FastWeightState(model)
     prompt, rest = ids.split([2 * CHUNK + 1, LENGTH - 2 * CHUNK - 1], 1)
-    logits(model, prompt, past_key_values=state.cache, use_cache=True)
-    decoded = torch.cat([logits(model, t, past_key_values=state.cache, use_cache=True) for t in rest.split(1, 1)], 1)
+    logits(model, prompt, **{CACHE: state.cache}, use_cache=True)
+    decoded = torch.cat([logits(model, t, **{CACHE: state.cache}, use_cache=True) for t in rest.split(1, 1)], 1)
     assert state.chunks_written == 2 * 2
     with_updates = logits(converted("llama"), ids)[:, prompt.shape[1] :]
     first_new_chunk = 3 * CHUNK - prompt.shape[1]  # up to here no token has seen a chunk that only decoding would write
@@ -126,7 +127,7 @@ def test_generated_tokens_write_only_if_told_to() -> None:
 def test_bfloat16_models_keep_a_float32_state() -> None:
     model = converted("llama", torch.bfloat16)
     state = FastWeightState(model)
-    logits(model, random_ids(1, 2 * CHUNK), past_key_values=state.cache, use_cache=True)
+    logits(model, random_ids(1, 2 * CHUNK), **{CACHE: state.cache}, use_cache=True)
     assert all(layer.fast_weight.state.dtype == torch.float32 for layer in state.cache.layers if hasattr(layer, "fast_weight"))
 
 
@@ -144,28 +145,28 @@ def test_a_cache_goes_on_in_another_mode(prefill: Callable[[], Any], then: Calla
     model, ids = converted("llama"), random_ids(2, LENGTH)
     cache = DynamicCache(config=model.config)
     with prefill():
-        logits(model, ids[:, :20], past_key_values=cache, use_cache=True)
+        logits(model, ids[:, :20], **{CACHE: cache}, use_cache=True)
     with then():
-        found = logits(model, ids[:, 20:], past_key_values=cache, use_cache=True)
+        found = logits(model, ids[:, 20:], **{CACHE: cache}, use_cache=True)
     assert distance(found, logits(model, ids)[:, 20:]) < tolerance
 
 
 def test_gradients_need_no_cache_and_say_so() -> None:
     model, ids = converted("llama"), random_ids(1, LENGTH)
     cache = DynamicCache(config=model.config)
-    logits(model, ids[:, :9], past_key_values=cache, use_cache=True)
+    logits(model, ids[:, :9], **{CACHE: cache}, use_cache=True)
     with pytest.raises(InPlaceTTTError, match=r"use_cache=False or use torch\.no_grad"):
-        model(input_ids=ids[:, 9:], past_key_values=cache)
+        model(input_ids=ids[:, 9:], **{CACHE: cache})
     cache = DynamicCache(config=model.config)
-    assert distance(model(input_ids=ids, past_key_values=cache).logits.detach(), logits(model, ids)) < 5e-5
+    assert distance(model(input_ids=ids, **{CACHE: cache}).logits.detach(), logits(model, ids)) < 5e-5
     with pytest.raises(InPlaceTTTError, match=r"filled with gradients on.*torch.no_grad"):
-        logits(model, ids[:, :1], past_key_values=cache, use_cache=True)
+        logits(model, ids[:, :1], **{CACHE: cache}, use_cache=True)
 
 
 def test_a_cache_of_another_batch_is_refused() -> None:
     model = converted("llama")
     cache = DynamicCache(config=model.config)
-    logits(model, random_ids(2, 9), past_key_values=cache, use_cache=True)
+    logits(model, random_ids(2, 9), **{CACHE: cache}, use_cache=True)
     stream = cache.layers[0].fast_weight
     with pytest.raises(InPlaceTTTError, match=r"holds 2 sequences, the batch has 3; start a new cache"):
         stream.advance(torch.zeros(3, 1, 32), torch.zeros(3, 1, 48), torch.zeros(3, 1, 32), [(0, 1)] * 3, None)

@@ -13,7 +13,8 @@ from upstream import before
 from inplace_ttt import InPlaceTTTError, ttt_disabled
 
 # The families whose attention keeps packed documents apart (in transformers, by position_ids and nothing else).
-BLIND = ("falcon", "moshi") if before("5.19") else ("falcon",)  # the base itself does not look at positions
+# In older transformers a base may not look at positions itself.
+BLIND = {*(["moshi"] if before("5.19") else []), *(["falcon"] if before("5.24") else [])}
 PACKING = tuple(name for name in NAMES if name not in BLIND)
 ROWS: dict[str, list[list[int]]] = {
     "two documents": [[17, 20]],

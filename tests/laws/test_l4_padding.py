@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
+from inplace_ttt.families import CACHE
 
 LENGTHS = (4 * CHUNK + 2, 2 * CHUNK + 5, CHUNK, 3)
 WIDTH = LENGTHS[0]
@@ -52,11 +53,11 @@ def test_a_padded_batch_goes_on_as_its_rows_would(name: str, side: str) -> None:
     ids, mask = batch(side)
     more = random_ids(len(ROWS), sum(turns), seed=50)
     cache = DynamicCache(config=model.config)
-    found = [logits(model, ids, attention_mask=mask, position_ids=positions(mask), past_key_values=cache, use_cache=True)]
+    found = [logits(model, ids, attention_mask=mask, position_ids=positions(mask), **{CACHE: cache}, use_cache=True)]
     for turn in more.split(turns, 1):
         mask = torch.cat([mask, torch.ones_like(turn)], 1)
         where = positions(mask)[:, -turn.shape[1] :]
-        found.append(logits(model, turn, attention_mask=mask, position_ids=where, past_key_values=cache, use_cache=True))
+        found.append(logits(model, turn, attention_mask=mask, position_ids=where, **{CACHE: cache}, use_cache=True))
     continued = torch.cat(found[1:], 1)
     for r, row in enumerate(ROWS):
         whole = torch.cat([row, more[r : r + 1]], 1)
@@ -76,7 +77,7 @@ def test_a_left_padded_prefill_in_pieces(pieces: list[int]) -> None:
     for piece in ids.split(pieces, 1):
         done += piece.shape[1]
         where = positions(mask)[:, done - piece.shape[1] : done]
-        found.append(logits(model, piece, attention_mask=mask[:, :done], position_ids=where, past_key_values=cache, use_cache=True))
+        found.append(logits(model, piece, attention_mask=mask[:, :done], position_ids=where, **{CACHE: cache}, use_cache=True))
     for r, row in enumerate(ROWS):
         assert distance(torch.cat(found, 1)[r : r + 1, mask[r] == 1], logits(model, row)) < 5e-5
 

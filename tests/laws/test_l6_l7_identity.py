@@ -9,6 +9,7 @@ from families import build
 from models import CHUNK, LAYERS, NAMES, converted, distance, gradients, hooks_of, logits, random_ids, streamed
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, revert, ttt_disabled
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
 
@@ -57,7 +58,7 @@ def test_the_switch_goes_back() -> None:
     model, ids = converted("llama"), random_ids(1, LENGTH)
     on = logits(model, ids)
     with ttt_disabled(model):
-        cache = model(input_ids=ids).past_key_values
+        cache = model(input_ids=ids)[CACHE]
         with ttt_disabled(model):
             pass
         off = logits(model, ids)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.attention_masks import documents_seen
 
 LENGTH = 5 * CHUNK + 3
@@ -108,7 +109,7 @@ def test_a_mask_goes_on_with_the_cache() -> None:
             columns = stop if room == LENGTH else room
             piece = as_mask(wide[:, start:stop, :columns], "bool")
             at = (torch.arange(start, stop) - torch.tensor([[0], [pads]])).clamp(min=0)
-            found.append(logits(model, IDS[:, start:stop], attention_mask=piece, past_key_values=cache, position_ids=at, use_cache=True))
+            found.append(logits(model, IDS[:, start:stop], attention_mask=piece, **{CACHE: cache}, position_ids=at, use_cache=True))
         assert distance(torch.cat(found, 1)[1, pads:], expected[0]) < 5e-5
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTConfig, cli, convert, load
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ def test_l2_any_split_is_one_call(model: PreTrainedModel, text: str) -> None:
     for pieces in ([301], [1, 63, 64, 173], [190, *[1] * 6, 105]):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            split = torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split(pieces, 1)], 1)
+            split = torch.cat([model(piece, **{CACHE: cache}).logits for piece in ids.split(pieces, 1)], 1)
         assert (split - whole).abs().max() < 2e-3 * whole.abs().max(), pieces
         assert all(stream.written == [301 // CHUNK] for stream in streams(cache).values())
     off = logits(convert(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()), ids)

@@ -23,7 +23,7 @@ RESET = "DynamicCache.reset keeps the length"
 
 @torch.no_grad()
 def read(model: PreTrainedModel, cache: Any, ids: Tensor, **arguments: Any) -> Tensor:
-    return model(input_ids=ids, past_key_values=cache, **arguments).logits
+    return model(input_ids=ids, **{CACHE: cache}, **arguments).logits
 
 
 class Batch:
@@ -145,18 +145,18 @@ def test_crop_over_tokens_read_with_ttt_off_is_exact_or_refused(llama, removed):
 def test_a_cache_filled_in_inference_mode_goes_on_outside(llama, first):
     cache, ids = DynamicCache(config=llama.config), random_ids(1, 34)
     with torch.inference_mode():
-        llama(input_ids=ids[:, :first], past_key_values=cache)
+        llama(input_ids=ids[:, :first], **{CACHE: cache})
     scores = [read(llama, cache, ids[:, first:27])]
     cache.crop(-1)
     scores = [*scores[:-1], scores[-1][:, :-1], read(llama, cache, ids[:, 26:])]
     with torch.inference_mode():
         text = random_ids(1, 9, seed=2)
-        scores.append(llama(input_ids=text, past_key_values=cache).logits)
+        scores.append(llama(input_ids=text, **{CACHE: cache}).logits)
     assert distance(torch.cat(scores, dim=1), logits(llama, torch.cat([ids, text], dim=1))[:, first:]) < TOLERANCE
 
 
 def with_gradients(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
-    return model(input_ids=ids, past_key_values=cache).logits
+    return model(input_ids=ids, **{CACHE: cache}).logits
 
 
 def test_gradients_flow_through_a_fresh_cache(model):
@@ -164,7 +164,7 @@ def test_gradients_flow_through_a_fresh_cache(model):
     grads = []
     for cache in (None, DynamicCache(config=model.config)):
         model.zero_grad()
-        scores = model(input_ids=ids, past_key_values=cache, use_cache=cache is not None).logits
+        scores = model(input_ids=ids, **{CACHE: cache}, use_cache=cache is not None).logits
         scores.log_softmax(-1)[..., 0].sum().backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     model.zero_grad()

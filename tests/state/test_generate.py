@@ -14,6 +14,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from upstream import before, needs
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.layer.per_thread import this_thread
 from inplace_ttt.layer.stream import FastWeightStream
@@ -141,7 +142,7 @@ def test_a_kept_cache_over_several_turns(model):
     ids = random_ids(2, 12)
     for turn, (new, said) in enumerate([(9, 5), (1, 1), (6, 17), (3, 0)]):
         truth = greedy(model, ids, new)
-        run = generate(model, ids, new, past_key_values=cache)
+        run = generate(model, ids, new, **{CACHE: cache})
         assert_same(run, truth)
         ids = torch.cat([truth[0], random_ids(2, said, seed=turn)], dim=1)
     assert all(stream.tokens == [cache.get_seq_length()] * 2 for stream in streams(cache).values())

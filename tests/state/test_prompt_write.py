@@ -15,6 +15,7 @@ from inplace_ttt.config_tables import PromptWrite
 from inplace_ttt.evaluation.ruler.answers import answer
 from inplace_ttt.evaluation.ruler.prompt import Sample
 from inplace_ttt.evaluation.token_losses import token_losses
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.layer.prompt_stream import ridge_write
 from inplace_ttt.surgery import fast_weights
@@ -47,7 +48,7 @@ def by_hand(model: PreTrainedModel, prompt: Tensor, then: Tensor, write: PromptW
     for handle in handles:
         handle.remove()
     cache = DynamicCache(config=base.config)
-    base(prompt[:, :-1], past_key_values=cache)
+    base(prompt[:, :-1], **{CACHE: cache})
     for index, proj in projections.items():
         weight = base.model.layers[index].mlp.down_proj.weight
         w, z, x = weight.double(), seen[index, "z"], seen[index, "x"]
@@ -59,7 +60,7 @@ def by_hand(model: PreTrainedModel, prompt: Tensor, then: Tensor, write: PromptW
             new = new * (w.norm(dim=1) / new.norm(dim=1))[:, None]
         weight.copy_(new)
     rest = torch.cat([prompt[:, -1:], then], 1)
-    return torch.cat([base(token, past_key_values=cache).logits for token in rest.split(1, 1)], 1)
+    return torch.cat([base(token, **{CACHE: cache}).logits for token in rest.split(1, 1)], 1)
 
 
 @torch.no_grad()
@@ -67,7 +68,7 @@ def in_a_session(model: PreTrainedModel, prompt: Tensor, then: Tensor) -> Tensor
     state = FastWeightState(model)
     state.write_prompt(prompt)
     rest = torch.cat([prompt[:, -1:], then], 1)
-    return torch.cat([model(token, past_key_values=state.cache).logits for token in rest.split(1, 1)], 1)
+    return torch.cat([model(token, **{CACHE: state.cache}).logits for token in rest.split(1, 1)], 1)
 
 
 @pytest.mark.parametrize("length", [3, 20, 70])
@@ -111,7 +112,7 @@ def test_the_cap_and_what_needs_no_write() -> None:
 def pieces(model: PreTrainedModel, prompt: Tensor, sizes: list[int]) -> FastWeightState:
     state = FastWeightState(model)
     for piece in prompt[:, :-1].split(sizes, 1):
-        model(piece, past_key_values=state.cache)
+        model(piece, **{CACHE: state.cache})
         state.tokens = piece if state.tokens is None else torch.cat([state.tokens, piece], 1)
     state.write_prompt(prompt[:, -1:])
     return state
@@ -130,7 +131,7 @@ def test_what_is_kept_of_a_prompt_is_bounded() -> None:
     model, state = prompted(window=10), FastWeightState(prompted(window=10))
     state = FastWeightState(model)
     for piece in random_ids(2, 300).split([200, *[1] * 100], 1):
-        logits(model, piece, past_key_values=state.cache, use_cache=True)
+        logits(model, piece, **{CACHE: state.cache}, use_cache=True)
         assert all(end.held < 22 for stream in streams(state.cache).values() for end in stream.ends)
     state.tokens = random_ids(2, 300)
     state.write_prompt(random_ids(2, 1))
@@ -247,7 +248,7 @@ def test_beams_carry_what_was_written() -> None:
     state.cache.batch_repeat_interleave(3)
     state.cache.reorder_cache(torch.tensor([2, 0, 1]))
     with torch.no_grad():
-        three = model(prompt[:, -1:].expand(3, -1), past_key_values=state.cache).logits
+        three = model(prompt[:, -1:].expand(3, -1), **{CACHE: state.cache}).logits
     assert distance(three, in_a_session(model, prompt, prompt[:, :0]).expand(3, -1, -1)) < 1e-5
 
 

@@ -16,6 +16,7 @@ from upstream import needs
 from inplace_ttt import FastWeightState, InPlaceTTTError, session_file, ttt_disabled
 from inplace_ttt import state as state_module
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.ops import readout
 from inplace_ttt.surgery import fast_weights
@@ -28,7 +29,7 @@ TOLERANCE = 1e-5
 def read(state: FastWeightState, ids: Tensor) -> Tensor:
     """Logits of `ids`, read on top of the session."""
     state.tokens = ids if state.tokens is None else torch.cat([state.tokens, ids], dim=1)
-    return state.model(input_ids=ids, past_key_values=state.cache).logits
+    return state.model(input_ids=ids, **{CACHE: state.cache}).logits
 
 
 def session(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> FastWeightState:
@@ -86,8 +87,8 @@ def test_a_loaded_session_generates_like_the_unbroken_one(model, tmp_path):
     loaded = FastWeightState.load(tmp_path / "a", model)
     prompt = torch.cat([unbroken.tokens, random_ids(1, 4, seed=2)], dim=1)
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    text = model.generate(prompt, past_key_values=unbroken.cache, **options)
-    assert torch.equal(model.generate(prompt, past_key_values=loaded.cache, **options), text)
+    text = model.generate(prompt, **{CACHE: unbroken.cache}, **options)
+    assert torch.equal(model.generate(prompt, **{CACHE: loaded.cache}, **options), text)
     assert torch.equal(model.generate(prompt, use_cache=False, **options), text)
 
 

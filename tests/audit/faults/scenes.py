@@ -19,6 +19,7 @@ from inplace_ttt.checkpoint.adapter import save_adapter
 from inplace_ttt.checkpoint.official import read_official, write_official
 from inplace_ttt.checkpoint.reading import Checkpoint
 from inplace_ttt.checkpoint.writing import describe_base, initial_tensors, plan_conversion, write_full
+from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
 
@@ -115,11 +116,11 @@ def padded_stream(world: World, spoil: Spoil | None) -> Numbers:
     model = world.model(spoil=spoil)
     ids, mask = padded(left=True)
     cache = DynamicCache(config=model.config)
-    found = [real(logits(model, ids, attention_mask=mask, past_key_values=cache, use_cache=True), mask)]
+    found = [real(logits(model, ids, attention_mask=mask, **{CACHE: cache}, use_cache=True), mask)]
     for step in range(9):
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
         token = random_ids(len(ids), 1, seed=step)
-        found.append(logits(model, token, attention_mask=mask, past_key_values=cache, use_cache=True).flatten())
+        found.append(logits(model, token, attention_mask=mask, **{CACHE: cache}, use_cache=True).flatten())
     return {"logits": torch.cat(found)}
 
 
@@ -280,7 +281,7 @@ def real(values: Tensor, mask: Tensor) -> Tensor:
 
 def read_on(model: PreTrainedModel, cache: Any, ids: Tensor, sizes: Sequence[int]) -> Tensor:
     """Logits of ids read in pieces on top of what a cache holds."""
-    return torch.cat([logits(model, piece, past_key_values=cache, use_cache=True) for piece in ids.split(list(sizes), 1)], 1)
+    return torch.cat([logits(model, piece, **{CACHE: cache}, use_cache=True) for piece in ids.split(list(sizes), 1)], 1)
 
 
 SCENES: dict[str, Scene] = {
