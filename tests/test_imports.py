@@ -9,7 +9,7 @@ from pathlib import Path
 import inplace_ttt
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "triton", "wonderwords")
+OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "rank_bm25", "triton", "wonderwords")
 OF_OTHERS = ("inplace_ttt.serving.", "inplace_ttt.clients.")  # vLLM's, Axolotl's and Automodel's alone, which import them
 BESIDE = {"serving": {"vllm", "fastapi", "starlette", "uvloop"}, "clients": {"axolotl", "nemo_automodel", "pydantic"}}
 MODULES = sorted(

@@ -5,7 +5,8 @@ are put to copies of the session, so that no answer is read by the next question
 decoding from its prompt would begin with it, and *chosen* where it is likelier, a token, than every other that the document tells.
 
 The readings: on and off, behind the window if there is one; written, with the fast weights of on and nothing to attend to; foreign, with
-the next document's fast weights and window, which was told other facts; full, without writes and with all of the text to attend to.
+the next document's fast weights and window, which was told other facts. And what one would pick instead of a memory, without writes:
+retrieved, with the piece of the text that BM25 finds for the question in the window; full, with all of the text to attend to.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ from ..surgery import config_of, fast_weights, ttt_disabled
 from ..tasks.facts import CHANGED, KINDS, NEVER_TOLD, Encode, Facts, Question, apart, invent
 from .protocol import Protocol, progress_bar
 
-READINGS = ("on", "written", "foreign", "off", "full")
+READINGS = ("on", "written", "foreign", "off", "retrieved", "full")
 _ROWS = 32
 """Options that are read at once."""
 
@@ -71,6 +73,8 @@ def recall_of_facts(
     distances: tokens between that part and the questions. Where positions end, a reading forgets what it attends to and goes on from
     position 0; full is not read so far. Raises InPlaceTTTError for texts that are too short.
     """
+    if protocol.window is not None and find_spec("rank_bm25") is None:
+        raise InPlaceTTTError("what retrieval finds instead is read by the package rank-bm25; pip install 'inplace-ttt[eval]'.")
     distances = sorted(dict.fromkeys(distances))
     told = _invented(records, len(fillers), seed)
     beginning = _beginning(told, encode, config_of(model).chunk_size)
@@ -83,7 +87,7 @@ def recall_of_facts(
         )
     rows = torch.stack(documents)
     found: dict[tuple[str, int], list[Answer]] = {}
-    total = sum(len(facts.questions) for facts in told) * len(distances) * (len(READINGS) - (protocol.window is None))
+    total = sum(len(facts.questions) for facts in told) * len(distances) * (len(READINGS) - 2 * (protocol.window is None))
     with (
         progress_bar("facts", total, progress, unit="question") as bar,
         with_config(fast_weights(model).values(), prompt_write=None),  # in a text no prompt ends
@@ -176,8 +180,7 @@ class _Session:
     @torch.no_grad()
     def answers(self, row: int, questions: Sequence[Question], encode: Encode) -> list[Answer]:
         """In the order of the questions, each put to what the row has read."""
-        own = copy.deepcopy(self.cache)
-        own.batch_select_indices(torch.tensor([row], device=self.model.device))
+        alone = self._alone(row)
         prompts = [encode(apart(question.prompt)) for question in questions]
         order = sorted(range(len(questions)), key=lambda i: len(prompts[i]))
         found: dict[int, Answer] = {}
@@ -187,14 +190,26 @@ class _Session:
                 at_once = max(1, _ROWS // max(len(questions[i].options) for i in together))
                 for first in range(0, len(together), at_once):
                     group = together[first : first + at_once]
-                    given = self._answers(copy.deepcopy(own), [(questions[i], prompts[i]) for i in group], encode)
+                    given = alone._answers([(questions[i], prompts[i]) for i in group], encode)
                     found.update(zip(group, given, strict=True))
         return [found[i] for i in range(len(questions))]
 
-    def _answers(self, cache: Cache, asked: Sequence[tuple[Question, list[int]]], encode: Encode) -> Iterator[Answer]:
-        """To questions whose prompts are of one length."""
-        device = self.model.device
-        cache.batch_select_indices(torch.zeros(len(asked), dtype=torch.long, device=device))
+    def _alone(self, row: int) -> Self:
+        """The session of one row."""
+        alone = copy.copy(self)
+        alone.cache = copy.deepcopy(self.cache)
+        alone.cache.batch_select_indices(torch.tensor([row], device=self.model.device))
+        return alone
+
+    def _before(self, prompts: Sequence[list[int]]) -> Cache:
+        """What the one row has read before each prompt, as a batch of them."""
+        cache = copy.deepcopy(self.cache)
+        cache.batch_select_indices(torch.zeros(len(prompts), dtype=torch.long, device=self.model.device))
+        return cache
+
+    def _answers(self, asked: Sequence[tuple[Question, list[int]]], encode: Encode) -> Iterator[Answer]:
+        """Of the one row, to questions whose prompts are of one length."""
+        device, cache = self.model.device, self._before([prompt for _, prompt in asked])
         first = self._log_probabilities(torch.tensor([prompt for _, prompt in asked]), cache)[:, -1]
         asker = [number for number, (question, _) in enumerate(asked) for _ in question.options]
         options = [
@@ -234,10 +249,37 @@ class _Session:
         return window_cache(self.model, self.protocol.window, self.protocol.sinks)
 
 
+class _Retrieval(_Session):
+    """Documents that are kept as token ids; a question is put behind the piece of them that BM25 finds for it, half a window long."""
+
+    rows: Tensor
+    pieces: Tensor
+    index: Any
+
+    def read(self, rows: Tensor) -> bool:
+        self.rows = rows
+        return True
+
+    def _alone(self, row: int) -> Self:
+        from rank_bm25 import BM25Okapi
+
+        assert self.protocol.window is not None
+        alone, size = copy.copy(self), self.protocol.window // 2
+        alone.pieces = self.rows[row].unfold(0, size, max(1, size // 2))  # overlapping, so that each sentence stands whole in one
+        alone.index = BM25Okapi(alone.pieces.tolist())
+        return alone
+
+    def _before(self, prompts: Sequence[list[int]]) -> Cache:
+        best, cache = [int(self.index.get_scores(prompt).argmax()) for prompt in prompts], self._empty()
+        self.model(self.pieces[best].to(self.model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        return cache
+
+
 def _sessions(model: PreTrainedModel, protocol: Protocol) -> Iterator[_Session]:
-    for name in ("on", "off", "full"):
-        if name != "full" or protocol.window is not None:
-            yield _Session(name, model, protocol)
+    yield from (_Session(name, model, protocol) for name in ("on", "off"))
+    if protocol.window is not None:
+        yield _Retrieval("retrieved", model, protocol)
+        yield _Session("full", model, protocol)
 
 
 def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]) -> Answer:

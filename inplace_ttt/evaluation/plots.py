@@ -7,13 +7,22 @@ from typing import Any
 
 from ..errors import InPlaceTTTError
 
-_COLOURS = {"on": "#2a6fdb", "off": "#8a8f98", "base": "#444b55", "foreign": "#d9822b", "written": "#3a9d5d", "full": "#111111"}
+_COLOURS = {
+    "on": "#2a6fdb",
+    "off": "#8a8f98",
+    "base": "#444b55",
+    "foreign": "#d9822b",
+    "written": "#3a9d5d",
+    "retrieved": "#8e5bd0",
+    "full": "#111111",
+}
 _NAMES = {
     "on": "TTT on",
     "off": "TTT off",
     "base": "base",
     "foreign": "another document's state",
     "written": "what was written alone",
+    "retrieved": "what BM25 finds, TTT off",
     "full": "full attention, TTT off",
 }
 

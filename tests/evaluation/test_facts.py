@@ -6,13 +6,14 @@ import pytest
 import torch
 from families import build
 from models import CHUNK, LAYERS, random_ids, turn_writer_on
+from rank_bm25 import BM25Okapi
 from tiny import byte_level
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.facts import READINGS, Answer, _document, _Session, document_tokens, recall_of_facts
+from inplace_ttt.evaluation.facts import READINGS, Answer, _document, _Retrieval, _Session, document_tokens, recall_of_facts
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.families import CACHE
 from inplace_ttt.tasks.facts import CHANGED, KINDS, MOST, NEVER_TOLD, PARAPHRASED, REVERSED, TWO_HOPS, VERBATIM, Question, invent
@@ -105,10 +106,33 @@ def test_answers_are_those_of_one_call(window: int | None) -> None:
             assert found == expected, (reading, window)
 
 
+def test_retrieval_puts_the_best_piece_into_the_window() -> None:
+    model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
+    session = _Retrieval("retrieved", model, Protocol(160, 2, 0, 2))
+    session.read(rows)
+    facts = invent(RECORDS, "0 1")
+    found, told = session.answers(1, facts.questions, encode), 0
+    for question, answer in zip(facts.questions, found, strict=True):
+        pieces = [rows[1, start : start + 80] for start in range(0, rows.shape[1] - 79, 40)]
+        scores = BM25Okapi([piece.tolist() for piece in pieces]).get_scores(encode(f"\n\n{question.prompt}"))
+        best = pieces[max(range(len(pieces)), key=scores.__getitem__)]
+        with attention_window(model, 160, 2), ttt_disabled(model):
+            assert answer == plainly(model, best, question)
+        told += question.kind == VERBATIM and f"{question.prompt} {question.answer}" in TOKENIZER.decode(best)
+    assert told > RECORDS, "it finds what was told"
+
+
+def test_retrieval_asks_for_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fillers, _, _ = model_and_rows(distance=CHUNK)
+    monkeypatch.setattr("inplace_ttt.evaluation.facts.find_spec", lambda name: None)
+    with pytest.raises(InPlaceTTTError, match=r"rank-bm25; pip install 'inplace-ttt\[eval\]'"):
+        recall_of_facts(model, fillers, encode, RECORDS, [CHUNK], Protocol(24, 2, 0, 2))
+
+
 def test_a_table_of_all_readings() -> None:
     model, fillers, _, tokens = model_and_rows(distance=6 * CHUNK)
     found = recall_of_facts(model, fillers, encode, RECORDS, [6 * CHUNK, CHUNK], Protocol(24, 2, 0, 2))
-    assert found["readings"].keys() == set(READINGS) and found["told_tokens"] == tokens - 6 * CHUNK and found["documents"] == 2
+    assert tuple(found["readings"]) == READINGS and found["told_tokens"] == tokens - 6 * CHUNK and found["documents"] == 2
     for rows in found["readings"].values():
         assert [row["distance"] for row in rows] == [CHUNK, 6 * CHUNK]
         verbatim = rows[0]["kinds"][VERBATIM]
@@ -124,7 +148,7 @@ def test_where_positions_end_a_session_forgets_and_full_ends() -> None:
     model, fillers, _, tokens = model_and_rows(distance=6 * CHUNK)
     model.config.max_position_embeddings = tokens - 2 * CHUNK
     found = recall_of_facts(model, fillers, encode, RECORDS, [CHUNK, 6 * CHUNK], Protocol(24, 2, 0, 2))
-    assert [len(rows) for rows in found["readings"].values()] == [2, 2, 2, 2, 1]
+    assert {name: len(rows) for name, rows in found["readings"].items()} == {**dict.fromkeys(READINGS, 2), "full": 1}
 
 
 def test_texts_that_are_too_short_are_refused() -> None:
