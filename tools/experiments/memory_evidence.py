@@ -161,9 +161,9 @@ def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
         timed(run / f"{out}.seconds", "evaluate", str(run / "final"), *HELD_OUT, *where, *how)
 
 
-def digests() -> dict[str, str]:
+def digests(file: Path = RECIPE) -> dict[str, str]:
     """Of the texts, and of the recipe but for the folders, which are this tool's."""
-    recipe = yaml.safe_load(RECIPE.read_text())
+    recipe = yaml.safe_load(file.read_text())
     for section, key in (("model", "path"), ("data", "train")):
         del recipe[section][key]
     del recipe["output"]
