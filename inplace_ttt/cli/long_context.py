@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen(given: str | None, possible: Iterable[str], known: dict[str, _Named]) -> tuple[_Named, ...]:
+def chosen(given: str | None, possible: Iterable[str], known: Mapping[str, _Named]) -> tuple[_Named, ...]:
     """The tasks of --tasks, or without it the `possible` ones."""
     names = possible if given is None else dict.fromkeys(given.split(","))
     if unknown := [name for name in names if name not in known]:
@@ -118,7 +118,7 @@ def render(result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> st
 
 
 def _write_samples(args: argparse.Namespace, settings: Settings, material: Any) -> Result:
-    """A file a task and length; each line {index, input, outputs, answer_prefix, length, tokens_to_generate}."""
+    """A file a task and length; each line {index, input, outputs, answer_prefix, length, tokens_to_generate}, and options, if any."""
     prompter = Prompter(tokenizer_of(args.path, args.base), args.chat)
     total, written = settings.count * len(list(settings.cells())), 0
     with new_folder(args.write_samples) as folder, tqdm(total=total, unit="sample", file=sys.stderr, disable=None) as bar:
@@ -133,6 +133,7 @@ def _write_samples(args: argparse.Namespace, settings: Settings, material: Any) 
                         "length": len(sample.ids) + task.budget,
                         "tokens_to_generate": task.budget,
                     }
+                    line |= {"options": sample.draft.options} if sample.draft.options else {}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
                     written += 1
                     bar.update()
