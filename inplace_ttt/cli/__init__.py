@@ -31,6 +31,7 @@ VERBS = {
     "train": "continue a model's training by a recipe",
     "evaluate": "say whether writes help, and whether by what the document says",
     "ruler": "score long-context tasks of the RULER benchmark, TTT on, off and the base",
+    "babilong": "score questions about facts scattered in a long text, as BABILong has them, TTT on, off and the base",
     "export": "write a converted checkpoint in another form",
     "import-official": "read a checkpoint of the public reference code",
     "bench": "time the op against the plain linear and the public formulation",

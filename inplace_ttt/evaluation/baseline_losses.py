@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,11 @@ class BaselineLosses:
         self.folder = None if folder is None else Path(folder)
         if self.folder is not None:
             with _refusals(self.folder):
+                there = self.folder.exists()
                 self.folder.mkdir(parents=True, exist_ok=True)
+            if not there:  # it can be made, and is once there is something to keep: a command that is refused leaves nothing
+                with suppress(OSError):
+                    self.folder.rmdir()
         self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
@@ -88,6 +92,7 @@ def _held(file: Path, rows: Tensor) -> Tensor | None:
 def _keep(losses: Tensor, file: Path) -> None:
     partial = file.with_suffix(f".{os.getpid()}")
     with _refusals(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors({"losses": losses}, partial)
         partial.replace(file)
 

@@ -30,4 +30,4 @@ def wilson(hits: Sequence[bool]) -> dict[str, Any]:
     n, share, z = len(hits), sum(hits) / len(hits), 1.96
     middle, scale = share + z * z / (2 * n), 1 + z * z / n
     half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
-    return {"share": share, "low": (middle - half) / scale, "high": (middle + half) / scale}
+    return {"share": share, "low": max(0.0, (middle - half) / scale), "high": min(1.0, (middle + half) / scale)}  # beyond by rounding

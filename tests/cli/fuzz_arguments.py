@@ -32,6 +32,8 @@ COMMANDS = (
     f"evaluate ttt {_TEXTS} --tokens 20 --window 8 --facts 1 --distances 8,16",
     "ruler base --lengths 2000 --tasks vt --samples 1 --seed 1 --batch-size 1 --write-samples out",
     "ruler base --lengths 512 --tasks qa_1 --samples 1 --qa questions.jsonl --haystack text.txt --write-samples out",
+    "babilong base --lengths 1500 --tasks qa4,qa1 --samples 1 --seed 1 --batch-size 1 --text text.txt other.txt --write-samples out",
+    "babilong ttt --lengths 900 --tasks qa4 --samples 1 --text text.txt --base base --dtype float32",
     "export ttt out --format adapter",
     "export lora out --format full --base base",
     "import-official public out",

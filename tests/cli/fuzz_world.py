@@ -65,6 +65,7 @@ _GENERATE = f"generate ttt {_READ}"
 _OF_LORA = ("info lora", f"generate lora {_READ}", "export lora out --format full")
 _IMPORT = "import-official public out"
 _EVALUATE = "evaluate ttt --text text.txt other.txt --tokens 40 --batch-size 2"
+_BABILONG = "babilong base --lengths 900 --samples 1 --write-samples out --tasks qa4 --text text.txt"
 _RULER = "ruler base --lengths 512 --samples 1 --write-samples out"
 
 TARGETS = (
@@ -86,7 +87,7 @@ TARGETS = (
     Target("recipe.yaml", 80, ("plan recipe.yaml", "train recipe.yaml")),
     Target("ds.json", 25, ("plan recipe.yaml",)),
     Target("questions.jsonl", 30, (f"{_RULER} --tasks qa_1 --qa questions.jsonl",)),
-    Target("text.txt", 30, (_GENERATE, _EVALUATE, f"{_RULER} --tasks niah_single_2 --haystack text.txt")),
+    Target("text.txt", 30, (_GENERATE, _EVALUATE, f"{_RULER} --tasks niah_single_2 --haystack text.txt", _BABILONG)),
 )
 
 

@@ -29,6 +29,7 @@ OPTIONS = {
         "--passage --second-copy --seed --sinks --skip --text --tokens --window"
     ),
     "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
+    "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks --text --write-samples",
     "export": "--base --format --help --json --overwrite --push",
     "import-official": "--help --json --overwrite",
     "bench": (

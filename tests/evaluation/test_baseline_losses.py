@@ -84,3 +84,10 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(InPlaceTTTError, match=r"cannot write .*file: .*; name another folder"):
         BaselineLosses(tmp_path / "file")
+
+
+def test_a_folder_is_made_once_there_is_something_to_keep(tmp_path: Path) -> None:
+    BaselineLosses(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    read(converted("llama"), tmp_path / "new")
+    assert len(list((tmp_path / "new").iterdir())) == 1

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inplace_ttt import InPlaceTTTConfig, convert, load, ttt_disabled
+from inplace_ttt.evaluation.babilong.stories import KINDS
 
 MODEL = Path(__file__).parents[2] / ".cache" / "smollm2-135m"
 TASKS = {
@@ -115,6 +117,30 @@ def test_the_command_line_knows_nothing_of_us(place: Path, tmp_path: Path) -> No
     expected = numbers(evaluate(place, load(place / "ttt"), ("text",), tokenizer=words)["text"])
     texts = [json.loads(line)["text"] for line in (place / "rows.jsonl").read_text().splitlines()]
     assert found == pytest.approx(-sum(expected) / sum(len(text.encode()) for text in texts) / math.log(2), rel=1e-4)
+
+
+def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that it has, on stories of ours in the place of the ones it would download."""
+    import datasets
+    import lm_eval.tasks
+
+    stories = [KINDS["qa1"].story(Random(f"{i}"), 60) for i in range(5)]
+    rows = [{"input": " ".join(story.facts), "question": story.question, "target": story.answer} for story in stories]
+    asked: list[tuple[Any, ...]] = []
+
+    def stand_in(path: str, *, name: str, split: str) -> datasets.Dataset:
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", stand_in)
+    words, model = AutoTokenizer.from_pretrained(place / "ttt"), load(place / "ttt")
+    folder = Path(lm_eval.tasks.__file__).parent / "babilong"
+    on = evaluate(folder, model, ("babilong_qa1",), tokenizer=words, batch_size=2, max_length=4096)
+    with ttt_disabled(model):
+        off = evaluate(folder, model, ("babilong_qa1",), tokenizer=words, batch_size=2, max_length=4096)
+    base = evaluate(folder, AutoModelForCausalLM.from_pretrained(place / "base"), ("babilong_qa1",), tokenizer=words, max_length=4096)
+    assert {*asked} == {("RMT-team/babilong-1k-samples", "0k", "qa1")} and len(on["babilong_qa1"]) == 5
+    assert on != off == base
 
 
 @pytest.mark.real

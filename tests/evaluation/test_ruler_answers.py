@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from inplace_ttt import cli, load, ttt_disabled
-from inplace_ttt.evaluation.ruler import answers
-from inplace_ttt.evaluation.ruler.answers import answer
+from inplace_ttt.evaluation.long_context import answers
+from inplace_ttt.evaluation.long_context.answers import answer
+from inplace_ttt.evaluation.long_context.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.material import Material
-from inplace_ttt.evaluation.ruler.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.tasks import TASKS
 
 LENGTH = 1024

@@ -14,9 +14,9 @@ import tiny
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.evaluation.long_context.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.material import Material, read_questions
 from inplace_ttt.evaluation.ruler.niah import noise
-from inplace_ttt.evaluation.ruler.prompt import Prompter, Sample, samples
 from inplace_ttt.evaluation.ruler.scoring import average, mean_of, score
 from inplace_ttt.evaluation.ruler.tasks import TASKS
 

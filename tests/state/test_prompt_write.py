@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, revert, ttt_disabled
 from inplace_ttt.config_tables import PromptWrite
-from inplace_ttt.evaluation.ruler.answers import answer
-from inplace_ttt.evaluation.ruler.prompt import Sample
+from inplace_ttt.evaluation.long_context.answers import answer
+from inplace_ttt.evaluation.long_context.prompt import Sample
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+from ..long_context.prompt import Count, Draft, Puzzle
 from .material import NOISE, Material
-from .prompt import Count, Draft, Puzzle
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _MANY = (

@@ -6,8 +6,8 @@ from itertools import cycle
 from random import Random
 
 from ...errors import InPlaceTTTError
+from ..long_context.prompt import Count, Draft, Puzzle
 from .material import Material
-from .prompt import Count, Draft, Puzzle
 
 _TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from ..long_context.prompt import Task
 from . import qa, tracking, words
+from .material import Material
 from .niah import Needles
-from .prompt import Task
+from .scoring import score
+
+
+@dataclass(frozen=True)
+class RulerTask(Task):
+    """any_answer: one of the answers is enough (QA); haystack: needs the haystack file; questions: which file of questions it needs."""
+
+    any_answer: bool = False
+    haystack: bool = False
+    questions: int | None = None
+
+    def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
+        return score(prediction, answers, self.any_answer)
+
+    def made_of(self, material: Material) -> dict[str, str]:
+        digests = {}
+        if self.haystack or self.name == "cwe":  # whose words may come from it
+            digests["haystack"] = material.digest
+        if self.questions is not None:
+            digests["questions"] = material.questions[self.questions].digest
+        return digests
+
 
 _NEEDLES = {
     "niah_single_1": Needles("noise"),
@@ -22,12 +47,12 @@ _NEEDLES = {
 TASKS = {
     task.name: task
     for task in (
-        *(Task(name, 128, kind.puzzle, haystack=kind.haystack == "essay") for name, kind in _NEEDLES.items()),
-        Task("vt", 30, tracking.puzzle),
-        Task("cwe", 120, words.common),
-        Task("fwe", 50, words.frequent),
-        Task("qa_1", 32, partial(qa.puzzle, 0), any_answer=True, questions=0),
-        Task("qa_2", 32, partial(qa.puzzle, 1), any_answer=True, questions=1),
+        *(RulerTask(name, 128, kind.puzzle, haystack=kind.haystack == "essay") for name, kind in _NEEDLES.items()),
+        RulerTask("vt", 30, tracking.puzzle),
+        RulerTask("cwe", 120, words.common),
+        RulerTask("fwe", 50, words.frequent),
+        RulerTask("qa_1", 32, partial(qa.puzzle, 0), any_answer=True, questions=0),
+        RulerTask("qa_2", 32, partial(qa.puzzle, 1), any_answer=True, questions=1),
     )
 }
 """RULER's tasks by name, in its order: output budgets and parameters as in its synthetic.yaml."""

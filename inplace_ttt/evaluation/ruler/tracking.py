@@ -6,9 +6,9 @@ import string
 from itertools import pairwise
 from random import Random
 
+from ..long_context.prompt import Count, Draft, Puzzle
 from .material import Material
 from .niah import noise
-from .prompt import Count, Draft, Puzzle
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"

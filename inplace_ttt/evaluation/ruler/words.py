@@ -6,8 +6,8 @@ import math
 import string
 from random import Random
 
+from ..long_context.prompt import Count, Draft, Puzzle
 from .material import Material
-from .prompt import Count, Draft, Puzzle
 
 _COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from ...errors import InPlaceTTTError
-from .material import Material
 
 SHORTFALL = 0.02
 """How far a prompt and its answer may stay below the wanted length; they never exceed it."""
@@ -23,11 +23,15 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt, the beginning of the answer that the model is given, and what it is to go on with."""
+    """A prompt, the beginning of the answer that the model is given, and what it is to go on with.
+
+    options: where the answer is one of a few words, these words.
+    """
 
     prompt: str
     answer_prefix: str
     answers: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,20 @@ class Puzzle:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One of RULER's tasks. budget: tokens of an answer; any_answer: one of the answers is enough (QA)."""
+class Task(ABC):
+    """One task of a benchmark. budget: tokens of an answer; material: the texts that the benchmark is made of."""
 
     name: str
     budget: int
-    puzzle: Callable[[Random, Material, int, int, Count], Puzzle]  # random numbers, texts, length in tokens, number of the sample
-    any_answer: bool = False
-    haystack: bool = False  # needs the haystack file
-    questions: int | None = None  # which file of questions it needs
+    puzzle: Callable[[Random, Any, int, int, Count], Puzzle]  # random numbers, material, length in tokens, number of the sample
+
+    @abstractmethod
+    def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
+        """0 to 100, of an answer to a draft with these `answers` and `options`."""
+
+    @abstractmethod
+    def made_of(self, material: Any) -> dict[str, str]:
+        """Digests of the texts that its samples are made of, by what they are called in a result."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class Prompter:
         return self.tokenizer(text, add_special_tokens=not self.chat, verbose=False).input_ids
 
 
-def samples(task: Task, length: int, count: int, seed: int, material: Material, prompter: Prompter) -> Iterator[Sample]:
+def samples(task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter) -> Iterator[Sample]:
     """The first `count` samples of a task: the same for the same seed, texts and tokenizer, and the first of any larger count.
 
     Raises InPlaceTTTError when no prompt of the task ends within 2 % below `length` tokens, the answer's budget included.
@@ -100,7 +109,7 @@ def samples(task: Task, length: int, count: int, seed: int, material: Material, 
         yield Sample(task.name, length, index, draft, ids)
 
 
-def check(task: Task, length: int, count: int, seed: int, material: Material, prompter: Prompter) -> None:
+def check(task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter) -> None:
     """Raises InPlaceTTTError when the first sample cannot be made, or there are no `count` of them."""
     next(samples(task, length, 1, seed, material, prompter))
     task.puzzle(Random(0), material, length, count - 1, prompter.count)

@@ -1,4 +1,4 @@
-"""Answers of a model to the tasks, batched, each result {asked, scores, tokens, answers, predictions} kept in a file as it comes."""
+"""Answers of a model to the tasks, batched; each result {asked, scores, tokens, answers, options, predictions} is kept as it comes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from ...families import CACHE
 from ...files.results import Results
 from ...state import write_prompt
 from ...surgery import config_of, is_converted
-from .material import Material
 from .prompt import Prompter, Sample, Task, check, samples
-from .scoring import score
-from .tasks import TASKS
 
 _PREFILL = 1024
 """Tokens read at once, so that a long prompt fits on the device."""
@@ -28,15 +25,15 @@ _PREFILL = 1024
 class Settings:
     """What samples are made from and how they are put to a model."""
 
-    tasks: tuple[str, ...]
+    tasks: tuple[Task, ...]
     lengths: tuple[int, ...]
     count: int
     seed: int
     batch_size: int
 
     def cells(self) -> Iterator[tuple[Task, int]]:
-        for length, name in itertools.product(self.lengths, self.tasks):
-            yield TASKS[name], length
+        for length, task in itertools.product(self.lengths, self.tasks):
+            yield task, length
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,9 @@ class Variant:
     switch: Callable[[], AbstractContextManager[Any]]
 
 
-def asked(task: Task, length: int, settings: Settings, variant: Variant, material: Material, prompter: Prompter) -> dict[str, Any]:
+def asked(task: Task, length: int, settings: Settings, variant: Variant, material: Any, prompter: Prompter) -> dict[str, Any]:
     """What a result depends on, up to rounding."""
-    wanted = {
+    return {
         "task": task.name,
         "length": length,
         "samples": settings.count,
@@ -61,18 +58,14 @@ def asked(task: Task, length: int, settings: Settings, variant: Variant, materia
         "model": variant.fingerprint,
         "dtype": str(variant.model.dtype),
         "config": variant.config,
+        **task.made_of(material),
     }
-    if task.haystack or task.name == "cwe":  # whose words may come from it
-        wanted["haystack"] = material.digest
-    if task.questions is not None:
-        wanted["questions"] = material.questions[task.questions].digest
-    return wanted
 
 
 def run_cells(
     settings: Settings,
     variants: Sequence[Variant],
-    material: Material,
+    material: Any,
     prompter: Prompter,
     results: Results,
     progress: Callable[[str, int], None] = lambda what, samples: None,
@@ -94,11 +87,13 @@ def run_cells(
     for (task, length), group in itertools.groupby(missing, key=lambda question: question[:2]):
         cells = list(group)
         answers: list[tuple[str, ...]] = []
+        options: list[tuple[str, ...]] = []
         tokens: list[int] = []
         predictions: dict[str, list[str]] = {name: [] for _, _, _, name, _ in cells}
         made = samples(task, length, settings.count, settings.seed, material, prompter)
         while batch := list(itertools.islice(made, settings.batch_size)):
             answers += [sample.draft.answers for sample in batch]
+            options += [sample.draft.options for sample in batch]
             tokens += [len(sample.ids) for sample in batch]
             for _, _, variant, name, _ in cells:
                 progress(name, 0)
@@ -106,8 +101,10 @@ def run_cells(
                     predictions[name] += answer(variant.model, prompter.tokenizer, batch, task.budget)
                 progress(name, len(batch))
         for _, _, _, name, wanted in cells:
-            scores = [score(said, right, task.any_answer) for said, right in zip(predictions[name], answers, strict=True)]
-            results.put(name, {"asked": wanted, "scores": scores, "tokens": tokens, "answers": answers, "predictions": predictions[name]})
+            scores = [task.score(*given) for given in zip(predictions[name], answers, options, strict=True)]
+            result = {"asked": wanted, "scores": scores, "tokens": tokens, "answers": answers}
+            result |= {"options": options} if any(options) else {}
+            results.put(name, {**result, "predictions": predictions[name]})
 
 
 @torch.no_grad()
@@ -130,7 +127,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
         if writes
         else -(-width // -(-width // _PREFILL)),  # even: a last piece of one token would count as generated
     )
-    kept, model.generation_config = own, config  # what a checkpoint sets for chatting (penalties, temperatures) is no part of RULER
+    kept, model.generation_config = own, config  # what a checkpoint sets for chatting (penalties, temperatures) is no part of a benchmark
     try:
         cache = {CACHE: _written(model, ids, mask)} if writes else {}
         new = model.generate(ids, attention_mask=mask, **cache)[:, width:]

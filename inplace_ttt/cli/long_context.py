@@ -1,0 +1,169 @@
+"""What the verbs of long-context benchmarks share: their options, the run over TTT on, off and the base, samples in files."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..checkpoint.adapter import is_adapter
+from ..checkpoint.fingerprint import fingerprint_of
+from ..checkpoint.reading import Checkpoint
+from ..errors import InPlaceTTTError
+from ..evaluation.long_context.answers import Settings, Variant, run_cells
+from ..evaluation.long_context.prompt import Draft, Prompter, Task, samples
+from ..files.folders import new_folder
+from ..files.results import Results
+from ..surgery import config_of, ttt_disabled
+from . import Result
+from .arguments import dtype, numbers, path, seed, whole
+from .loading import load_converted, load_plain, refuse_not_finite, tokenizer_of
+from .messages import say_now, warn
+
+Table = Callable[[Settings, Sequence[str], Results], dict[str, Any]]
+_Named = TypeVar("_Named", bound=Task)
+
+
+def add_samples(parser: argparse.ArgumentParser, tasks: str, own: str) -> None:
+    """What is asked. tasks: the help of --tasks; own: the benchmark's own number of samples."""
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--lengths", type=numbers, required=True, metavar="L,…", help="tokens of prompt and answer, such as 4096,8192")
+    parser.add_argument("--tasks", metavar="T,…", help=tasks)
+    parser.add_argument("--samples", type=whole(1, 10**6), default=100, metavar="N", help=f"a task and length (default: 100; {own})")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Who is asked, how, and where the results go."""
+    parser.add_argument("--base", type=path, metavar="B", help="unconverted checkpoint to compare with; of an adapter, where its base is")
+    parser.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="prompts at once (default: 1)")
+    parser.add_argument("--seed", type=seed(), default=0, metavar="S", help="of the samples (default: 0)")
+    parser.add_argument("--chat", action="store_true", help="ask in the tokenizer's chat template")
+    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument("--out", type=path, metavar="DIR", help="keep each result as it comes; the same command goes on where it stopped")
+    parser.add_argument(
+        "--write-samples", type=path, metavar="DIR", help="write the samples as JSON lines instead; needs PATH's tokenizer alone"
+    )
+
+
+def chosen(given: str | None, possible: Iterable[str], known: Mapping[str, _Named]) -> tuple[_Named, ...]:
+    """The tasks of --tasks, or without it the `possible` ones."""
+    names = possible if given is None else dict.fromkeys(given.split(","))
+    if unknown := [name for name in names if name not in known]:
+        raise InPlaceTTTError(f"there is no task {unknown[0]!r}; --tasks takes {', '.join(known)}.")
+    return tuple(known[name] for name in names)
+
+
+def settings_of(args: argparse.Namespace, tasks: tuple[Task, ...]) -> Settings:
+    return Settings(tasks, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, args.batch_size)
+
+
+def compare(args: argparse.Namespace, settings: Settings, material: Any, table: Table) -> Result:
+    """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples the samples in files."""
+    if args.write_samples:
+        return _write_samples(args, settings, material)
+    model = load_converted(args.path, args.base if is_adapter(args.path) else None, args.dtype)
+    refuse_not_finite(model, args.path)
+    prompter = Prompter(tokenizer_of(args.path, args.base, model), args.chat)
+    notes = _notes(model, settings)
+    for note in notes:
+        warn(note)
+    base = None if is_adapter(args.path) else args.base
+    if base is not None:
+        if Checkpoint.open(base).section is not None:
+            raise InPlaceTTTError(f"{base} is a converted checkpoint; --base takes what it was converted from.")
+        _refuse_other_tokenizer(tokenizer_of(base), prompter, base)
+    say_now()
+    results, names = Results(args.out), ["on", "off"] if base is None else ["on", "off", "base"]
+    total = len(list(settings.cells())) * settings.count * len(names)
+    with tqdm(total=total, unit="sample", desc=args.verb, file=sys.stderr, disable=None) as bar:
+
+        def progress(what: str, done: int) -> None:
+            bar.set_postfix_str(what, refresh=True)
+            bar.update(done)
+
+        go = partial(run_cells, settings, material=material, prompter=prompter, results=results, progress=progress)
+        weights, config = fingerprint_of(model), config_of(model)
+        off = partial(ttt_disabled, model)
+        go([Variant("on", model, weights, config.to_dict(), nullcontext), Variant("off", model, weights, None, off)])
+        if base is not None:
+            del model, off  # the base takes its place
+            gc.collect()
+            go([_base(base, args.dtype)])
+    return {
+        "path": args.path,
+        "base": base,
+        "tasks": [task.name for task in settings.tasks],
+        "lengths": settings.lengths,
+        "samples": settings.count,
+        "seed": settings.seed,
+        "chat": args.chat,
+        "chunk_size": config.chunk_size,
+        "warnings": notes,
+        **table(settings, names, results),
+    }, 0
+
+
+def render(result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> str:
+    if "written" in result:
+        return f"wrote {result['written']:,} samples to {result['output']}"
+    return table(result)
+
+
+def _write_samples(args: argparse.Namespace, settings: Settings, material: Any) -> Result:
+    """A file a task and length; each line {index, input, outputs, answer_prefix, length, tokens_to_generate}, and options, if any."""
+    prompter = Prompter(tokenizer_of(args.path, args.base), args.chat)
+    total, written = settings.count * len(list(settings.cells())), 0
+    with new_folder(args.write_samples) as folder, tqdm(total=total, unit="sample", file=sys.stderr, disable=None) as bar:
+        for task, length in settings.cells():
+            with (folder / f"{task.name}-{length}.jsonl").open("w", encoding="utf-8") as file:
+                for sample in samples(task, length, settings.count, settings.seed, material, prompter):
+                    line = {
+                        "index": sample.index,
+                        "input": sample.draft.prompt,
+                        "answer_prefix": sample.draft.answer_prefix,
+                        "outputs": sample.draft.answers,
+                        "length": len(sample.ids) + task.budget,
+                        "tokens_to_generate": task.budget,
+                    }
+                    line |= {"options": sample.draft.options} if sample.draft.options else {}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    written += 1
+                    bar.update()
+    return {
+        "output": args.write_samples,
+        "written": written,
+        "tasks": [task.name for task in settings.tasks],
+        "lengths": settings.lengths,
+    }, 0
+
+
+def _refuse_other_tokenizer(other: Any, prompter: Prompter, base: str) -> None:
+    draft = Draft("One of the special magic numbers for well-known is: 1234567.\n1. word 2. word", " Answer:", ())
+    if Prompter(other, prompter.chat).ids(draft) != prompter.ids(draft):
+        raise InPlaceTTTError(f"{base} has another tokenizer than the converted checkpoint, so that their prompts would differ.")
+
+
+def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
+    """What a reader of the table must know. Raises InPlaceTTTError for lengths that the model cannot read at all."""
+    text, chunk_size = model.config.get_text_config(), config_of(model).chunk_size
+    context, notes = getattr(text, "max_position_embeddings", None), []
+    if context is not None and (beyond := [length for length in settings.lengths if length > context]):
+        if getattr(text, "rope_parameters", None) is None:
+            raise InPlaceTTTError(f"{beyond[0]} tokens exceed the {context} positions that this model has; lower --lengths.")
+        notes.append(f"{beyond} tokens exceed the {context} positions that the model's config names; nothing is cut off.")
+    if idle := [length for length in settings.lengths if length <= chunk_size]:
+        notes.append(f"at {idle} tokens no chunk of {chunk_size} is read after it was written, so that on and off are the same.")
+    return notes
+
+
+def _base(path: str, dtype: str) -> Variant:
+    model = load_plain(path, dtype)
+    return Variant("base", model, fingerprint_of(model), None, nullcontext)

@@ -1,0 +1,58 @@
+"""Sentences of a long text to scatter facts among."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import count
+
+from ...errors import InPlaceTTTError
+from ...files.text import files_in, read_text
+from .world import PEOPLE, ROOMS, THINGS
+
+_SENTENCE = re.compile(r"""(?<=[.!?]) |(?<=[.!?]["'”’)]) """)
+_NAMES = {name.lower() for name in (*PEOPLE, *ROOMS, *THINGS)}
+_LONGEST = 200
+"""Words of a sentence. A longer one is a table or a text without full stops, and would keep facts together."""
+
+
+class Filler:
+    """The sentences of UTF-8 text files, read as one text: those of up to 200 words that name one of the world's words at the most.
+
+    One with two of its people, rooms and things might answer a question. Raises InPlaceTTTError where nothing is left.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        files = files_in(paths)
+        text = " ".join(" ".join(read_text(file).split()) for file in files)
+        self.sentences = [sentence for sentence in _SENTENCE.split(text) if sentence and _fits(sentence)]
+        if not self.sentences:
+            raise InPlaceTTTError(
+                f"{', '.join(map(str, files[:3]))} holds no sentences of up to {_LONGEST} words to hide facts among; give a long text."
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return [sentence.count(" ") + 1 for sentence in self.sentences]
+
+    def sentences_from(self, start: float, words: int) -> list[str]:
+        """So many words from `start` (0 to 1) on, which begin again where the text ends; the last sentence may be cut off."""
+        taken: list[str] = []
+        for place in count(int(start * len(self.sentences))):
+            if words <= 0:
+                break
+            number = place % len(self.sentences)
+            sentence, length = self.sentences[number], self._lengths[number]
+            taken.append(sentence if length <= words else " ".join(sentence.split(" ")[:words]))
+            words -= length
+        return taken
+
+
+def _fits(sentence: str) -> bool:
+    return sentence.count(" ") < _LONGEST and len(_NAMES.intersection(re.findall(r"\w+", sentence.lower()))) < 2

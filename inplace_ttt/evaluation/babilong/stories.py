@@ -1,0 +1,116 @@
+"""Stories with a question, as bAbI's first five tasks have them: facts in order, and the one word that answers by what they tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from .world import OPPOSITE, PEOPLE, ROOMS, THINGS, live
+
+_Asked = list[tuple[str, str]]
+"""Questions with their answers."""
+
+_OF_A_GIFT = (
+    ("Who gave the {1} to {2}?", 0),
+    ("Who gave the {1}?", 0),
+    ("What did {0} give to {2}?", 1),
+    ("Who did {0} give the {1} to?", 2),
+    ("Who received the {1}?", 2),
+)
+"""What may be asked of (giver, thing, receiver), and which of them is the answer."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """options: the words of the answer's kind that the facts tell and the question does not; the answer among them."""
+
+    facts: tuple[str, ...]
+    question: str
+    answer: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of bAbI's tasks. hint: what a reader must know of it; facts: of a story; example: of a solved example."""
+
+    hint: str
+    facts: int
+    example: int
+    tell: Callable[[Random, int], tuple[Sequence[str], _Asked]]
+
+    def story(self, random: Random, facts: int) -> Story:
+        """A story of so many facts, and of what can be asked of it one question that has a single answer among two or more options."""
+        while True:
+            told, asked = self.tell(random, facts)
+            known = set(_words(" ".join(told)))
+            stories = [Story(tuple(told), question, answer, _options(known, question, answer)) for question, answer in asked]
+            if possible := [story for story in stories if len(story.options) > 1]:
+                return random.choice(possible)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _options(told: set[str], question: str, answer: str) -> tuple[str, ...]:
+    kind = next(kind for kind in (PEOPLE, ROOMS, THINGS) if answer in kind)
+    return tuple(word for word in kind if word in told and word not in _words(question))
+
+
+def _where_is_somebody(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
+    world = live(random, ["move"], facts)
+    return world.told, [(f"Where is {person}?", room) for person, room in world.places.items()]
+
+
+def _where_is_a_thing(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
+    world = live(random, ["move", "take", "drop"], facts)
+    return world.told, [(f"Where is the {thing}?", trail[-1]) for thing, trail in world.trails.items()]
+
+
+def _where_was_a_thing(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
+    """Before a room that it came to once."""
+    world = live(random, ["move", "take", "drop"], facts)
+    asked = [
+        (f"Where was the {thing} before the {room}?", before)
+        for thing, trail in world.trails.items()
+        for before, room in pairwise(trail)
+        if trail.count(room) == 1
+    ]
+    return world.told, asked
+
+
+def _what_lies_where(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
+    """Rooms on different sides of one in the middle, which each question names: so no answer hangs on what lies beyond a room."""
+    middle, *around = random.sample(ROOMS, facts + 1)
+    told: list[str] = []
+    asked: _Asked = []
+    for room, side in zip(around, random.sample(list(OPPOSITE), facts), strict=True):
+        ways = f"The {room} is {side} of the {middle}.", f"The {middle} is {OPPOSITE[side]} of the {room}."
+        told.append(random.choice(ways))
+        asked += [(f"What is {side} of the {middle}?", room), (f"What is the {middle} {OPPOSITE[side]} of?", room)]
+    return told, asked
+
+
+def _who_gave_what(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
+    """What has one answer, whichever of the gifts is meant."""
+    world = live(random, ["move", "take", "drop", "give"], facts)
+    answers: dict[str, set[str]] = {}
+    for gift in world.gifts:
+        for question, place in _OF_A_GIFT:
+            answers.setdefault(question.format(*gift), set()).add(gift[place])
+    return world.told, [(question, right.pop()) for question, right in answers.items() if len(right) == 1]
+
+
+_CARRIED = "People walk between rooms. A thing that somebody took goes where they go, and stays where they put it down."
+KINDS = {
+    "qa1": Kind("People walk between rooms, and everybody is where they went last.", 10, 4, _where_is_somebody),
+    "qa2": Kind(_CARRIED, 12, 5, _where_is_a_thing),
+    "qa3": Kind(_CARRIED, 16, 7, _where_was_a_thing),
+    "qa4": Kind("Rooms lie north, south, east or west of each other.", 2, 2, _what_lies_where),
+    "qa5": Kind("People walk between rooms, take things and give them to each other.", 12, 7, _who_gave_what),
+}
+"""bAbI's tasks by name: one, two and three supporting facts, two and three arguments of a relation."""

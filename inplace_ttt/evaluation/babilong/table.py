@@ -1,0 +1,55 @@
+"""BABILong's table: the share of right answers with its Wilson interval, by task and length, beside what a guess would give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from ...files.results import Results
+from ...reports.statistics import Mean, wilson
+from ..long_context import table as tables
+from ..long_context.answers import Settings
+
+
+def table(settings: Settings, names: Sequence[str], results: Results) -> dict[str, Any]:
+    """{rows: task by task, averages: length by length, of all tasks' samples alike}.
+
+    A variant's column is {share, low, high, n}; `chance`: of drawing the answer from the words that could be it; `difference`: on - off,
+    paired by sample, {mean, stderr, n}.
+    """
+    rows: list[dict[str, Any]] = []
+    pools: dict[int, list[dict[str, dict[str, Any]]]] = {length: [] for length in settings.lengths}
+    for task, length, kept in tables.cells(settings, names, results):
+        rows.append({"task": task.name, "length": length, "tokens": kept["on"]["tokens"], **_columns([kept], names)})
+        pools[length].append(kept)
+    averages = [{"length": length, **_columns(pool, names)} for length, pool in pools.items()]
+    return {"rows": rows, "averages": averages}
+
+
+def _columns(cells: Sequence[dict[str, dict[str, Any]]], names: Sequence[str]) -> dict[str, Any]:
+    """Of all the samples of some cells."""
+    columns: dict[str, Any] = {"chance": mean(1 / len(options) for kept in cells for options in kept["on"]["options"])}
+    for name in names:
+        hits = [score > 0 for kept in cells for score in kept[name]["scores"]]
+        columns[name] = {**wilson(hits), "n": len(hits)}
+    columns["difference"] = vars(Mean.of(difference / 100 for kept in cells for difference in tables.differences(kept)))
+    return columns
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table in plain text, in per cent."""
+    legend = (
+        f"right answers in %, with Wilson's 95 % intervals, of {result['samples']} samples a task, seed {result['seed']}; "
+        "on - off with its standard error"
+    )
+    return tables.render(result, _cell, ("chance",), legend)
+
+
+def _cell(value: Any, column: str) -> str:
+    if column == "chance":
+        return f"{100 * value:.0f}"
+    if column == "difference":
+        error = "" if value["stderr"] is None else f" ± {100 * value['stderr']:.1f}"
+        return f"{100 * value['mean']:+.1f}{error}"
+    return f"{100 * value['share']:.0f} ({100 * value['low']:.0f} to {100 * value['high']:.0f})"

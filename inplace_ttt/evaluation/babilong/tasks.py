@@ -1,0 +1,65 @@
+"""BABILong's tasks qa1 to qa5: the facts of a story scattered in order among the sentences of a text, then the question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from ..long_context.prompt import Count, Draft, Puzzle, Task
+from .filler import Filler
+from .stories import KINDS, Kind
+
+_TEMPLATE = (
+    "{hint} Facts of this kind are told in a text, one sentence each, in the order in which they became true, between sentences that have "
+    "nothing to do with them. Answer the question after the text with one word.\n\n{examples}{text}"
+)
+_TEXT = "Text: {context}\nQuestion: {question}"
+_PREFIX = "\nAnswer:"
+_EXAMPLES = 2
+_BUDGET = 20
+_SENTENCE_END = re.compile(r"[.!?\n]")
+
+
+@dataclass(frozen=True)
+class BabiTask(Task):
+    """Right is an answer whose first sentence has the answer's word and none of the other options'."""
+
+    def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
+        first = _SENTENCE_END.split(prediction.strip().lower(), maxsplit=1)[0]
+        said = {option for option in options if option.lower() in re.findall(r"\w+", first)}
+        return 100.0 * (said == {*answers})
+
+    def made_of(self, material: Filler) -> dict[str, str]:
+        return {"text": material.digest}
+
+
+def puzzle(kind: Kind, random: Random, material: Filler, length: int, index: int, count: Count) -> Puzzle:
+    """A story after two solved ones without other text. Sizes: words of the text, from a place of its own on."""
+    solved = [kind.story(random, kind.example) for _ in range(_EXAMPLES)]
+    story = kind.story(random, kind.facts)
+    shown = [f"{_TEXT.format(context=' '.join(e.facts), question=e.question)}{_PREFIX} {e.answer}\n\n" for e in solved]
+    start, depths = random.random(), sorted(random.random() for _ in story.facts)
+
+    def draft(size: int) -> Draft:
+        context = " ".join(_scattered(story.facts, depths, material.sentences_from(start, size)))
+        text = _TEXT.format(context=context, question=story.question)
+        return Draft(_TEMPLATE.format(hint=kind.hint, examples="".join(shown), text=text), _PREFIX, (story.answer,), story.options)
+
+    return Puzzle(0, 10 * length, draft)
+
+
+def _scattered(facts: Sequence[str], depths: Sequence[float], sentences: Sequence[str]) -> list[str]:
+    """Each fact before the sentence at its depth (0 to 1, in order), so that none follows the last one, which may be cut off."""
+    pieces, last = [], 0
+    for fact, depth in zip(facts, depths, strict=True):
+        place = int(depth * len(sentences))
+        pieces += [*sentences[last:place], fact]
+        last = place
+    return [*pieces, *sentences[last:]]
+
+
+TASKS = {name: BabiTask(name, _BUDGET, partial(puzzle, kind)) for name, kind in KINDS.items()}
+"""The tasks by name."""
