@@ -37,7 +37,7 @@ _GOES_ON_AS_ONE = {
 class FastWeightState:
     """A session with one converted model: its fast weights and, unless left out, its KV cache.
 
-    cache: the transformers cache; it may also be passed to the model by hand, as `past_key_values`.
+    cache: the transformers cache; it may also be passed to the model by hand, as `cache` (`past_key_values` before transformers 5.24).
     tokens: the session's token ids [B, n], no padding; `model.generate` wants all of them.
     """
 
