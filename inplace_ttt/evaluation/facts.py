@@ -270,8 +270,10 @@ class _Retrieval(_Session):
         return alone
 
     def _before(self, prompts: Sequence[list[int]]) -> Cache:
-        best, cache = [int(self.index.get_scores(prompt).argmax()) for prompt in prompts], self._empty()
-        self.model(self.pieces[best].to(self.model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        cache, best = self._empty(), torch.tensor([int(self.index.get_scores(prompt).argmax()) for prompt in prompts])
+        pieces, own = best.unique(return_inverse=True)
+        self.model(self.pieces[pieces].to(self.model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        cache.batch_select_indices(own.to(self.model.device))
         return cache
 
 

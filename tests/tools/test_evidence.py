@@ -2,6 +2,8 @@
 
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import facts_evidence
 import memory_evidence
@@ -18,7 +20,7 @@ def test_recipes_load(file: Path) -> None:
 
 
 @pytest.mark.parametrize("tool", [facts_evidence, memory_evidence])
-def test_tables_come_from_what_is_kept(tool: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_tables_come_from_what_is_kept(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     """The kept results are refused where texts or a recipe are no longer those that they were made with."""
     name = tool.__name__.removesuffix("_evidence")
     kept = tmp_path / f"{name}.json"

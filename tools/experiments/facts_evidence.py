@@ -3,7 +3,7 @@
 python tools/experiments/facts_evidence.py [--seeds 0 1 2] [--far] [--out docs/results/cpu-2026-11/facts]
 
 SmolLM2-135M with compact keys learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from statements
-of other relations than those that `inplace-ttt evaluate --facts` asks for. Six held-out texts tell six records each; the questions come
+of other relations than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts tell four records each; the questions come
 1,024 and 4,096 tokens later and, with --far, in two texts 16,384 and 65,536 tokens later, for the first seed. What is in OUT.json is done,
 and so is every step kept under runs/facts; the next call goes on where the last one stopped.
 """
@@ -29,8 +29,8 @@ WORK = ROOT / "runs" / "facts"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-facts-cpu.yaml"
 TRAIN = evidence.WORK / "text" / "train"
 CONVERT = ("--preset", "compact", "--set", "damping=0.1", "--layers", LAYERS, "--calibrate", str(TRAIN))
-RECORDS, TOKENS = 6, 2048
-NEAR, FAR = (6, (1024, 4096)), (2, (16384, 65536))
+RECORDS, TOKENS = 4, 2048
+NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 """Documents, and distances between facts and questions."""
 
 
