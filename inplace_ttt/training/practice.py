@@ -16,13 +16,18 @@ from ..tasks.facts import Encode
 from .data_settings import Data
 from .repeated_passages import repeat_passage
 from .streams import Row, RowStream
-from .told_facts import tell_facts
+from .told_facts import require_room, tell_facts
 
 
 def with_practice(rows: Any, data: Data, encode: Encode) -> Any:
-    """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens and the data's seed."""
+    """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens and the data's seed.
+
+    Raises InPlaceTTTError where no row has room for the facts.
+    """
     if data.repeat is None and data.facts is None:
         return rows
+    if data.facts is not None:
+        require_room(data.facts, data.sequence_length, encode)
     if isinstance(rows, RowStream):
         return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode))
     return rows.with_transform(lambda batch: _transposed([practise(row, data, encode) for row in _rows(batch)]))

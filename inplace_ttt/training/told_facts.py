@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..errors import InPlaceTTTError
 from ..tasks.facts import Encode, apart
 from ..tasks.statements import Statement, statements
 from .data_settings import Facts
@@ -25,6 +26,16 @@ def tell_facts(row: Row, document: slice, settings: Facts, generator: random.Ran
     ]
     labels = [token if chosen else IGNORED for token, chosen in zip(ids, learnt, strict=True)]
     return {**row, "input_ids": ids, "labels": labels}
+
+
+def require_room(settings: Facts, length: int, encode: Encode) -> None:
+    """Raise InPlaceTTTError where rows of `length` tokens are too short for the statements."""
+    needed = settings.gap + 2 * sum(len(_Told.of(statement, encode).ids) for statement in statements(settings.number, random.Random(0)))
+    if needed > length:
+        raise InPlaceTTTError(
+            f"data.facts: {settings.number} statements, told twice, and a gap of {settings.gap} take about {needed:,} tokens, and rows "
+            f"have {length:,}; lower number or gap, or raise data.sequence_length."
+        )
 
 
 def _with_facts(text: Sequence[int], settings: Facts, generator: random.Random, encode: Encode) -> list[tuple[int, bool]] | None:

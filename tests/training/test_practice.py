@@ -90,6 +90,14 @@ def test_facts_are_told_and_said_again_inside_the_longest_document(others: float
             assert all(before["labels"][i] != -100 for i in learnt)
 
 
+def test_rows_without_room_for_facts_are_refused() -> None:
+    data = Data(train=["a"], facts=Facts(1.0, 16, 256), sequence_length=512)
+    with pytest.raises(
+        InPlaceTTTError, match=r"data.facts: 16 statements, told twice, and a gap of 256 take about [\d,]+ tokens, and rows have 512"
+    ):
+        with_practice([], data, encode)
+
+
 def test_shares_of_both_kinds() -> None:
     rows = [row([700], seed, first=1000) for seed in range(200)]
     both = {"facts": Facts(0.25, 3, 40), "repeat": Repeat(0.5, 10, 15)}
