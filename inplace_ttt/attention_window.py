@@ -1,9 +1,10 @@
-"""Sliding-window attention with sink tokens, for any model that attends to everything.
+"""Sliding-window attention with sink tokens, for any model.
 
 A model that was trained with full attention rests much of it on a document's first tokens; a plain window takes these
 away, and what then repairs the damage looks like memory. So each token sees the last `size` tokens, itself among them,
-and its document's first `sinks`. Positions stay those of the whole text. Without a cache the work grows with the window,
-not with the length; with `window_cache` the memory does too.
+and its document's first `sinks`. Layers that have a window of their own keep it, or take `size` where that is less, and see no sinks:
+they never did. Positions stay those of the whole text. Without a cache the work grows with the window, not with the length; with
+`window_cache` the memory does too.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
         raise InPlaceTTTError(
             f"an attention window of {size} with {sinks} sink tokens does not exist; sinks go from 0 to below the window."
         )
-    if "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        raise InPlaceTTTError(f"{type(model).__name__} has sliding windows of its own; leave the attention window out.")
+    if unknown := set(_kinds(model)) - {"full_attention", "sliding_attention"}:
+        raise InPlaceTTTError(f"{type(model).__name__} has layers of {min(unknown)}, which take no attention window; leave it out.")
     name = f"window_{size}_{sinks}"
     AttentionInterface.register(name, _Window(size, sinks))
     AttentionMaskInterface.register(name, _no_mask)
@@ -61,8 +62,17 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
 
 
 def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache:
-    """A cache for `attention_window`: each layer keeps the first `sinks` and the last `size` - 1 tokens."""
-    return Cache(layers=[WindowLayer(size, sinks) for _ in range(model.config.get_text_config().num_hidden_layers)])
+    """A cache for `attention_window`: a layer keeps the first `sinks` and the last `size` - 1 tokens; of its own window the last alone."""
+    own = getattr(model.config.get_text_config(), "sliding_window", None)
+    reach = {"full_attention": (size, sinks), "sliding_attention": (min(size, own or size), 0)}
+    return Cache(layers=[WindowLayer(*reach[kind]) for kind in _kinds(model)])
+
+
+def _kinds(model: PreTrainedModel) -> list[str]:
+    """Of each layer's attention, as transformers names them."""
+    text = model.config.get_text_config()
+    every = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    return getattr(text, "layer_types", None) or [every] * text.num_hidden_layers
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
@@ -102,6 +112,8 @@ class _Window:
 
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks
+        self._narrower: dict[int, _Window] = {}
+        """By the window that a layer has of its own."""
         self._asked: tuple[Tensor, int, bool] | None = None  # the positions that were last asked about, their version, the answer
 
     def __call__(
@@ -118,7 +130,10 @@ class _Window:
         if attention_mask is not None or ulysses_group() is not None:
             what = "a mask of its own" if attention_mask is not None else "ranks that share rows"
             raise InPlaceTTTError(f"the attention window does not go with {what}; leave either out.")
-        if unknown := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
+        if (own := kwargs.pop("sliding_window", None)) is not None:
+            narrower = self._narrower.setdefault(own, _Window(min(self.size, own), 0))
+            return narrower(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        if unknown := [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]:
             raise InPlaceTTTError(
                 f"the attention window does not know {unknown[0]}, which {type(module).__name__} has; leave the window out."
             )

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from families import build
+from families import WINDOW, build
 from models import distance, logits, random_ids
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,6 +32,41 @@ def test_it_is_the_mask(name: str, length: int) -> None:
         assert distance(logits(model, ids), expected) < 1e-5
     assert torch.equal(logits(model, ids), full), "the window is gone"
     assert length <= SIZE + SINKS or distance(full, expected) > 1e-3, "the window must show for this test to mean anything"
+
+
+def masked_by_kind(model: PreTrainedModel, ids: Tensor, size: int) -> Tensor:
+    """The same where layers have windows of `families.WINDOW`, whose layers see no sinks."""
+    index = torch.arange(ids.shape[1])
+    back = index[:, None] - index
+    slides = (back >= 0) & (back < min(size, WINDOW))
+    full = (back >= 0) & ((back < size) | (index < SINKS))
+    masks = {"full_attention": full[None, None], "sliding_attention": slides[None, None]}
+    return logits(model, ids, attention_mask=masks, position_ids=index[None])
+
+
+@pytest.mark.parametrize("size", [WINDOW - 2, WINDOW, WINDOW + 4])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+def test_layers_with_a_window_keep_the_smaller_and_see_no_sinks(name: str, size: int) -> None:
+    """At once and through a cache, which keeps no more than each layer needs."""
+    model, ids = build(name), random_ids(2, 45)
+    assert {"sliding_attention", "full_attention"} <= set(model.config.layer_types) and model.config.sliding_window == WINDOW
+    expected = masked_by_kind(model, ids, size)
+    with attention_window(model, size, SINKS), torch.no_grad():
+        assert distance(logits(model, ids), expected) < 1e-5
+        cache = window_cache(model, size, SINKS)
+        found = torch.cat([model(input_ids=part, **{CACHE: cache}).logits for part in ids.split([20, 1, 1, 23], 1)], 1)
+    assert distance(found, expected) < 1e-5
+    kept = {"full_attention": SINKS + size - 1, "sliding_attention": min(size, WINDOW) - 1}
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [kept[kind] for kind in model.config.layer_types]
+
+
+def test_where_every_layer_has_a_window() -> None:
+    model, ids = build("mistral"), random_ids(2, 45)
+    expected = masked(model, ids, WINDOW - 2, sinks=0)
+    with attention_window(model, WINDOW - 2, SINKS), torch.no_grad():
+        assert distance(logits(model, ids), expected) < 1e-5
+        cache = window_cache(model, WINDOW - 2, SINKS)
+        assert distance(torch.cat([model(input_ids=part, **{CACHE: cache}).logits for part in ids.split(9, 1)], 1), expected) < 1e-5
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4])
@@ -109,5 +144,6 @@ def test_what_it_does_not_go_with() -> None:
     mask[0, :3] = 0
     with pytest.raises(InPlaceTTTError, match="padding"), attention_window(model, SIZE, SINKS):
         logits(model, ids, attention_mask=mask)
-    with pytest.raises(InPlaceTTTError, match="of its own"), attention_window(build("gemma3"), SIZE, SINKS):
+    model.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    with pytest.raises(InPlaceTTTError, match="layers of chunked_attention"), attention_window(model, SIZE, SINKS):
         pass
