@@ -47,6 +47,19 @@ def shifted(labels: Tensor) -> Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+def where_learnt(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch whose n logits a row stand only where some row [B, T] has a target: the arguments of a causal language model.
+
+    Of rows that mostly ignore their targets (answers alone, told facts) the head then computes a small part; over a large vocabulary
+    it is most of a small model. The first position stays, so that there is one.
+    """
+    targets = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
+    learnt = targets.ne(IGNORED).any(0)
+    learnt[0] = True
+    positions = learnt.nonzero()[:, 0]
+    return {**batch, "labels": targets[:, positions], "shift_labels": targets[:, positions], "logits_to_keep": positions}
+
+
 def held_out_batches(rows: Any, recipe: Recipe, rank: int) -> Iterator[dict[str, Tensor]]:
     """This rank's batches of all `rows`: input_ids, position_ids and shift_labels [B, T], or a part [B, T/P] of rows that P ranks share.
 

@@ -26,7 +26,7 @@ from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import put_in_place
 from ..layer.sequence_parallel import ulysses_group
 from ..surgery import share_sequence, ttt_disabled
-from .batches import held_out_batches, needs_document_lengths, with_document_lengths
+from .batches import held_out_batches, needs_document_lengths, where_learnt, with_document_lengths
 from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
 from .parameters import group_settings, parameter_groups, schedule
@@ -47,10 +47,6 @@ class FastWeightTrainer(Trainer):
         super().__init__(**kwargs)
         self.add_callback(stopping)
         self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
-
-    @property
-    def shares_rows(self) -> bool:
-        return self.recipe.parallel.sequence_parallel > 1
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self.optimizer is None:  # type: ignore[has-type]
@@ -144,11 +140,9 @@ class FastWeightTrainer(Trainer):
         (Gathering the losses through autograd, as the Trainer does by itself for ranks that share rows, hands every rank
         its gradient once for each of them: a norm `sequence_parallel` times too large wherever DeepSpeed divides by less.)
         """
-        if self.shares_rows:
-            inputs = {**inputs, "labels": inputs["shift_labels"]}
         if needs_document_lengths(self.recipe):
             inputs = with_document_lengths(inputs)
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        outputs = model(**where_learnt(inputs), num_items_in_batch=num_items_in_batch)
         loss = outputs.loss * self._divided_by
         reported = outputs.loss.detach() * self.accelerator.num_processes  # whose mean over the ranks is the loss
         loss = loss + (reported - loss.detach())
