@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..families import locate
+from ..layer.overrides import overriding
 from ..surgery import config_of, fast_weights
 
 
@@ -54,6 +57,57 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def probing(model: Any) -> Iterator[dict[int, Tensor]]:
+    """Within it a zero is added to every TTT layer's output, new in each forward, to take the gradient of; no parameter asks for one."""
+    probes: dict[int, Tensor] = {}
+
+    def adding(index: int) -> Any:
+        def add(down: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+            probes[index] = torch.zeros_like(out, requires_grad=True)
+            return out + probes[index]
+
+        return add
+
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [layer.register_forward_hook(adding(index)) for index, layer in fast_weights(model).items()]
+    try:
+        with overriding(asking, requires_grad=False), torch.enable_grad():
+            yield probes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
+    """Within it every forward leaves here, by layer index, how far what leaves the block moves when its down-projection's output does.
+
+    The median over tokens of ‖uᵀ ∂block / ∂down‖ / ‖u‖ for random signs u. It is 1 where the output is added to the residual stream as
+    it is, the multiplier where it is multiplied before, and where a norm follows, as in Gemma 3, some hundreds and more.
+    """
+    blocks, generator = locate(model).layers, torch.Generator().manual_seed(0)
+    found: dict[int, Tensor] = {}
+
+    def taking(index: int, probes: dict[int, Tensor]) -> Any:
+        def take(block: nn.Module, args: Any, out: Any) -> Any:
+            leaves = out[0] if isinstance(out, tuple) else out
+            signs = torch.randint(2, leaves.shape, generator=generator).to(leaves) * 2 - 1
+            (felt,) = torch.autograd.grad(leaves, probes[index], signs)
+            found[index] = felt.float().norm(dim=-1).median() / math.sqrt(felt.shape[-1])
+            return (leaves.detach(), *out[1:]) if isinstance(out, tuple) else leaves.detach()  # nothing is kept for a later gradient
+
+        return take
+
+    with probing(model) as probes:
+        handles = [blocks[index].block.register_forward_hook(taking(index, probes)) for index in fast_weights(model)]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

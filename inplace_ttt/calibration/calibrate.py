@@ -19,7 +19,7 @@ from ..errors import InPlaceTTTError
 from ..families import locate
 from ..layer.fast_linear import FastWeight
 from ..surgery import config_of, convert, fast_weights, ttt_disabled
-from .activations import Seen, seeing
+from .activations import Seen, feeling, seeing
 from .directions import Directions, LeadingDirections
 from .initial_projection import initial_projections
 
@@ -31,22 +31,23 @@ _AT_ONCE = 4096
 
 class _Seen:
     """Of one layer, over the tokens read: the directions of its keys, if they are whitened; sums of the target's source x [d] and of ‖x‖²,
-    float32; rows' median ‖residual‖."""
+    float32; rows' median ‖residual‖, and what of an output the block feels (`feeling`)."""
 
     def __init__(self, layer: FastWeight, seen: Seen) -> None:
         zeros = functools.partial(torch.zeros, device=seen.z.device)
         keys = layer.ttt.keys
         self.directions = None if keys is None else LeadingDirections(keys.directions.shape[1], len(keys.directions), seen.z.device)
-        self.source, self.norm, self.residual = zeros(seen.source.shape[-1]), zeros(()), zeros(())
+        self.source, self.norm, self.residual, self.felt = zeros(seen.source.shape[-1]), zeros(()), zeros(()), zeros(())
         self.tokens = self.rows = 0
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: Seen, felt: Tensor) -> None:
         x = seen.source.flatten(0, -2).float().to(self.source.device)
         if self.directions is not None:
             self.directions.add(seen.z)
         self.source += x.sum(0)
         self.norm += x.square().sum()
         self.residual += seen.stream.float().norm(dim=-1).median().to(self.residual.device)
+        self.felt += felt.to(self.felt.device)
         self.tokens, self.rows = self.tokens + len(x), self.rows + 1
 
 
@@ -64,11 +65,11 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
         raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
     layers = fast_weights(model)
     over_text: dict[int, _Seen] = {}
-    with ttt_disabled(model), seeing(model) as found:
+    with ttt_disabled(model), seeing(model) as found, feeling(model) as felt:
         for row in tqdm(rows, desc="calibrating", file=sys.stderr, disable=None if progress else True):
             locate(model).base(row, use_cache=False)
             for index, seen in found.items():
-                over_text.setdefault(index, _Seen(layers[index], seen)).add(seen)
+                over_text.setdefault(index, _Seen(layers[index], seen)).add(seen, felt[index])
     vocabulary = _mean_embedding(model) if config.standardised and config.target == "embeddings" else None
     for index, layer in layers.items():
         _set(layer, over_text[index], config.whitening, vocabulary)
@@ -101,7 +102,7 @@ def _set(layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vo
                 "the target's source did not vary over the calibration text; give rows of a text like the one to be read."
             )
         layer.ttt.mean.copy_(mean)
-        layer.ttt.gain.copy_(over_text.residual / over_text.rows / size)
+        layer.ttt.gain.copy_(over_text.residual / over_text.felt / size)
     if layer.ttt.keys is not None and whitening is not None and over_text.directions is not None:
         found = over_text.directions.found()
         directions = whitened(found, whitening.ridge)

@@ -9,19 +9,17 @@ least-squares map onto it from the source x_{t+1}, which the look-ahead convolut
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..errors import InPlaceTTTError
-from ..layer.overrides import overriding
 from ..surgery import fast_weights, ttt_disabled
-from .activations import seeing
+from .activations import probing, seeing
 
 RIDGE = 0.1
 """Of the least squares, as a fraction of the source's mean variance."""
@@ -33,16 +31,9 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
     P is as large as the identity: the mean of ‖x P‖² is that of ‖x‖².
     """
     layers = fast_weights(model)
-    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
     slopes: dict[int, Tensor] = {}
     moments: dict[int, Tensor] = {}
-    with (
-        ttt_disabled(model),
-        overriding(asking, requires_grad=False),
-        seeing(model) as seen,
-        _probing(model) as probes,
-        torch.enable_grad(),
-    ):
+    with ttt_disabled(model), seeing(model) as seen, probing(model) as probes:
         for row in tqdm(rows, desc="start of P", file=sys.stderr, disable=None if progress else True):
             logits = model(row, use_cache=False).logits[:, :-1]
             loss = cross_entropy(logits.flatten(0, 1).float(), row[:, 1:].flatten(), reduction="sum")
@@ -64,23 +55,3 @@ def least_squares(moment: Tensor, slope: Tensor) -> Tensor:
     if not size > 0:
         raise InPlaceTTTError("no gradient reached a TTT layer over the calibration text; give rows of two tokens and more of real text.")
     return (proj * (moment.trace() / size).sqrt()).float()
-
-
-@contextmanager
-def _probing(model: Any) -> Iterator[dict[int, Tensor]]:
-    """Within it a zero is added to every TTT layer's output, new in each forward, to take the gradient of."""
-    probes: dict[int, Tensor] = {}
-
-    def adding(index: int) -> Any:
-        def add(down: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
-            probes[index] = torch.zeros_like(out, requires_grad=True)
-            return out + probes[index]
-
-        return add
-
-    handles = [layer.register_forward_hook(adding(index)) for index, layer in fast_weights(model).items()]
-    try:
-        yield probes
-    finally:
-        for handle in handles:
-            handle.remove()

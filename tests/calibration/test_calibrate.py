@@ -13,7 +13,7 @@ from tiny import save_base, text
 from torch import Tensor
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, load, save_adapter
-from inplace_ttt.calibration.activations import seeing
+from inplace_ttt.calibration.activations import feeling, seeing
 from inplace_ttt.calibration.calibrate import whitened
 from inplace_ttt.calibration.directions import Directions
 from inplace_ttt.calibration.initial_projection import least_squares
@@ -67,6 +67,35 @@ def test_keys_come_out_white_and_targets_standard(target: str) -> None:
         assert float(layer.ttt.gain) * float((x - table.mean(0)).square().sum(1).mean().sqrt()) == pytest.approx(
             residual(model, rows), rel=1e-3
         )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "granite", "gemma3", "olmo2"])
+def test_targets_are_as_large_as_the_stream_where_they_arrive(name: str) -> None:
+    """Behind a multiplier or a norm a write of that size would be nothing, or all there is: by differences, what the block makes of it."""
+    model = convert(build(name, dtype=torch.float64), InPlaceTTTConfig(**COMPACT))
+    row, out = random_ids(1, 120), {}
+    block, down = model.model.layers[2] if name != "gpt_neox" else model.gpt_neox.layers[2], fast_weights(model)[2]
+    step = 1e-4 * (torch.randint(2, (1, 120, 32), generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 - 1)
+    for push in (0.0, 1.0):
+        handles = [
+            down.register_forward_hook(lambda module, args, y, push=push: y + push * step),
+            block.register_forward_hook(lambda module, args, y, push=push: out.__setitem__(push, y[0] if isinstance(y, tuple) else y)),
+        ]
+        with torch.no_grad(), ttt_disabled(model):
+            model(row, use_cache=False)
+        for handle in handles:
+            handle.remove()
+    moved = float(((out[1.0] - out[0.0]).norm(dim=-1) / step.norm(dim=-1)).median())
+    with torch.no_grad(), ttt_disabled(model), feeling(model) as felt:
+        model(row, use_cache=False)
+    assert float(felt[2]) == pytest.approx(moved, rel=0.1) and (float(felt[2]) == 1) == (name in ("llama", "gpt_neox"))
+    calibrate(model, [row])
+    assert not any(parameter.grad is not None or not parameter.requires_grad for parameter in model.parameters())
+    with torch.no_grad(), ttt_disabled(model), seeing(model) as seen:
+        model(row, use_cache=False)
+    here = seen[2]
+    size = float((here.source - down.ttt.mean).square().sum(-1).mean().sqrt() * down.ttt.gain)
+    assert size * float(felt[2]) == pytest.approx(float(here.stream.norm(dim=-1).median()), rel=0.02)
 
 
 def test_a_low_rank_whitens_the_largest_directions() -> None:
