@@ -13,15 +13,19 @@ from ..layer.zero3 import whole
 from ..surgery import convert, fast_weights
 from .adapter import is_adapter, read_adapter
 from .fingerprint import fingerprint
+from .lora import base_of, is_peft_adapter, merged
 from .reading import Checkpoint, read_config
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Load a converted model, in eval mode: a full checkpoint, or an adapter folder onto its base.
+    """Load a converted model, in eval mode: a full checkpoint; or an adapter folder, ours or PEFT's, onto its base.
 
-    base: another place of an adapter's base. kwargs: as for `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …).
+    LoRA of a PEFT adapter is merged into the weights. base: another place of an adapter's base. kwargs: as for
+    `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …).
     Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's weights are others.
     """
+    if is_peft_adapter(path):
+        return merged(load(base or base_of(path), **kwargs), path)
     if not is_adapter(path):
         if base is not None:
             raise InPlaceTTTError(f"{path} is not an adapter folder, so that base={base!r} has no effect; leave it out.")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint.adapter import is_adapter, read_adapter, write_adapter
 from ..checkpoint.card import write_card
+from ..checkpoint.lora import is_peft_adapter
 from ..checkpoint.official import write_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
@@ -16,15 +17,17 @@ from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path
 from .hub import add_push, push, pushed, require_token
+from .loading import load_with_tokenizer
 
 EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
   inplace-ttt export ./smollm2-adapter ./smollm2-full --format full
+  inplace-ttt export runs/lora/final ./smollm2-merged --format full
   inplace-ttt export ./qwen3-8b-ttt ./qwen3-8b-public --format official"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--format", required=True, choices=("official", "adapter", "full"), help="form to write")
     parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
@@ -34,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     require_token(args)
-    {"official": _official, "adapter": _adapter, "full": _full}[args.format](args)
+    write = _merged if args.format == "full" and is_peft_adapter(args.path) else _WRITERS[args.format]
+    write(args)
     return {"output": str(args.out), "format": args.format, "pushed": push(Path(args.out), args.push)}, 0
 
 
@@ -74,3 +78,17 @@ def _full(args: argparse.Namespace) -> None:
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_full(folder, checkpoint, plan, tensors, base)
         write_card(folder, Path(args.path), config, base, "full")
+
+
+def _merged(args: argparse.Namespace) -> None:
+    """A PEFT adapter and its base as one."""
+    model, tokenizer = load_with_tokenizer(args.path, args.base, "auto")
+    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        checkpoint = Checkpoint.open(folder)
+        assert checkpoint.section is not None
+        write_card(folder, Path(args.path), checkpoint.ttt_config, checkpoint.section.get("base") or {}, "full")
+
+
+_WRITERS = {"official": _official, "adapter": _adapter, "full": _full}

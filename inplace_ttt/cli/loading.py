@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.adapter import is_adapter, read_adapter
 from ..checkpoint.loading import load, load_base
+from ..checkpoint.lora import base_of, is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.text import require_known_ids
 from ..layer.quantised import readable_parameters
@@ -37,7 +38,11 @@ def load_plain(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
 
 def tokenizer_of(path: str, base: str | None = None, model: PreTrainedModel | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint, or beside an adapter's base; of no other model than `model`."""
-    source = (base or read_adapter(path)[1]["name_or_path"]) if is_adapter(path) else path
+    source = path
+    if is_peft_adapter(path):
+        source = base or base_of(path)
+    elif is_adapter(path):
+        source = base or read_adapter(path)[1]["name_or_path"]
     with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):
         tokenizer = AutoTokenizer.from_pretrained(source)
         tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])  # its settings are looked at when it is used

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import logits
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inplace_ttt import cli, load
-from inplace_ttt.errors import NotSoError
+from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.training import launch
 from inplace_ttt.training.guards import MOST_SKIPPED, SkippedSteps
 
@@ -68,6 +69,35 @@ def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None
             inside = name.removeprefix("base_model.model.").replace("ttt.conv", "ttt.modules_to_save.default.conv")
             (found,) = (p for n, p in parameters.items() if n.endswith(inside))
             torch.testing.assert_close(found, tensor)
+    merged = load(report["output"], dtype=torch.float32)
+    ids = torch.arange(3, 90)[None]
+    torch.testing.assert_close(logits(merged, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+    assert type(merged) is type(load(made / "model")) and not any("lora" in name for name, _ in merged.named_parameters())
+    assert (logits(merged, ids) - logits(load(made / "model", dtype=torch.float32), ids)).abs().max() > 1e-3
+
+
+def test_a_lora_is_evaluated_as_any_run(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what cannot be loaded says why."""
+    final = Path(trained(recipe_file(tmp_path, made / "model", made / "text", optimisation={"train": "lora"}))[0]["output"])
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(str(number) for number in range(400)))
+    capsys.readouterr()
+    how = ["--text", str(book), "--tokens", "120", "--documents", "1", "--json"]
+    assert cli.main(["evaluate", str(final), *how, "--base", str(made / "model"), "--out", str(tmp_path / "found")]) == 0
+    assert json.loads(capsys.readouterr().out)["gain"]["mean"] != 0
+    assert cli.main(["export", str(final), str(tmp_path / "merged"), "--format", "full"]) == 0
+    ids = torch.arange(3, 90)[None]
+    assert torch.equal(logits(load(tmp_path / "merged"), ids), logits(load(final), ids))
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged") and cli.main(["info", str(tmp_path / "merged")]) == 0
+    capsys.readouterr()
+    settings = json.loads((final / "adapter_config.json").read_text())
+    for base, said in ((tmp_path / "gone", "gone"), (None, "names no base_model_name_or_path")):
+        (final / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base and str(base)}))
+        assert cli.main(["evaluate", str(final), *how]) == 2
+        assert said in capsys.readouterr().out
+    (final / "adapter_model.safetensors").unlink()
+    with pytest.raises(InPlaceTTTError, match="cannot load"):
+        load(final, base=str(made / "model"))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
