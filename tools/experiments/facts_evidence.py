@@ -1,11 +1,12 @@
 """Does a model answer what it read, once it was trained to? Facts told in books, and asked for beyond the attention window.
 
-python tools/experiments/facts_evidence.py [--seeds 0 1 2] [--far] [--out docs/results/cpu-2026-11/facts]
+python tools/experiments/facts_evidence.py [--runs R ...] [--seeds 0 1 2] [--far] [--out docs/results/cpu-2026-11/facts]
 
-SmolLM2-135M with compact keys learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from statements
+A model with compact keys learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from statements
 of other relations than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts tell four records each; the questions come
 1,024 and 4,096 tokens later and, with --far, in two texts 16,384 and 65,536 tokens later, for the first seed. What is in OUT.json is done,
-and so is every step kept under runs/facts; the next call goes on where the last one stopped.
+and so is every step kept under runs/facts; the next call goes on where the last one stopped. Gemma is there after
+`python tools/fetch/get_model.py --model gemma-3-270m --dtype float32 --out .cache/gemma-3-270m-float32`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import memory_evidence as evidence
-from memory_evidence import HELD_OUT, LAYERS, MODEL, ROOT, WINDOW, command, timed, with_error
+from memory_evidence import HELD_OUT, LAYERS, MODEL, ROOT, WINDOW, command, slug, timed, with_error
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.files.results import Results
@@ -28,14 +30,35 @@ from inplace_ttt.tasks.facts import NEVER_TOLD
 WORK = ROOT / "runs" / "facts"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-facts-cpu.yaml"
 TRAIN = evidence.WORK / "text" / "train"
-CONVERT = ("--preset", "compact", "--set", "damping=0.1", "--layers", LAYERS, "--calibrate", str(TRAIN))
+COMPACT = ("--preset", "compact", "--set", "damping=0.1", "--calibrate", str(TRAIN))
 RECORDS, TOKENS = 4, 2048
 NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 """Documents, and distances between facts and questions."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """model: a folder of a base; convert: options; settings: of the recipe."""
+
+    model: Path
+    convert: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+
+
+SMOLLM2 = ("--layers", LAYERS, *COMPACT)
+GEMMA = ("--layers", "7,11,14", *COMPACT, "--calibrate-tokens", "16384")
+RUNS = {
+    "smollm2-135m": Run(MODEL, SMOLLM2),
+    "gemma-3-270m": Run(ROOT / ".cache" / "gemma-3-270m-float32", GEMMA, ("data.facts.others=0.1", "optimisation.steps=140")),
+    "smollm2-135m, others 0.3": Run(MODEL, SMOLLM2, ("data.facts.others=0.3",)),
+    "smollm2-135m, eta 0": Run(MODEL, (*SMOLLM2, "--set", "eta=0")),
+}
+MAIN = ("smollm2-135m", "gemma-3-270m")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=MAIN, choices=RUNS, metavar="R", help="; ".join(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--far", action="store_true", help="also to 65,536 tokens, with the first seed")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "facts")
@@ -44,44 +67,48 @@ def main() -> int:
     evidence.split_texts()
     results = Results(args.out.parent, "name another --out, or delete it")
     protocol = {"window": WINDOW, "records": RECORDS, "near": NEAR, "far": FAR, **evidence.digests(RECIPE)}
-    held = results.get(args.out.name, protocol=protocol) or {"seeds": {}}
-    for seed in [] if args.table else args.seeds:
+    held = results.get(args.out.name, protocol=protocol) or {"runs": {}}
+    for seed, name in [] if args.table else [(seed, name) for seed in args.seeds for name in args.runs]:
         asked = {"near": NEAR} | ({"far": FAR} if args.far and seed == args.seeds[0] else {})
-        known = held["seeds"].setdefault(str(seed), {})
-        for name, (documents, distances) in asked.items():
-            if name not in known:
-                known |= measure(seed, name, documents, distances)
+        known = held["runs"].setdefault(name, {}).setdefault(str(seed), {})
+        for part, (documents, distances) in asked.items():
+            if part not in known:
+                known |= measure(name, seed, part, documents, distances)
                 results.put(args.out.name, {"command": "python tools/experiments/facts_evidence.py", "protocol": protocol, **held})
-    print_tables(held["seeds"])
+    for name in RUNS:
+        if name in held["runs"]:
+            print_tables(name, held["runs"][name])
     return 0
 
 
-def measure(seed: int, name: str, documents: int, distances: tuple[int, ...]) -> dict[str, Any]:
+def measure(name: str, seed: int, part: str, documents: int, distances: tuple[int, ...]) -> dict[str, Any]:
     """Convert, train, ask; what is done already is left alone."""
-    converted, run = WORK / "compact", WORK / f"compact-{seed}"
+    run = RUNS[name]
+    first = next(other for other in RUNS if (RUNS[other].model, RUNS[other].convert) == (run.model, run.convert))
+    converted, folder = WORK / slug(first), WORK / f"{slug(name)}-{seed}"
     if not converted.exists():
-        command("convert", str(MODEL), str(converted), *CONVERT)
-    if not (run / "final").exists():
-        changed = {"model.path": converted, "data.train": TRAIN, "output": run, "optimisation.seed": seed, "data.seed": seed}
-        words = (word for key, value in changed.items() for word in ("--set", f"{key}={value}"))
-        timed(run / "train.seconds", "train", str(RECIPE), "--no-audit", *words)
-    if not (run / name).exists():
+        command("convert", str(run.model), str(converted), *run.convert)
+    if not (folder / "final").exists():
+        changed = (f"model.path={converted}", f"data.train={TRAIN}", f"output={folder}", f"optimisation.seed={seed}", f"data.seed={seed}")
+        words = (word for setting in (*changed, *run.settings) for word in ("--set", setting))
+        timed(folder / "train.seconds", "train", str(RECIPE), "--no-audit", *words)
+    if not (folder / part).exists():
         texts = (*HELD_OUT, "--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
         facts = ("--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
-        timed(run / f"{name}.seconds", "evaluate", str(run / "final"), *texts, *facts, "--out", str(run / name))
-    found = json.loads((run / name / "evaluation.json").read_text())
+        timed(folder / f"{part}.seconds", "evaluate", str(folder / "final"), *texts, *facts, "--out", str(folder / part))
+    found = json.loads((folder / part / "evaluation.json").read_text())
     text = {key: found[key] for key in ("on", "off", "foreign", "difference", "memory")}
-    seconds = {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))}
-    return {name: {"facts": found["facts"], "text": text}, "seconds": seconds}
+    seconds = {note.stem: int(note.read_text()) for note in sorted(folder.glob("*.seconds"))}
+    return {part: {"facts": found["facts"], "text": text}, "seconds": seconds}
 
 
-def print_tables(seeds: dict[str, dict[str, Any]]) -> None:
+def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
     """What is said, by kind, distance and reading, over the seeds; and the gains of on over the others."""
-    for name in ("near", "far"):
-        tables = [values[name]["facts"] for values in seeds.values() if name in values]
+    for part in ("near", "far"):
+        tables = [values[part]["facts"] for values in seeds.values() if part in values]
         if not tables:
             continue
-        print(f"\n{name}, {len(tables)} seeds, {tables[0]['documents']} documents: said (chosen)\n")
+        print(f"\n{name}, {part}, {len(tables)} seeds, {tables[0]['documents']} documents: said (chosen)\n")
         readings = list(tables[0]["readings"])
         print(f"| distance | asked | n | {' | '.join(readings)} | on - off, said | on - foreign, said |")
         print("|---" * (5 + len(readings)) + "|")
@@ -92,9 +119,8 @@ def print_tables(seeds: dict[str, dict[str, Any]]) -> None:
                 print(f"| {row['distance']:,} | {kind} | {sum(t['readings']['on'][place]['kinds'][kind]['n'] for t in tables)} | ", end="")
                 print(" | ".join([*cells, *gains, *[""] * (2 - len(gains))]) + " |")
     texts = [values["near"]["text"] for values in seeds.values() if "near" in values]
-    for key in ("difference", "memory"):
-        if texts:
-            print(f"\n{key} on text without facts: {', '.join(with_error(text[key]['mean'], text[key]['stderr']) for text in texts)}")
+    for key in ("difference", "memory") if texts else ():
+        print(f"\n{name}, on text without facts: {key} {', '.join(with_error(text[key]['mean'], text[key]['stderr']) for text in texts)}")
 
 
 def _share(tables: list[dict[str, Any]], reading: str, place: int, kind: str) -> str:
