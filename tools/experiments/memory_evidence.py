@@ -13,8 +13,10 @@ goes on where the last one stopped. OUT.json, OUT.png and the tables have what i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -50,19 +52,25 @@ LONG_ENOUGH = 12_000
 
 
 LOSSES = ("off", "on", "foreign")
-COLUMNS = ("difference", "drift", "memory", "memory_unseen", "second_copy", "filler")
+COLUMNS = ("difference", "gain", "drift", "memory", "memory_unseen", "second_copy", "filler")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """convert: options beyond the layers; settings: of the recipe."""
+    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in writes' place."""
 
     convert: tuple[str, ...]
     settings: tuple[str, ...] = ()
+    writes: bool = True
 
     def trained(self, *settings: str) -> Rule:
         """The same, with more settings of the recipe."""
-        return Rule(self.convert, (*self.settings, *settings))
+        return dataclasses.replace(self, settings=(*self.settings, *settings))
+
+
+def without_writes(*settings: str) -> Rule:
+    """Trained alike on the same rows with η 0: what the training does that is no fast weight."""
+    return dataclasses.replace(papers("paper", "eta=0").trained(*settings), writes=False)
 
 
 def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
@@ -80,10 +88,16 @@ def _set(settings: Iterable[str]) -> Iterator[str]:
     return (word for setting in settings for word in ("--set", setting))
 
 
+LORA = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"
+"""With rank 4 it has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
+
 RULES = {
     "compact": compact(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
+    "ttt_ntp": papers("ttt_ntp").trained("optimisation.conv_learning_rate=null"),
+    "LoRA, eta 0": without_writes("optimisation.train=lora", f"optimisation.lora.targets={LORA}", "optimisation.lora.rank=4"),
+    "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
     "compact, rank 0.5": compact("whitening.rank=0.5"),
     "compact, rank 1.0": compact("whitening.rank=1.0"),
     "compact, eta 2": compact("eta=2"),
@@ -142,8 +156,9 @@ def measure(name: str, seed: int) -> None:
         command("convert", str(MODEL), str(converted), "--layers", LAYERS, *rule.convert)
     if not (run / "final").exists():
         train(converted, run, seed, *rule.settings)
-    read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(WINDOW), "--second-copy")
-    if seed == 0:  # at the training length, past the window's length; and beyond the training length
+    base = () if rule.writes else ("--base", str(MODEL))
+    read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(WINDOW), "--second-copy", *base)
+    if seed == 0 and rule.writes:  # at the training length, past the window's length; and beyond the training length
         read(run, "full-attention", DOCUMENTS, TOKENS, "--skip", str(WINDOW))
         read(run, "beyond-training", LONG_DOCUMENTS, LONG, "--skip", str(TOKENS))
         read(run, "far-beyond", FAR_DOCUMENTS, FAR, "--window", str(WINDOW), "--skip", str(TOKENS))
@@ -212,7 +227,7 @@ class Record:
         return cls(results, path.name, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
 
     def is_done(self, name: str, seed: int) -> bool:
-        return {"difference", *(BESIDES if seed == 0 else ())} <= self.seeds.get((name, seed), {}).keys()
+        return {"difference", *(BESIDES if seed == 0 and RULES[name].writes else ())} <= self.seeds.get((name, seed), {}).keys()
 
     def collect(self) -> None:
         """What lies under runs/memory."""
@@ -237,13 +252,14 @@ class Record:
 
 
 def print_tables(record: Record) -> None:
-    differences = ("on - off", "foreign - off", "memory: on - foreign", "the same, unseen", "second copy", "filler")
+    differences = ("on - off", "on - base", "foreign - off", "memory: on - foreign", "the same, unseen", "second copy", "filler")
     print(f"| rule | seeds | {' | '.join((*LOSSES, *differences))} |")
     print("|---" * (2 + len(LOSSES) + len(differences)) + "|")
     for row in record.rows():
         cells = [*(f"{row[key]:.4f}" for key in LOSSES), *(_cell(row[key]) for key in COLUMNS)]
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
     print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
+    print_beside_training(record.rows())
     full = record.having("full_attention")
     if not full:
         return
@@ -261,6 +277,18 @@ def print_tables(record: Record) -> None:
         known = [_memory(row) for row in rows if row["stop"] <= TOKENS]
         cells.append(f"{known[-1]:+.4f}, {_memory(rows[-1]):+.4f}" if known else "not read yet")
         print(f"| {name} | {' | '.join(cells)} |")
+
+
+def print_beside_training(rows: list[dict[str, Any]]) -> None:
+    """What the rules gain over what is trained alike without writes; errors as if the two had read other documents, so too large."""
+    for other in rows:
+        if not RULES[other["rule"]].writes:
+            gains = (
+                f"{row['rule']} {with_error(row['gain']['mean'] - other['gain']['mean'], math.hypot(_error(row['gain']), _error(other['gain'])))}"
+                for row in rows
+                if RULES[row["rule"]].writes and row["rule"] in MAIN
+            )
+            print(f"Beside {other['rule']}, on - base: {', '.join(gains)}.\n")
 
 
 def draw(record: Record, file: Path) -> None:
@@ -303,6 +331,7 @@ def _evaluation(folder: Path) -> dict[str, Any]:
 
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     values = {key: found[key] for key in ("on", "off", "foreign", "difference", "drift", "memory")}
+    values["gain"] = found["gain"] or found["difference"]  # without a base beside it, off is the base: conv and P alone have learnt
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]
         values["memory_unseen"] = vars(Mean.of([row["own_minus_foreign"] for row in unseen], alone=0.0))
@@ -329,7 +358,11 @@ def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def _cell(value: dict[str, float]) -> str:
-    return with_error(value["mean"], max(value["stderr_documents"], value["stderr_seeds"]))
+    return with_error(value["mean"], _error(value))
+
+
+def _error(value: dict[str, float]) -> float:
+    return max(value["stderr_documents"], value["stderr_seeds"])
 
 
 def with_error(mean: float, error: float) -> str:
