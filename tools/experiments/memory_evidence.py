@@ -283,12 +283,12 @@ def print_beside_training(rows: list[dict[str, Any]]) -> None:
     """What the rules gain over what is trained alike without writes; errors as if the two had read other documents, so too large."""
     for other in rows:
         if not RULES[other["rule"]].writes:
-            gains = (
-                f"{row['rule']} {with_error(row['gain']['mean'] - other['gain']['mean'], math.hypot(_error(row['gain']), _error(other['gain'])))}"
-                for row in rows
-                if RULES[row["rule"]].writes and row["rule"] in MAIN
-            )
+            gains = (f"{row['rule']} {_less(row['gain'], other['gain'])}" for row in rows if row["rule"] in MAIN)
             print(f"Beside {other['rule']}, on - base: {', '.join(gains)}.\n")
+
+
+def _less(value: dict[str, float], other: dict[str, float]) -> str:
+    return with_error(value["mean"] - other["mean"], math.hypot(_error(value), _error(other)))
 
 
 def draw(record: Record, file: Path) -> None:
