@@ -9,6 +9,7 @@ they never did. Positions stay those of the whole text. Without a cache the work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from .errors import InPlaceTTTError
+from .families import attention_kinds
 from .layer.sequence_parallel import ulysses_group
 from .layout import document_starts
 
@@ -51,7 +53,7 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
         raise InPlaceTTTError(
             f"an attention window of {size} with {sinks} sink tokens does not exist; sinks go from 0 to below the window."
         )
-    if unknown := set(_kinds(model)) - {"full_attention", "sliding_attention"}:
+    if unknown := set(attention_kinds(model.config.get_text_config())) - {"full_attention", "sliding_attention"}:
         raise InPlaceTTTError(f"{type(model).__name__} has layers of {min(unknown)}, which take no attention window; leave it out.")
     name = f"window_{size}_{sinks}"
     AttentionInterface.register(name, _Window(size, sinks))
@@ -63,16 +65,17 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
 
 def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache:
     """A cache for `attention_window`: a layer keeps the first `sinks` and the last `size` - 1 tokens; of its own window the last alone."""
-    own = getattr(model.config.get_text_config(), "sliding_window", None)
-    reach = {"full_attention": (size, sinks), "sliding_attention": (min(size, own or size), 0)}
-    return Cache(layers=[WindowLayer(*reach[kind]) for kind in _kinds(model)])
-
-
-def _kinds(model: PreTrainedModel) -> list[str]:
-    """Of each layer's attention, as transformers names them."""
     text = model.config.get_text_config()
-    every = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
-    return getattr(text, "layer_types", None) or [every] * text.num_hidden_layers
+    own = getattr(text, "sliding_window", None)
+    reach = {"full_attention": (size, sinks), "sliding_attention": (min(size, own or size), 0)}
+    return Cache(layers=[WindowLayer(*reach[kind]) for kind in attention_kinds(text)])
+
+
+def attention_reach(text: PreTrainedConfig, size: int | None) -> float:
+    """How many tokens back some layer attends, but for sinks; behind a window of `size`, if any. Infinity: to all."""
+    slides = getattr(text, "sliding_window", None) or math.inf
+    own = max(slides if kind == "sliding_attention" else math.inf for kind in attention_kinds(text))
+    return own if size is None else min(own, size)
 
 
 class WindowLayer(DynamicSlidingWindowLayer):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
@@ -216,6 +216,12 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
     parent = down[0].rpartition(".")[0]
     mlp = parent if parent and up[0].startswith(f"{parent}.") else up[0]
     return dataclasses.replace(family, mlp=mlp, down_proj=down[0])
+
+
+def attention_kinds(text: PreTrainedConfig) -> list[str]:
+    """Of each layer's attention, as transformers names them."""
+    every = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
+    return getattr(text, "layer_types", None) or [every] * text.num_hidden_layers
 
 
 def features(module: nn.Module) -> tuple[int, int]:

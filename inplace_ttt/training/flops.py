@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from ..families import features
+from ..families import attention_kinds, features
 from ..surgery import config_of, fast_weights
 from .recipe import Recipe
 from .ulysses import attention_heads
@@ -51,9 +51,8 @@ def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
     heads, _ = attention_heads(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * text.num_hidden_layers
     pairs = 0
-    for kind in kinds:
+    for kind in attention_kinds(text):
         reach = min(window, length) if window and kind == "sliding_attention" else length
         pairs += length * reach - reach * (reach - 1) // 2
     return 4 * width * heads * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel

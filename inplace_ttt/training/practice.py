@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from typing import Any
 from zlib import crc32
@@ -31,6 +32,22 @@ def with_practice(rows: Any, data: Data, encode: Encode) -> Any:
     if isinstance(rows, RowStream):
         return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode))
     return rows.with_transform(lambda batch: _transposed([practise(row, data, encode) for row in _rows(batch)]))
+
+
+def seen_anyway(data: Data, reach: float) -> list[str]:
+    """A warning for each kind of practice whose second time attention, which sees `reach` tokens back, can read off the first."""
+    after = {}
+    if data.repeat is not None:
+        after["repeat"] = data.repeat.length + data.repeat.gap
+    if data.facts is not None:
+        after["facts"] = data.facts.gap
+    seen = f"{reach:,}" if math.isfinite(reach) else "all"
+    return [
+        f"data.{name} comes again after {tokens:,} tokens, and attention sees {seen} of them: what such rows train may be attention, "
+        "not fast weights; set model.window to no more than that"
+        for name, tokens in after.items()
+        if reach > tokens
+    ]
 
 
 def practise(row: Row, data: Data, encode: Encode) -> Row:

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback
 
+from ..attention_window import attention_reach
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import new_file
 from ..files.text import ids_within, require_known_ids
@@ -31,7 +32,7 @@ from .meeting import Meeting
 from .model import build_model, meta_model
 from .monitor import CompareCallback, DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose, documents_to_compare
 from .packages import check_packages
-from .practice import with_practice
+from .practice import seen_anyway, with_practice
 from .recipe import Recipe
 from .recipe_changes import DOCUMENTS, facts_of
 from .row_order import rows_to_come
@@ -147,7 +148,11 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     if shared > 1:
         sdpa_sees_documents()
         ulysses_in_evaluation()
-    warnings = list(data.report.warnings)
+    window = recipe.model.window
+    reach = attention_reach(shape.config.get_text_config(), None if window is None else window.size)
+    warnings = [*data.report.warnings, *seen_anyway(recipe.data, reach)]
+    for warning in warnings if main else ():
+        logger.warning(warning)
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
     rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1), start.checkpoint)  # where all is done, nobody reads them
     micro_steps = recipe.optimisation.accumulation * recipe.parallel.world

@@ -1,17 +1,21 @@
 """Rows that practise recall: which, and where in them passages come again and facts are told and said again."""
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from families import WINDOW, build
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.attention_window import attention_reach
 from inplace_ttt.training.data_settings import Data, Facts, Repeat
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.practice import practise, with_practice
+from inplace_ttt.training.practice import practise, seen_anyway, with_practice
 from inplace_ttt.training.sources import find
 from inplace_ttt.training.streams import Documents, RowStream, open_stream
 
@@ -156,3 +160,17 @@ def test_a_window_is_set_on_the_model(tmp_path: Path) -> None:
             model(input_ids=row_ids, use_cache=False)
     changed = (seen[0] != seen[1]).any(-1)[0].nonzero().flatten().tolist()
     assert changed == list(range(4, 12)), "token 4 is seen by eight tokens, itself among them"
+
+
+def test_what_attention_sees_anyway_is_said() -> None:
+    both = Data(train=["a"], repeat=REPEAT, facts=dataclasses.replace(FACTS, share=0.5))
+    assert seen_anyway(both, 25) == [] and seen_anyway(Data(train=["a"]), math.inf) == []
+    (one,) = seen_anyway(both, 26)
+    assert one.startswith("data.repeat comes again after 25 tokens, and attention sees 26 of them")
+    assert [warning.split()[0] for warning in seen_anyway(both, math.inf)] == ["data.repeat", "data.facts"]
+
+
+def test_how_far_attention_sees() -> None:
+    full, mixed, windows = (build(name).config for name in ("llama", "gemma3", "mistral"))
+    assert [attention_reach(text, None) for text in (full, mixed, windows)] == [math.inf, math.inf, WINDOW]
+    assert [attention_reach(text, 5) for text in (full, mixed, windows)] == [5, 5, 5] and attention_reach(windows, 99) == WINDOW

@@ -38,18 +38,22 @@ NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 
 @dataclass(frozen=True)
 class Run:
-    """model: a folder of a base; convert: options; settings: of the recipe."""
+    """model: a folder of a base; convert: options; settings: of the recipe. trained: or read as converted, which is the base."""
 
     model: Path
     convert: tuple[str, ...]
     settings: tuple[str, ...] = ()
+    trained: bool = True
 
 
 SMOLLM2 = ("--layers", LAYERS, *COMPACT)
 GEMMA = ("--layers", "7,11,14", *COMPACT, "--calibrate-tokens", "16384")
+GEMMA_BASE = ROOT / ".cache" / "gemma-3-270m-float32"
 RUNS = {
     "smollm2-135m": Run(MODEL, SMOLLM2),
-    "gemma-3-270m": Run(ROOT / ".cache" / "gemma-3-270m-float32", GEMMA, ("data.facts.others=0.1", "optimisation.steps=140")),
+    "gemma-3-270m": Run(GEMMA_BASE, GEMMA, ("data.facts.others=0.1", "optimisation.steps=140")),
+    "smollm2-135m, untrained": Run(MODEL, SMOLLM2, trained=False),
+    "gemma-3-270m, untrained": Run(GEMMA_BASE, GEMMA, trained=False),
     "smollm2-135m, others 0.3": Run(MODEL, SMOLLM2, ("data.facts.others=0.3",)),
     "smollm2-135m, eta 0": Run(MODEL, (*SMOLLM2, "--set", "eta=0")),
 }
@@ -88,14 +92,16 @@ def measure(name: str, seed: int, part: str, documents: int, distances: tuple[in
     converted, folder = WORK / slug(first), WORK / f"{slug(name)}-{seed}"
     if not converted.exists():
         command("convert", str(run.model), str(converted), *run.convert)
-    if not (folder / "final").exists():
+    model = folder / "final" if run.trained else converted
+    if not model.exists():
         changed = (f"model.path={converted}", f"data.train={TRAIN}", f"output={folder}", f"optimisation.seed={seed}", f"data.seed={seed}")
         words = (word for setting in (*changed, *run.settings) for word in ("--set", setting))
         timed(folder / "train.seconds", "train", str(RECIPE), "--no-audit", *words)
     if not (folder / part).exists():
         texts = (*HELD_OUT, "--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
         facts = ("--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
-        timed(folder / f"{part}.seconds", "evaluate", str(folder / "final"), *texts, *facts, "--out", str(folder / part))
+        folder.mkdir(parents=True, exist_ok=True)
+        timed(folder / f"{part}.seconds", "evaluate", str(model), *texts, *facts, "--out", str(folder / part))
     found = json.loads((folder / part / "evaluation.json").read_text())
     text = {key: found[key] for key in ("on", "off", "foreign", "difference", "memory")}
     seconds = {note.stem: int(note.read_text()) for note in sorted(folder.glob("*.seconds"))}
