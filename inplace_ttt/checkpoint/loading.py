@@ -13,8 +13,8 @@ from ..layer.zero3 import whole
 from ..surgery import convert, fast_weights
 from .adapter import is_adapter, read_adapter
 from .fingerprint import fingerprint
-from .lora import base_of, is_peft_adapter, merged
-from .reading import Checkpoint, read_config
+from .lora import base_of, merged
+from .reading import Checkpoint, is_peft_adapter, read_config
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:

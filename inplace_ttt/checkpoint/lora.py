@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError, reported
 from ..files.json_files import read_json
-from .reading import CONFIG
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-_PEFT_CONFIG = "adapter_config.json"
-
-
-def is_peft_adapter(path: str | os.PathLike[str]) -> bool:
-    return (Path(path) / _PEFT_CONFIG).is_file() and not (Path(path) / CONFIG).exists()
+from .reading import PEFT_CONFIG
 
 
 def base_of(path: str | os.PathLike[str]) -> str:
     """The converted checkpoint that a PEFT adapter names as its base."""
-    base = read_json(Path(path) / _PEFT_CONFIG, f"{path} is not an adapter of PEFT").get("base_model_name_or_path")
+    base = read_json(Path(path) / PEFT_CONFIG, f"{path} is not an adapter of PEFT").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise InPlaceTTTError(f"{path}/{_PEFT_CONFIG} names no base_model_name_or_path; put the converted checkpoint's folder there.")
+        raise InPlaceTTTError(f"{path}/{PEFT_CONFIG} names no base_model_name_or_path; put the converted checkpoint's folder there.")
     return base
 
 

@@ -28,6 +28,7 @@ from .fingerprint import fingerprint
 TTT_SHARD = "inplace_ttt.safetensors"
 ADAPTER_CONFIG = "inplace_ttt.json"
 CONFIG = "config.json"
+PEFT_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 1 << 24
@@ -170,7 +171,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not os.path.isdir(folder):
         raise InPlaceTTTError(f"{folder} is not a model folder.")
     refuse_pipes_in(folder)
+    if is_peft_adapter(folder):
+        raise InPlaceTTTError(
+            f"{folder} is an adapter of PEFT; merge it into its base by `inplace-ttt export {folder} OUT --format full`, and take OUT."
+        )
     return read_json(folder / CONFIG, f"{folder} is not a model folder")
+
+
+def is_peft_adapter(path: str | os.PathLike[str]) -> bool:
+    return (Path(path) / PEFT_CONFIG).is_file() and not (Path(path) / CONFIG).exists()
 
 
 def ttt_config_in(values: Any, file: Path) -> InPlaceTTTConfig:

@@ -8,10 +8,9 @@ from typing import Any
 
 from ..checkpoint.adapter import is_adapter, read_adapter, write_adapter
 from ..checkpoint.card import write_card
-from ..checkpoint.lora import is_peft_adapter
 from ..checkpoint.official import write_official
 from ..checkpoint.overwriting import new_checkpoint_folder
-from ..checkpoint.reading import Checkpoint
+from ..checkpoint.reading import Checkpoint, is_peft_adapter
 from ..checkpoint.writing import base_of, plan_conversion, write_full
 from ..errors import InPlaceTTTError
 from . import Result

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.adapter import is_adapter, read_adapter
 from ..checkpoint.loading import load, load_base
-from ..checkpoint.lora import base_of, is_peft_adapter
+from ..checkpoint.lora import base_of
+from ..checkpoint.reading import is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.text import require_known_ids
 from ..layer.quantised import readable_parameters

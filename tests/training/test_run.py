@@ -90,6 +90,7 @@ def test_a_lora_is_evaluated_as_any_run(made: Path, tmp_path: Path, capsys: pyte
     assert torch.equal(logits(load(tmp_path / "merged"), ids), logits(load(final), ids))
     assert AutoTokenizer.from_pretrained(tmp_path / "merged") and cli.main(["info", str(tmp_path / "merged")]) == 0
     capsys.readouterr()
+    assert cli.main(["info", str(final)]) == 2 and "is an adapter of PEFT; merge it" in capsys.readouterr().err
     settings = json.loads((final / "adapter_config.json").read_text())
     for base, said in ((tmp_path / "gone", "gone"), (None, "names no base_model_name_or_path")):
         (final / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base and str(base)}))
