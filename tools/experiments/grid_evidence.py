@@ -5,8 +5,8 @@ python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/c
 The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
 at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
 training, the target's source, and which parameters learn; then away from `compact`. Where every parameter learns, the base is a
-model that was trained alike with eta 0. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on
-where the last one stopped.
+model that was trained alike with eta 0; that model itself, and LoRA of as many parameters as the writes have, in float32, are read beside
+the untouched base. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ NO_STOP = "monitor.stop_write_ratio=1e9"
 """A run whose update norm exceeds ‖W0‖ goes on: its loss is the finding."""
 
 
+UNTOUCHED = "the base"
+
+
 @dataclass(frozen=True)
 class Point:
-    """start: factor on P as converted. base: a point whose model is read as the base."""
+    """start: factor on P as converted. base: a point whose model is read as the base, or UNTOUCHED."""
 
     rule: evidence.Rule
     start: float = 1.0
@@ -63,6 +66,10 @@ POINTS = {
     "hidden-state target": paper("target=hidden_states"),
     "every parameter, eta 0": every_parameter("0"),
     "every parameter": every_parameter("1", base="every parameter, eta 0"),
+    **{
+        f"{name}, beside the base": Point(evidence.RULES[name].trained("model.dtype=float32"), base=UNTOUCHED)
+        for name in ("LoRA, eta 0", "every parameter, eta 0")
+    },
     "compact": Point(evidence.compact()),
     "compact, rank 0.25": Point(evidence.compact("whitening.rank=0.25")),
     "compact, rank 1.0": Point(evidence.compact("whitening.rank=1.0")),
@@ -114,7 +121,7 @@ def folder_of(name: str) -> Path:
 def measure(name: str) -> None:
     """Train and evaluate; what is done already is left alone."""
     point, run = POINTS[name], train(name)
-    base = () if point.base is None else ("--base", str(train(point.base) / "final"))
+    base = () if point.base is None else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else train(point.base) / "final"))
     evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base)
 
 
