@@ -70,6 +70,7 @@ POINTS = {
         f"{name}, beside the base": Point(evidence.RULES[name].trained("model.dtype=float32"), base=UNTOUCHED)
         for name in ("LoRA, eta 0", "every parameter, eta 0")
     },
+    "compact and LoRA": Point(evidence.compact().trained(*evidence.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"),
     "compact": Point(evidence.compact()),
     "compact, rank 0.25": Point(evidence.compact("whitening.rank=0.25")),
     "compact, rank 1.0": Point(evidence.compact("whitening.rank=1.0")),
@@ -121,7 +122,7 @@ def folder_of(name: str) -> Path:
 def measure(name: str) -> None:
     """Train and evaluate; what is done already is left alone."""
     point, run = POINTS[name], train(name)
-    base = () if point.base is None else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else train(point.base) / "final"))
+    base = () if point.base is None else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else whole(train(point.base))))
     evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base)
 
 
@@ -138,6 +139,16 @@ def train(name: str) -> Path:
     if not (run / "final").exists():
         evidence.train(converted, run, 0, f"optimisation.steps={STEPS}", NO_STOP, *point.rule.settings)
     return run
+
+
+def whole(run: Path) -> Path:
+    """What a run left as one folder: LoRA merged into what it was trained on."""
+    final, merged = run / "final", run / "merged"
+    if not (final / "adapter_config.json").exists():
+        return final
+    if not merged.exists():
+        evidence.command("export", str(final), str(merged), "--format", "full")
+    return merged
 
 
 def scale_start(file: Path, factor: float) -> None:

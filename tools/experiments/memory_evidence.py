@@ -88,15 +88,16 @@ def _set(settings: Iterable[str]) -> Iterator[str]:
     return (word for setting in settings for word in ("--set", setting))
 
 
-LORA = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"
-"""With rank 4 it has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
+_TARGETS = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"
+LORA = ("optimisation.train=lora", f"optimisation.lora.targets={_TARGETS}", "optimisation.lora.rank=4")
+"""It has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
 
 RULES = {
     "compact": compact(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
     "ttt_ntp": papers("ttt_ntp").trained("optimisation.conv_learning_rate=null"),
-    "LoRA, eta 0": without_writes("optimisation.train=lora", f"optimisation.lora.targets={LORA}", "optimisation.lora.rank=4"),
+    "LoRA, eta 0": without_writes(*LORA),
     "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
     "compact, rank 0.5": compact("whitening.rank=0.5"),
     "compact, rank 1.0": compact("whitening.rank=1.0"),
