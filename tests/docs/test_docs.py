@@ -199,3 +199,10 @@ def test_the_errors_in_the_documentation_are_raised_somewhere() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    """Digit for digit, so that a figure that is measured anew cannot stay behind in what people read first."""
+    figures = re.findall(r"[+-]\d+\.\d+ ± \d+\.\d+", (ROOT / "README.md").read_text(encoding="utf-8"))
+    results = (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+    assert len(figures) > 5 and [figure for figure in figures if figure not in results] == []
