@@ -1,4 +1,4 @@
-"""Sliding-window attention with sink tokens, for any model.
+"""Sliding-window attention with sink tokens, for models whose attention can be replaced.
 
 A model that was trained with full attention rests much of it on a document's first tokens; a plain window takes these
 away, and what then repairs the damage looks like memory. So each token sees the last `size` tokens, itself among them,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..families import locate
 from ..layer.overrides import overriding
@@ -31,13 +30,13 @@ class Seen:
 def seeing(model: Any) -> Iterator[dict[int, Seen]]:
     """Within it every forward leaves here, by layer index, what its TTT layers saw."""
     decoder, from_embeddings = locate(model), config_of(model).target == "embeddings"
-    handles: list[RemovableHandle] = []
+    hooks = ExitStack()
     found: dict[int, Seen] = {}
 
     def keeping(module: nn.Module) -> list[Tensor]:
         """The first argument of a module's last call."""
         place: list[Tensor] = []
-        handles.append(module.register_forward_pre_hook(functools.partial(_keep, place), with_kwargs=True))
+        hooks.enter_context(module.register_forward_pre_hook(functools.partial(_keep, place), with_kwargs=True))
         return place
 
     def noting(index: int, source: list[Tensor], stream: list[Tensor]) -> Any:
@@ -47,16 +46,13 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
 
         return note
 
-    embeddings = keeping(decoder.blocks[0])
-    for index, layer in fast_weights(model).items():
-        parts = decoder.layers[index]
-        source = embeddings if from_embeddings else keeping(parts.mlp)
-        handles.append(layer.register_forward_pre_hook(noting(index, source, keeping(parts.block))))
-    try:
+    with hooks:
+        embeddings = keeping(decoder.blocks[0])
+        for index, layer in fast_weights(model).items():
+            parts = decoder.layers[index]
+            source = embeddings if from_embeddings else keeping(parts.mlp)
+            hooks.enter_context(layer.register_forward_pre_hook(noting(index, source, keeping(parts.block))))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -72,13 +68,10 @@ def probing(model: Any) -> Iterator[dict[int, Tensor]]:
         return add
 
     asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = [layer.register_forward_hook(adding(index)) for index, layer in fast_weights(model).items()]
-    try:
-        with overriding(asking, requires_grad=False), torch.enable_grad():
-            yield probes
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, overriding(asking, requires_grad=False), torch.enable_grad():
+        for index, layer in fast_weights(model).items():
+            hooks.enter_context(layer.register_forward_hook(adding(index)))
+        yield probes
 
 
 @contextmanager
@@ -101,13 +94,10 @@ def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
 
         return take
 
-    with probing(model) as probes:
-        handles = [blocks[index].block.register_forward_hook(taking(index, probes)) for index in fast_weights(model)]
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
+    with probing(model) as probes, ExitStack() as hooks:
+        for index in fast_weights(model):
+            hooks.enter_context(blocks[index].block.register_forward_hook(taking(index, probes)))
+        yield found
 
 
 def _keep(place: list[Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -94,9 +94,7 @@ def measure(name: str, seed: int, part: str, documents: int, distances: tuple[in
         command("convert", str(run.model), str(converted), *run.convert)
     model = folder / "final" if run.trained else converted
     if not model.exists():
-        changed = (f"model.path={converted}", f"data.train={TRAIN}", f"output={folder}", f"optimisation.seed={seed}", f"data.seed={seed}")
-        words = (word for setting in (*changed, *run.settings) for word in ("--set", setting))
-        timed(folder / "train.seconds", "train", str(RECIPE), "--no-audit", *words)
+        evidence.train(converted, folder, seed, *run.settings, recipe=RECIPE)
     if not (folder / part).exists():
         texts = (*HELD_OUT, "--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
         facts = ("--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))

@@ -5,8 +5,8 @@ python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/c
 The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
 at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
 training, the target's source, and which parameters learn; then away from `compact`. Where every parameter learns, the base is a
-model that was trained alike with eta 0; that model itself, and LoRA of as many parameters as the writes have, in float32, are read beside
-the untouched base. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
+model that was trained alike with eta 0; LoRA of as many parameters as the writes have, in float32, is read beside the untouched base. What is in
+OUT.json is done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import memory_evidence as evidence
 from safetensors.torch import load_file, save_file
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.checkpoint.reading import is_peft_adapter
 from inplace_ttt.files.results import Results
 
 ROOT = evidence.ROOT
@@ -66,10 +67,7 @@ POINTS = {
     "hidden-state target": paper("target=hidden_states"),
     "every parameter, eta 0": every_parameter("0"),
     "every parameter": every_parameter("1", base="every parameter, eta 0"),
-    **{
-        f"{name}, beside the base": Point(evidence.RULES[name].trained("model.dtype=float32"), base=UNTOUCHED)
-        for name in ("LoRA, eta 0", "every parameter, eta 0")
-    },
+    "LoRA, eta 0, beside the base": Point(evidence.RULES["LoRA, eta 0"].trained("model.dtype=float32"), base=UNTOUCHED),
     "compact and LoRA": Point(evidence.compact().trained(*evidence.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"),
     "compact": Point(evidence.compact()),
     "compact, rank 0.25": Point(evidence.compact("whitening.rank=0.25")),
@@ -144,7 +142,7 @@ def train(name: str) -> Path:
 def whole(run: Path) -> Path:
     """What a run left as one folder: LoRA merged into what it was trained on."""
     final, merged = run / "final", run / "merged"
-    if not (final / "adapter_config.json").exists():
+    if not is_peft_adapter(final):
         return final
     if not merged.exists():
         evidence.command("export", str(final), str(merged), "--format", "full")

@@ -165,10 +165,10 @@ def measure(name: str, seed: int) -> None:
         read(run, "far-beyond", FAR_DOCUMENTS, FAR, "--window", str(WINDOW), "--skip", str(TOKENS))
 
 
-def train(converted: Path, run: Path, seed: int, *settings: str) -> None:
+def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = RECIPE) -> None:
     settings = (f"model.path={converted}", f"data.train={WORK / 'text' / 'train'}", f"output={run}", f"optimisation.seed={seed}", *settings)
     words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
-    timed(run / "train.seconds", "train", str(RECIPE), "--no-audit", *words)
+    timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
 
 
 def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
