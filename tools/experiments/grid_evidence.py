@@ -5,8 +5,8 @@ python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/c
 The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
 at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
 training, the target's source, and which parameters learn; then away from `compact`. Where every parameter learns, the base is a
-model that was trained alike with eta 0; LoRA of as many parameters as the writes have, in float32, is read beside the untouched base. What is in
-OUT.json is done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
+model that was trained alike with eta 0; LoRA of as many parameters as the writes have, in float32, is read beside the untouched
+base. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
 """
 
 from __future__ import annotations
