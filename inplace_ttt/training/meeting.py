@@ -22,7 +22,7 @@ _POLL = 0.1
 """Seconds between two looks at the store."""
 _FAREWELL = 2.0
 """Seconds for which process 0, whose store it is, waits for the others to hear that the run has failed."""
-_FAILURES, _EXIT_CODE, _PARTED = "failures", "exit-code", "parted"
+_FAILURES, _EXIT_CODE, _HEARD, _PARTED = "failures", "exit-code", "heard", "parted"
 _GONE = (DistNetworkError, DistStoreError)
 
 
@@ -60,15 +60,16 @@ class Meeting:
 
     def _first_to_fail(self, code: int) -> int | None:
         """The exit code of the process that failed before this one; None where there is none, or where process 0 is gone."""
-        try:
-            is_first = self.store.add(_FAILURES, 1) == 1
-            if is_first:
+        first = None
+        with suppress(*_GONE):
+            if self.store.add(_FAILURES, 1) == 1:
                 self.store.set(_EXIT_CODE, str(code))
+            else:
+                first = int(self.store.get(_EXIT_CODE))
+            self.store.add(_HEARD, 1)  # not before this one knows: process 0 may be gone before the store has answered
             if self.rank == 0:
-                _until(lambda: self.store.add(_FAILURES, 0) >= self.world, _FAREWELL)
-            return None if is_first else int(self.store.get(_EXIT_CODE))
-        except _GONE:
-            return None
+                _until(lambda: self.store.add(_HEARD, 0) >= self.world, _FAREWELL)
+        return first
 
     def gather(self, name: str, value: Any = None) -> list[Any]:
         """What every process gives (plain JSON values), by rank; returns when all have come. A name serves once.

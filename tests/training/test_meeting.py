@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from deepspeed.utils import groups
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training.arguments import open_group
@@ -84,6 +84,41 @@ def test_of_many_that_fail_one_speaks() -> None:
     _, failed = meet(4, prepare)
     silent = [error for error in failed.values() if isinstance(error, OtherFailed)]
     assert len(failed) == 4 and len(silent) == 3 and {error.exit_code for error in silent} == {143}
+
+
+def test_one_speaks_although_another_hears_late() -> None:
+    """Process 0, whose store it is, stays until the others know that they are not to speak."""
+    code, log = Forked(fail_hearing_late, environments(2)).wait()
+    assert code == 2 and sorted(log.split()) == ["FAILED", "OTHER"], log
+
+
+class Late:
+    """A store whose answers come late, as to a process that is kept from running."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.5)
+        return self.store.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def fail_hearing_late() -> int:
+    meeting = Meeting.by_environment()
+    if meeting.rank == 1:
+        time.sleep(0.5)  # process 0 is the first to fail
+        meeting.store = Late(meeting.store)  # type: ignore[assignment]
+    try:
+        with meeting.failing_together():
+            raise InPlaceTTTError("there is no file x.")
+    except InPlaceTTTError as error:
+        print("OTHER" if isinstance(error, OtherFailed) else "FAILED", flush=True)
+        if meeting.rank == 0:
+            os._exit(error.exit_code)
+        return error.exit_code
 
 
 def test_the_timeout_is_the_recipes(tmp_path: Path) -> None:
