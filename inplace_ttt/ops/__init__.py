@@ -36,13 +36,13 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., damping: float | None = ..., write_norm: WriteNorm | None = ...,
+    clip: float | Tensor | None = ..., damping: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
     keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., damping: float | None = ..., write_norm: WriteNorm | None = ...,
+    clip: float | Tensor | None = ..., damping: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
     keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight(
@@ -55,6 +55,7 @@ def fast_weight(
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     damping: float | None = None,
+    gate: Tensor | None = None,
     write_norm: WriteNorm | None = None,
     keep_norms_of: Tensor | None = None,
     backend: Backend = "auto",
@@ -69,21 +70,24 @@ def fast_weight(
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
     damping: λ of least squares (extension), where M_i = B_i(G_i + λI)⁻¹ is read in place of B_i = S_i, with G_i = G_init + Σ c_j Z_jᵀZ_j;
         a state is then [B, d + h, h], B above G. None is the paper.
+    gate: with damping, how much each token's write counts, β [B, T] of 0 and more (extension): B sums β_t v_tᵀz_t and G β_t z_tᵀz_t.
     write_norm: "spectral" divides each chunk's delta by its spectral norm, as five power steps find it (extension).
     keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension); S stays the raw sum.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
     backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere; least squares has one
         fast form (`ops/least_squares.py`), and the norms that of "chunked".
 
-    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight, keep_norms_of and initial_state.
+    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight, gate, keep_norms_of and
+    initial_state.
     Raises InPlaceTTTError when shapes or dtypes disagree.
     """
     _check(z, v, weight, layout, initial_state, damping)
+    _check_gate(z, damping, gate)
     _check_norms(v, z, clip, damping, write_norm, keep_norms_of)
     if backend == "reference":
         out, state = reference.fast_weight(
-            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping, write_norm=write_norm,
-            keep_norms_of=keep_norms_of,
+            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping, gate=gate,
+            write_norm=write_norm, keep_norms_of=keep_norms_of,
         )  # fmt: skip
         return (out, state) if return_state else out
     if backend not in ("auto", "chunked", "triton"):
@@ -105,9 +109,10 @@ def fast_weight(
         return out if kept is None else (out, kept)
     if isinstance(layout, TracedLayout) and (damping is not None or _form(z) is chunked):
         fused = weight if damping is None else None
-        out, kept = compiled.fast_weight(z, v, fused, damping=damping, **given), None
+        out, kept = compiled.fast_weight(z, v, fused, damping=damping, gate=gate, **given), None
     elif damping is not None:
-        out, kept = least_squares.fast_weight(z, v, damping=damping, initial_state=initial_state, return_state=return_state, **given)
+        of_writes: dict[str, Any] = {"damping": damping, "gate": gate, "initial_state": initial_state, "return_state": return_state}
+        out, kept = least_squares.fast_weight(z, v, **of_writes, **given)
     else:
         form = {"triton": triton, "chunked": chunked}.get(backend) or _form(z)
         out, kept = form.fast_weight(z, v, weight, initial_state=initial_state, return_state=return_state, **given)
@@ -168,6 +173,15 @@ def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, ini
             raise InPlaceTTTError(f"initial_state must be {named} = {state}, got {list(initial_state.shape)}.")
         if initial_state.dtype != state_dtype(z.dtype):
             raise InPlaceTTTError(f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}.")
+
+
+def _check_gate(z: Tensor, damping: float | None, gate: Tensor | None) -> None:
+    if gate is None:
+        return
+    if damping is None:
+        raise InPlaceTTTError("gate weighs what least squares fits; with the sum of writes, give v times the gate instead.")
+    if gate.shape != z.shape[:2] or not gate.is_floating_point():
+        raise InPlaceTTTError(f"gate must be floating-point numbers [B, T] = {list(z.shape[:2])}, got {gate.dtype} {list(gate.shape)}.")
 
 
 def _check_norms(

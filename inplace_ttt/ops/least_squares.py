@@ -6,7 +6,7 @@ paper's sum holds of it. A chunk reads with M = B (G + λI)⁻¹, which minimise
     forward     Y = K (G + λI)⁻¹        O = η Y Bᵀ
     backward    X = η dO B (G + λI)⁻¹   dK = X   dB = η dOᵀY   dG = -(YᵀX + XᵀY) / 2
 
-and what reaches the sums goes on to earlier chunks as a sum that runs backward. Chunks are walked in groups, with one
+A gate β weighs tokens: K_j is then βK_j in each product's second place, and the sum that M minimises counts a token β times. And what reaches the sums goes on to earlier chunks as a sum that runs backward. Chunks are walked in groups, with one
 running sum; nothing is kept a chunk.
 """
 
@@ -37,6 +37,7 @@ def fast_weight(
     eta: float,
     layout: ChunkLayout,
     damping: float,
+    gate: Tensor | None = None,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     return_state: bool = False,
@@ -45,7 +46,7 @@ def fast_weight(
 
     Arguments as in `inplace_ttt.ops.fast_weight`.
     """
-    out, state = _LeastSquares.apply(k, v, initial_state, float(eta), clip, damping, layout, return_state)
+    out, state = _LeastSquares.apply(k, v, gate, initial_state, float(eta), clip, damping, layout, return_state)
     return out, state if return_state else None
 
 
@@ -56,25 +57,27 @@ def readout(state: Tensor, damping: float | None) -> Tensor:
     return _solved(*_factor(state, damping))
 
 
-def sum_of_writes(k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None) -> Tensor:
+def sum_of_writes(
+    k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None, gate: Tensor | None = None
+) -> Tensor:
     """The state [B, d + r, r] after the complete chunks of one span in each row; zero without a span.
 
-    Each span starts where a chunk does. Differentiable once in k [B, T, r] and v [B, T, d].
+    Each span starts where a chunk does. Differentiable once in k [B, T, r], v [B, T, d] and gate [B, T].
     """
-    return _SumOfWrites.apply(k, v, spans, layout, clip)
+    return _SumOfWrites.apply(k, v, gate, spans, layout, clip)
 
 
 class _LeastSquares(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, initial_state: Tensor | None, eta: float, clip: float | Tensor | None, damping: float,
-        layout: ChunkLayout, return_state: bool,
+        ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, initial_state: Tensor | None, eta: float, clip: float | Tensor | None,
+        damping: float, layout: ChunkLayout, return_state: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        ctx.save_for_backward(k, v, initial_state)
+        ctx.save_for_backward(k, v, gate, initial_state)
         ctx.settings = eta, clip, damping, layout, return_state
         ctx.set_materialize_grads(False)
         with without_autocast(k.device):
-            return _Walk(k, v, initial_state, *ctx.settings).forward()
+            return _Walk(k, v, gate, initial_state, *ctx.settings).forward()
 
     @staticmethod
     @once_differentiable
@@ -83,36 +86,38 @@ class _LeastSquares(torch.autograd.Function):
 
 
 def gradients(
-    d_out: Tensor | None, d_state: Tensor | None, k: Tensor, v: Tensor, initial_state: Tensor | None, eta: float,
+    d_out: Tensor | None, d_state: Tensor | None, k: Tensor, v: Tensor, gate: Tensor | None, initial_state: Tensor | None, eta: float,
     clip: float | Tensor | None, damping: float, layout: ChunkLayout, return_state: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of k, v and initial_state."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of k, v, gate and initial_state."""
     with without_autocast(k.device):
-        walk = _Walk(k, v, initial_state, eta, clip, damping, layout, return_state)
+        walk = _Walk(k, v, gate, initial_state, eta, clip, damping, layout, return_state)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
 
 
 class _SumOfWrites(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None) -> Tensor:
-        ctx.save_for_backward(k, v)
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(k, v, gate)
         ctx.spans, ctx.layout, ctx.clip = spans, layout, clip
-        walk = _Walk(k, v, None, 1.0, clip, 0.0, layout, True)
+        walk = _Walk(k, v, gate, None, 1.0, clip, 0.0, layout, True)
         with without_autocast(k.device):
             return torch.stack([walk.sum_over(row, span or (0, 0)) for row, span in enumerate(spans)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
-        k, v = ctx.saved_tensors
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        walk = _Walk(k, v, None, 1.0, ctx.clip, 0.0, ctx.layout, True)
+        k, v, gate = ctx.saved_tensors
+        walk = _Walk(k, v, gate, None, 1.0, ctx.clip, 0.0, ctx.layout, True)
+        into = _Gradients.of(k, v, gate)
         with without_autocast(k.device):
             for row, span in enumerate(ctx.spans):
                 for group in walk.groups(span or (0, 0)):
                     if group.is_complete:
-                        walk.through_write(row, group, d_state[row].expand(group.chunks, -1, -1), dk, dv)
-        return dk, dv, None, None, None
+                        walk.through_write(row, group, d_state[row].expand(group.chunks, -1, -1), into)
+        return into.k, into.v, into.gate, None, None, None
 
 
 def _solved(rows: Tensor, factor: Tensor) -> Tensor:
@@ -153,12 +158,26 @@ class _Group:
         return slice(self.start, self.stop)
 
 
+@dataclass(frozen=True)
+class _Gradients:
+    """Of keys, targets and, where there is one, the gate: zero, to be filled."""
+
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, gate: Tensor | None) -> _Gradients:
+        return cls(torch.zeros_like(k), torch.zeros_like(v), None if gate is None else torch.zeros_like(gate))
+
+
 @dataclass(eq=False)
 class _Walk:
     """The walk over every row and document of a layout, with the running sums [d + r, r] of what is written."""
 
     k: Tensor
     v: Tensor
+    gate: Tensor | None
     initial_state: Tensor | None
     eta: float
     clip: float | Tensor | None
@@ -187,25 +206,25 @@ class _Walk:
             states.append(state)
         return out, torch.stack(states) if self.keeps_state else None
 
-    def backward(self, d_out: Tensor, d_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+    def backward(self, d_out: Tensor, d_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        into = _Gradients.of(self.k, self.v, self.gate)
         d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
         for row, documents in enumerate(self.layout.documents):
             if d_initial is not None and d_state is not None and not documents:
                 d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
-            solved = dv[row, :, : self.r] if self.r <= self.d else torch.empty_like(self.k[row])  # dV's place is free until the walk back
+            solved = into.v[row, :, : self.r] if self.r <= self.d else torch.empty_like(self.k[row])  # dV's place is free until the walk back
             for number, document in enumerate(documents):
                 if not self.matters(row, number):
                     continue
                 groups = list(self.groups(document))
-                self.through_reads(row, number, groups, d_out, solved, dk)
+                self.through_reads(row, number, groups, d_out, solved, into.k)
                 d_sums = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
                 if d_state is not None and number == len(documents) - 1:
                     d_sums += d_state[row]
-                d_sums = self.through_sums(row, number, groups, d_out, solved, d_sums, dk, dv)
+                d_sums = self.through_sums(row, number, groups, d_out, solved, d_sums, into)
                 if d_initial is not None and number == 0:
                     d_initial[row] = d_sums
-        return dk, dv, d_initial
+        return into.k, into.v, into.gate, d_initial
 
     def through_reads(self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: Tensor, dk: Tensor) -> None:
         """dK of the reads, with the sums rebuilt in order; and Y into `solved` [T, r], for the walk back."""
@@ -221,13 +240,13 @@ class _Walk:
                 dk[row, group.here] = of_grads.flatten(0, 1).to(dk.dtype)
 
     def through_sums(
-        self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: Tensor, d_sums: Tensor, dk: Tensor, dv: Tensor
+        self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: Tensor, d_sums: Tensor, into: _Gradients
     ) -> Tensor:
         """From the last chunk to the first: what each one's writes did to later reads; the gradient of the sums before all."""
         for group in reversed(groups):
             read = None
             if self.may_read(row, number, group):
-                y, x, grad = (self.chunked(t[group.here], group) for t in (solved, dk[row], d_out[row]))
+                y, x, grad = (self.chunked(t[group.here], group) for t in (solved, into.k[row], d_out[row]))
                 cross = y.mT @ x
                 read = torch.cat([(grad.mT @ y).mul_(self.eta), (cross + cross.mT).mul_(-0.5)], dim=1)
             after = d_sums[None]  # gradients of the sums after each chunk of the group
@@ -235,26 +254,27 @@ class _Walk:
                 later = read.flip(0).cumsum(0).flip(0)
                 after = torch.cat([later[1:] + d_sums, after])
             if self.is_written(row, number, group):
-                self.through_write(row, group, after, dk, dv)
+                self.through_write(row, group, after, into)
             else:
-                dv[row, group.here] = 0
+                into.v[row, group.here] = 0
             if read is not None:
                 d_sums = after[0] + read[0]
         return d_sums
 
-    def through_write(self, row: int, group: _Group, d_after: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add to dK, and set dV, of chunks that were added to sums with gradients `d_after` [n, d + r, r]."""
+    def through_write(self, row: int, group: _Group, d_after: Tensor, into: _Gradients) -> None:
+        """Add to dK, and set dV and dβ, of chunks that were added to sums with gradients `d_after` [n, d + r, r]."""
         keys, values = self.of(self.k, row, group), self.of(self.v, row, group)
-        d_b, d_g = d_after.split([self.d, self.r], dim=1)
+        written, d_b, d_g = self.gated(keys, row, group), *d_after.split([self.d, self.r], dim=1)
         if self.clip is not None:
-            d_b, d_g = self.through_clip(d_b, d_g, keys, values)
-        dv[row, group.here] = (keys @ d_b.mT).flatten(0, 1).to(dv.dtype)
-        d_keys = values @ d_b + keys @ (d_g + d_g.mT)
-        dk[row, group.here] += d_keys.flatten(0, 1).to(dk.dtype)
+            d_b, d_g = self.through_clip(d_b, d_g, values.mT @ written, keys.mT @ written)
+        into.v[row, group.here] = (written @ d_b.mT).flatten(0, 1).to(into.v.dtype)
+        by_targets, by_keys = values @ d_b, keys @ (d_g + d_g.mT)
+        into.k[row, group.here] += self.gated(by_targets + by_keys, row, group).flatten(0, 1).to(into.k.dtype)
+        if into.gate is not None:
+            into.gate[row, group.here] = ((by_targets + by_keys / 2) * keys).sum(-1).flatten().to(into.gate.dtype)
 
-    def through_clip(self, d_b: Tensor, d_g: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def through_clip(self, d_b: Tensor, d_g: Tensor, product: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of VᵀK and KᵀK from those of c VᵀK and c KᵀK, c = min(1, τ/‖VᵀK‖)."""
-        product, gram = values.mT @ keys, keys.mT @ keys
         factor = clip_factor(product, self.clip)
         square = product.square().sum((1, 2), keepdim=True)
         inner = (product * d_b).sum((1, 2), keepdim=True) + (gram * d_g).sum((1, 2), keepdim=True)
@@ -268,7 +288,7 @@ class _Walk:
     def with_writes(self, row: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
         """The same of complete chunks that are written."""
         keys, values = self.of(self.k, row, group), self.of(self.v, row, group)
-        deltas = torch.cat([values, keys], dim=-1).mT @ keys
+        deltas = torch.cat([values, keys], dim=-1).mT @ self.gated(keys, row, group)
         if self.clip is not None:
             deltas *= clip_factor(deltas[:, : self.d], self.clip)
         if group.chunks == 1:
@@ -323,6 +343,10 @@ class _Walk:
 
     def of(self, x: Tensor, row: int, group: _Group) -> Tensor:
         return self.chunked(x[row, group.here], group)
+
+    def gated(self, x: Tensor, row: int, group: _Group) -> Tensor:
+        """Rows of chunks [n, C, ·], each times how much its token's write counts."""
+        return x if self.gate is None else x * self.chunked(self.gate[row, group.here], group)[..., None]
 
     def chunked(self, x: Tensor, group: _Group) -> Tensor:
         """Rows of a group [n C, ·] as chunks [n, C, ·], in the state's dtype."""

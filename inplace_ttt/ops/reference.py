@@ -35,6 +35,7 @@ def fast_weight(
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     damping: float | None = None,
+    gate: Tensor | None = None,
     write_norm: WriteNorm | None = None,
     keep_norms_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -57,9 +58,10 @@ def fast_weight(
                 effective = w0 + eta * read  # apply …
                 out[row, start:stop] = chunk @ effective.T
                 if layout.is_complete((start, stop)):  # … then update
-                    delta = values[row, start:stop].T @ chunk
+                    written = chunk if gate is None else gate[row, start:stop, None].to(accurate) * chunk
+                    delta = values[row, start:stop].T @ written
                     factor = write_factor(delta, clip, write_norm)
-                    state = state + factor * (delta if damping is None else torch.cat([delta, chunk.T @ chunk]))
+                    state = state + factor * (delta if damping is None else torch.cat([delta, chunk.T @ written]))
         states.append(state)
     return out.to(z.dtype), torch.stack(states)
 

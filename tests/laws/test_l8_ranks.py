@@ -24,7 +24,7 @@ LAYOUTS = {
 }
 
 
-def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, damping: float | None) -> dict[str, Tensor]:
+def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, damping: float | None, gated: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -37,6 +37,8 @@ def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, damping: f
             keys = draw(layout.batch, 3, H)
             state = torch.cat([state, keys.mT @ keys], dim=1)
         given["initial_state"] = state.detach().requires_grad_()
+    if gated:
+        given["gate"] = draw(layout.batch, layout.length).detach().abs().requires_grad_()
     return given
 
 
@@ -48,7 +50,7 @@ def whole(layout: ChunkLayout, given: dict[str, Tensor], weights: tuple[Tensor, 
 
 def compare(
     group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool, damping: float | None,
-    norms: bool = False,
+    norms: bool = False, gated: bool = False,
 ) -> None:  # fmt: skip
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     length = WIDTH * ranks
@@ -63,10 +65,11 @@ def compare(
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
     if not fused:
         weights = weights[0], torch.zeros_like(weights[1])
-    expected = whole(layout, inputs(layout, dtype, with_state, damping), weights, **options)
+    expected = whole(layout, inputs(layout, dtype, with_state, damping, gated), weights, **options)
     mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
-    given = inputs(layout, dtype, with_state, damping)
-    local = {**given, "z": given["z"].detach()[:, mine].requires_grad_(), "v": given["v"].detach()[:, mine].requires_grad_()}
+    given = inputs(layout, dtype, with_state, damping, gated)
+    cut = [name for name in ("z", "v", "gate") if name in given]
+    local = {**given, **{name: given[name].detach()[:, mine].requires_grad_() for name in cut}}
     found = fast_weight_across_ranks(**local, layout=layout, group=group, return_state=fused, **options)
     out, state = found if fused else (found, None)
     loss = (out * weights[0][:, mine]).sum()
@@ -77,9 +80,9 @@ def compare(
     for tensor in (given["weight"], given.get("initial_state")):
         if tensor is not None:
             dist.all_reduce(tensor.grad, group=group)
-    gradients = [local["z"].grad, local["v"].grad, given["weight"].grad, *([given["initial_state"].grad] if with_state else [])]
-    cut = [expected[0][:, mine], expected[2][:, mine], expected[3][:, mine], *expected[4:]]
-    for got, want, what in zip([out.detach(), *gradients], cut, ["out", "z", "v", "weight", "initial_state"], strict=False):
+    wanted = dict(zip(("out", "state", *given), expected, strict=True))
+    for what, got in {"out": out.detach(), **{name: x.grad for name, x in local.items()}}.items():
+        want = wanted[what][:, mine] if what == "out" or what in cut else wanted[what]
         close = {"rtol": 1e-5, "atol": 1e-5 * float(want.abs().max())} if dtype == torch.float32 else {}
         torch.testing.assert_close(got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}, damping {damping}: {m}")
 
@@ -90,6 +93,7 @@ def every_case(group: dist.ProcessGroup) -> None:
             for clip, with_state, with_final in ((None, False, False), (2.0, False, True), (None, True, True), (2.0, True, False)):
                 compare(group, name, dtype, clip, with_state, with_final, None)
                 compare(group, name, dtype, clip, with_state, with_final, 0.5)
+                compare(group, name, dtype, clip, with_state, with_final, 0.5, gated=True)
                 if clip is None:
                     compare(group, name, dtype, clip, with_state, with_final, None, norms=True)
 
