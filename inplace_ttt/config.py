@@ -42,6 +42,8 @@ class InPlaceTTTConfig:
     Σ ‖V - ZMᵀ‖² + λ‖M‖², from that sum and the one of ZᵀZ.
     damping: λ of least squares.
     whitening: whitened keys, or None for the paper's.
+    write_gate: each token's write counts by a gate of its key, which is learnt, in what least squares over whitened keys minimises:
+    what a text says beside the matter then takes less of the memory. 1 before it has learnt.
     standardised: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
     to the size of the layer's residual stream, as measured on a text.
     calibrated_proj: P starts as the map from the next token's source to what would have lowered the loss, as measured on a text.
@@ -64,6 +66,7 @@ class InPlaceTTTConfig:
     rule: Rule = "sum"
     damping: float | None = None
     whitening: KeyWhitening | None = None
+    write_gate: bool = False
     standardised: bool = False
     calibrated_proj: bool = False
     proj_init: ProjInit = "random_diagonal"
@@ -125,7 +128,11 @@ class InPlaceTTTConfig:
             else f"damping is the λ of rule='least_squares', and the rule is {self.rule!r}; set the rule too, or leave damping out.",
         )
         require_size("damping", self.damping)
-        for name in ("detach_target", "decode_updates", "standardised", "calibrated_proj", "keep_row_norms"):
+        require(
+            not self.write_gate or (self.damping is not None and self.whitening is not None),
+            "write_gate weighs what least squares fits, by whitened keys; set rule, damping and whitening too, or leave it out.",
+        )
+        for name in ("detach_target", "decode_updates", "write_gate", "standardised", "calibrated_proj", "keep_row_norms"):
             require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
         require(
             not self.calibrated_proj or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),

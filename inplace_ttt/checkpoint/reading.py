@@ -201,6 +201,8 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
     for layer, held in tensors.items():
         width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
         wanted = {"conv": [width, 1, taps], "proj": [width, width]}
+        if "keys.bias" in held:
+            wanted["write_gate.gate"] = [held["keys.bias"].numel() + 1]
         for kind, shape in wanted.items():
             if kind in held and list(held[kind].shape) != shape:
                 raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")
@@ -242,6 +244,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
     """Names of the tensors that a TTT layer adds."""
     return (
         ({"proj"} if config.conv == "next" else {"conv", "proj"})
+        | ({"write_gate.gate"} if config.write_gate else set())
         | ({"mean", "gain"} if config.standardised else set())
         | ({"keys.directions", "keys.bias"} if config.whitening else set())
     )
@@ -249,7 +252,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
 
 def parameters_of(tensors: LayerTensors) -> int:
     """Numbers among a conversion's tensors that are trained; the others were measured."""
-    return sum(pair[kind].numel() for pair in tensors.values() for kind in ("conv", "proj") if kind in pair)
+    return sum(pair[kind].numel() for pair in tensors.values() for kind in ("conv", "proj", "write_gate.gate") if kind in pair)
 
 
 def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:

@@ -29,7 +29,7 @@ class Rates:
     rest: float
 
     def of(self, key: Key) -> float:
-        return {"conv": self.conv, "proj": self.proj}.get(key[1], self.rest)
+        return {"conv": self.conv, "proj": self.proj, "gate": self.proj}.get(key[1], self.rest)
 
 
 @dataclass(frozen=True)

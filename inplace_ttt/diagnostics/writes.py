@@ -121,7 +121,7 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext
         keys, values = z[row, complete], v[row, complete]
         if damping is not None:
             keys, values = keys.to(accurate), torch.cat([values, keys], dim=1).to(accurate)
-        read = layer.readout((values.T @ keys).to(accurate))
+        read = layer.readout((values.T @ _counted(layer, keys)).to(accurate))
     else:
         read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
         for write in _chunk_by_chunk(layer, z, v, layout):
@@ -190,14 +190,21 @@ def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
         keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
-        delta = values.T @ keys
+        written = _counted(layer, keys)
+        delta = values.T @ written
         factor = write_factor(delta, tau, config.write_norm)
         delta = factor * delta
-        state = state + (delta if config.damping is None else torch.cat([delta, factor * (keys.T @ keys)]))
+        state = state + (delta if config.damping is None else torch.cat([delta, factor * (keys.T @ written)]))
         after = layer.readout(state)
         clipped = factor if config.write_norm is None else torch.ones_like(factor)
         yield _Write(delta if config.damping is None and not config.keep_row_norms else after - read, after, clipped)
         read = after
+
+
+def _counted(layer: FastWeight, keys: Tensor) -> Tensor:
+    """Keys [n, r], each as often as its write counts."""
+    gate = layer.gate(keys)
+    return keys if gate is None else gate[:, None].to(keys.dtype) * keys
 
 
 def _size(layer: FastWeight, read: Tensor) -> Tensor:

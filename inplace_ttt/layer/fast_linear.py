@@ -28,6 +28,7 @@ from .hooks import LayerCall, LayerHooks, ModelHooks
 from .quantised import is_encoded
 from .target import TargetGenerator
 from .whitened_keys import WhitenedKeys
+from .write_gate import WriteGate
 from .zero3 import gathered
 
 
@@ -130,19 +131,23 @@ class FastWeight(nn.Module):
         """What is written under and read with: z itself [..., h] (the paper), or z whitened [..., r]."""
         return z if self.ttt.keys is None else self.ttt.keys(z)
 
+    def gate(self, keys: Tensor) -> Tensor | None:
+        """How much the write under each key [..., r] counts [...]; None where all count alike."""
+        return None if self.ttt.write_gate is None else self.ttt.write_gate(keys)
+
     def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
         if self.fast.observer is not None:
             self.fast.observer(self, z, v, context)
-        settings = {**self._settings(), "layout": context.layout(self.chunk_size)}
+        settings = {**self._settings(z), "layout": context.layout(self.chunk_size)}
         if context.group is None:
             return fast_weight(z, v, w0, **settings)
         return fast_weight_across_ranks(z, v, w0, group=context.group, **settings)
 
-    def _settings(self) -> dict[str, Any]:
-        """What the op is told of the rule."""
+    def _settings(self, keys: Tensor) -> dict[str, Any]:
+        """What the op is told of the rule, and of how much the writes under these keys count."""
         config = self.fast.config
         norms = {"write_norm": config.write_norm, "keep_norms_of": self._rows_to_keep()}
-        return {"eta": self.eta, "clip": self.tau(), "damping": config.damping, **norms}
+        return {"eta": self.eta, "clip": self.tau(), "damping": config.damping, "gate": self.gate(keys), **norms}
 
     @property
     def _has_norms(self) -> bool:
@@ -203,7 +208,7 @@ class FastWeight(nn.Module):
         """
         v = self.ttt(x, layout).to(z.dtype)
         known = state if reads else None  # a sum goes on without what it has
-        out, after = fast_weight(z, v, None, layout=layout, initial_state=known, return_state=True, **self._settings())
+        out, after = fast_weight(z, v, None, layout=layout, initial_state=known, return_state=True, **self._settings(z))
         return out, after if state is None or state is known else state + after
 
 
@@ -278,9 +283,12 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
 
 def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: Any) -> TargetGenerator:
     """The new parameters of a down-projection from `width` to `dim`, all zero."""
-    keys = None if config.whitening is None else WhitenedKeys(width, config.whitening.directions(dim, width), **factory)
-    measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj, "keys": keys}
-    return TargetGenerator(dim, config.kernel_size, config.conv, proj_init=config.proj_init, **measured, **factory)
+    rank = None if config.whitening is None else config.whitening.directions(dim, width)
+    keys = None if rank is None else WhitenedKeys(width, rank, **factory)
+    gate = None if rank is None or not config.write_gate else WriteGate(rank, **factory)
+    measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj}
+    chosen: dict[str, Any] = {"proj_init": config.proj_init, "keys": keys, "write_gate": gate}
+    return TargetGenerator(dim, config.kernel_size, config.conv, **chosen, **measured, **factory)
 
 
 def remove(down: FastWeight) -> None:

@@ -12,6 +12,7 @@ from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
 from ..ops import chunk_conv, next_in_chunk
 from .whitened_keys import WhitenedKeys
+from .write_gate import WriteGate
 
 _SHARED_SEED = 1234567
 """Of the diagonal that all layers share, as the public code of TTT-NTP draws it."""
@@ -24,7 +25,7 @@ class TargetGenerator(nn.Module):
     outside the token's own chunk read zero. Tap j of a token t is t + j - k//2 ("lookahead") or t + j - k + 1 ("causal").
     With "next" (extension) there is none: V_t = X_{t+1} P, and zero for a chunk's last token.
     With the extensions of the config, it also holds what was measured on a text: `mean` [d] and `gain` [], under which
-    (X - mean) · gain stands in for X, and the whitened keys; and P starts from a text where it is calibrated.
+    (X - mean) · gain stands in for X, and the whitened keys and the gate of writes; and P starts from a text where it is calibrated.
     """
 
     conv: nn.Parameter  # None with conv="next"
@@ -42,6 +43,7 @@ class TargetGenerator(nn.Module):
         calibrated_proj: bool = False,
         proj_init: ProjInit = "random_diagonal",
         keys: WhitenedKeys | None = None,
+        write_gate: WriteGate | None = None,
         **factory: Any,
     ) -> None:
         super().__init__()
@@ -51,12 +53,14 @@ class TargetGenerator(nn.Module):
         self.register_buffer("mean", torch.zeros(dim, **factory) if standardised else None)
         self.register_buffer("gain", torch.zeros((), **factory) if standardised else None)
         self.keys = keys
+        self.write_gate = write_gate
         self.calibrated_proj, self.proj_init = calibrated_proj, proj_init
         self._is_measured = False
 
     @torch.no_grad()
     def reset_parameters(self, std: float, seed: int) -> None:
-        """Conv zero, P diagonal N(0, std²) (paper appendix C.3): the model starts as its base, yet conv has a gradient.
+        """Conv zero, P diagonal N(0, std²) (paper appendix C.3): the model starts as its base, yet conv has a gradient. The gate
+        zero, so that all writes count alike.
 
         Of the extensions, the diagonal that all layers share takes no notice of `seed`, and the identity of neither. A calibrated
         P, and all else that is measured on a text, is zero until it is.

@@ -34,7 +34,7 @@ def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str,
 
 
 def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str, nn.Parameter]]:
-    """The target generators' trained parameters as groups `conv` and `proj`, and the other trained ones by their names.
+    """The target generators' trained parameters as groups `conv` and `proj`, P and a gate of writes, and the other trained ones by name.
 
     Raises InPlaceTTTError when a layer's target generator is frozen.
     """
@@ -42,7 +42,7 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
     for index, layer in fast_weights(model).items():
         for name, parameter in layer.ttt.named_parameters():
             if parameter.requires_grad:  # under PEFT the trained copy is one of two
-                ttt[name.rpartition(".")[2]].append(parameter)
+                ttt["conv" if name.rpartition(".")[2] == "conv" else "proj"].append(parameter)
         if not any(p.requires_grad for p in layer.ttt.parameters()):
             raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
     special = {id(p) for group in ttt.values() for p in group}

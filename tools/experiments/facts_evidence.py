@@ -49,12 +49,15 @@ class Run:
 SMOLLM2 = ("--layers", LAYERS, *COMPACT)
 GEMMA = ("--layers", "7,11,14", *COMPACT, "--calibrate-tokens", "16384")
 GEMMA_BASE = ROOT / ".cache" / "gemma-3-270m-float32"
+LONG_ROWS = ("data.sequence_length=2048", "data.facts.number=24", "parallel.processes=1")  # as many tokens a step, fewer of them facts
 RUNS = {
     "smollm2-135m": Run(MODEL, SMOLLM2),
     "gemma-3-270m": Run(GEMMA_BASE, GEMMA, ("data.facts.others=0.1", "optimisation.steps=140")),
     "smollm2-135m, untrained": Run(MODEL, SMOLLM2, trained=False),
     "gemma-3-270m, untrained": Run(GEMMA_BASE, GEMMA, trained=False),
     "smollm2-135m, others 0.3": Run(MODEL, SMOLLM2, ("data.facts.others=0.3",)),
+    "smollm2-135m, gated": Run(MODEL, (*SMOLLM2, "--set", "write_gate=true"), LONG_ROWS),
+    "smollm2-135m, long rows": Run(MODEL, SMOLLM2, LONG_ROWS),
     "smollm2-135m, eta 0": Run(MODEL, (*SMOLLM2, "--set", "eta=0")),
 }
 MAIN = ("smollm2-135m", "gemma-3-270m")
