@@ -1,6 +1,7 @@
 """The layers of a converted model as the probes see them: driven through the model's own hooks, without the rest of it.
 
-While a layer is borrowed, its chunks are short, its parameters are wide copies, and its target generator is the probe's.
+While a layer is borrowed, its chunks are short, its parameters are wide copies, its target generator is the probe's, and all its writes
+count alike: a gate of writes is held against its declaration where whole models read.
 Everything is put back as the same objects with the same bits.
 """
 
@@ -59,6 +60,8 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
         else:
             for parameter in layer.ttt.parameters():
                 parameter.data = parameter.data.clone()
+        if layer.ttt.write_gate is not None:
+            layer.ttt.write_gate.gate.data.zero_()
         yield ConvertedLayer(lm, locate(lm), index, dtype if plain else lm.dtype, own)
 
 
@@ -287,7 +290,7 @@ class ConvertedStream:
 def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterator[None]:
     """The whole model in evaluation mode with short chunks and no clip, its sessions writing them; as before afterwards.
 
-    seed: of a random conv and P; None leaves the model's own.
+    seed: of a random conv, P and gate of writes; None leaves the model's own.
     """
     layers = fast_weights(causal_lm(model))
     generator = torch.Generator().manual_seed(seed or 0)
@@ -298,7 +301,9 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
             stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None, prompt_write=None))
             if seed is None:
                 continue
-            for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, 0.1 / len(layer.ttt.proj) ** 0.5)):
+            gate = None if layer.ttt.write_gate is None else layer.ttt.write_gate.gate
+            small = 0.1 / len(layer.ttt.proj) ** 0.5
+            for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, small), (gate, 1.0)):
                 if parameter is not None:
                     parameter.data = (size * torch.randn(parameter.shape, generator=generator)).to(parameter)
         yield

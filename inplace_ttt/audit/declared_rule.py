@@ -38,6 +38,8 @@ class DeclaredRule:
         found: dict[str, Tensor | None] = {"conv": target.conv, "proj": target.proj, "w0": w0, "mean": target.mean, "gain": target.gain}
         if whitened is not None:
             found |= {"directions": whitened.directions, "bias": whitened.bias}
+        if target.write_gate is not None:
+            found["gate"] = target.write_gate.gate
         tensors = {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
         tau = None
         if config.clip is not None and (not training or config.clip.when == "always"):
@@ -60,6 +62,13 @@ class DeclaredRule:
     def keys(self, z: Tensor) -> Tensor:
         """K [n, r] of the down-projection's input [n, h]."""
         return z if "directions" not in self.tensors else self._rounded(z @ self.tensors["directions"].T + self.tensors["bias"])
+
+    def counted(self, k: Tensor) -> Tensor:
+        """Keys [n, r], each as often as its write counts."""
+        if "gate" not in self.tensors:
+            return k
+        gate = self.tensors["gate"]
+        return k * 2 * torch.sigmoid(k.shape[1] ** 0.5 * (k @ gate[:-1]) + gate[-1])[:, None]
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).double()
@@ -85,12 +94,13 @@ class DeclaredRule:
         return self.eta * torch.cat(parts)
 
     def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        delta = v.T @ k
+        written = self.counted(k)
+        delta = v.T @ written
         norm = torch.linalg.vector_norm(delta)
         factor: float | Tensor = 1.0 if self.tau is None or float(norm.detach()) <= self.tau else self.tau / norm
         if self.config.write_norm is not None:
             factor = 1 / _spectral_norm(delta)
-        delta, own = factor * delta, factor * (k.T @ k)
+        delta, own = factor * delta, factor * (k.T @ written)
         return (delta, own) if total is None else (total + delta, gram + own)
 
     def _read(self, total: Any, gram: Any) -> Tensor:

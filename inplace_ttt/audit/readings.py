@@ -83,7 +83,7 @@ class Probed:
             if self.config.write_norm is None:
                 layer.ttt.proj.data = layer.ttt.proj.data * factor
             for k, x in zip(rule.keys(z).split(self.chunk), source.split(self.chunk), strict=True):
-                norms.append(factor * float((rule.targets(x).T @ k).norm()))
+                norms.append(factor * float((rule.targets(x).T @ rule.counted(k)).norm()))
         return norms
 
     def rule(self, index: int, config: InPlaceTTTConfig | None = None) -> DeclaredRule:

@@ -25,7 +25,7 @@ from .overwriting import new_checkpoint_folder
 from .reading import ADAPTER_CONFIG, TTT_SHARD, BaseModel, LayerTensors, check_tensors, tensor_names, ttt_config_in
 
 _ADAPTER_FORMAT = 1
-_NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z.]+)")
+_NAME = re.compile(r"(?P<layer>\d{1,6})\.(?P<kind>[a-z_.]+)")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from inplace_ttt.layer.buffers import State
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
+from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import least_squares
 from inplace_ttt.ops.least_squares import _Walk
@@ -25,6 +26,7 @@ from inplace_ttt.surgery import fast_weights
 Patch = pytest.MonkeyPatch
 RAW: dict[str, Any] = {"rule": "least_squares", "damping": 0.03}
 COMPACT: dict[str, Any] = {**RAW, "eta": 2.0, "whitening": KeyWhitening(rank=0.75)}
+GATED: dict[str, Any] = {**COMPACT, "write_gate": True}
 CLIPPED: dict[str, Any] = {**RAW, "clip": DeltaClip(0.05, relative=True)}
 
 
@@ -220,8 +222,8 @@ def reset_keeps_gram(patch: Patch) -> None:
 
 
 def no_gradient_through_the_gram(patch: Patch) -> None:
-    def through_write(self: _Walk, row: int, group: Any, d_after: Tensor, dk: Tensor, dv: Tensor) -> None:
-        real(self, row, group, without_gram(d_after), dk, dv)
+    def through_write(self: _Walk, row: int, group: Any, d_after: Tensor, into: Any) -> None:
+        real(self, row, group, without_gram(d_after), into)
 
     real = _Walk.through_write
     patch.setattr(_Walk, "through_write", through_write)
@@ -256,7 +258,36 @@ def centred_for_w0_too(patch: Patch) -> None:
 
 def later_layer_damped_more(model: PreTrainedModel) -> None:
     layer = fast_weights(model)[6]
-    layer._settings = lambda: {**FastWeight._settings(layer), "damping": 0.05}  # type: ignore[method-assign]
+    layer._settings = lambda keys: {**FastWeight._settings(layer, keys), "damping": 0.05}  # type: ignore[method-assign]
+
+
+def gate_of_targets_alone(patch: Patch) -> None:
+    """The gate weighs what goes into B, and G counts every token once."""
+
+    def with_writes(self: _Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+        before, after = real(self, row, group, state)
+        keys = self.of(self.k, row, group)
+        return before, torch.cat([after[: self.d], state[self.d :] + (keys.mT @ keys).sum(0)])
+
+    real = _Walk.with_writes
+    patch.setattr(_Walk, "with_writes", with_writes)
+
+
+def gating(change: Callable[[Tensor], Tensor]) -> Callable[[Patch], None]:
+    def gate(self: FastWeight, keys: Tensor) -> Tensor | None:
+        found = real(self, keys)
+        return None if found is None else change(found)
+
+    real = FastWeight.gate
+    return lambda patch: patch.setattr(FastWeight, "gate", gate)
+
+
+def gate_without_bias(patch: Patch) -> None:
+    patch.setattr(WriteGate, "forward", lambda self, keys: 2 * torch.sigmoid(keys @ self.gate[:-1] * keys.shape[-1] ** 0.5))
+
+
+def gate_without_gradient(patch: Patch) -> None:
+    gating(Tensor.detach)(patch)
 
 
 EXTENSION: tuple[Mutation, ...] = (
@@ -282,5 +313,9 @@ EXTENSION: tuple[Mutation, ...] = (
     Mutation("the keys' mean is not subtracted", "keys", plant=mean_not_subtracted, settings=COMPACT),
     Mutation("the keys' mean is not measured", "keys", plant=mean_not_measured, settings=COMPACT),
     Mutation("W0 is given centred inputs", "fast-tensor", plant=centred_for_w0_too, settings=COMPACT),
+    Mutation("the gate weighs targets and no keys", "declared-rule", plant=gate_of_targets_alone, settings=GATED),
+    Mutation("the gate of the token before", "declared-rule", plant=gating(lambda gate: gate.roll(1, -1)), settings=GATED),
+    Mutation("the gate leaves its bias out", "declared-rule", plant=gate_without_bias, settings=GATED),
+    Mutation("no gradient reaches the gate", "gradient", plant=gate_without_gradient, settings=GATED),
     Mutation("a later layer has another λ", "every-layer", spoil=later_layer_damped_more, settings=RAW),
 )

@@ -38,6 +38,8 @@ def test_the_compact_preset_is_an_extension(profile: str) -> None:
         (5, {**COMPACT, "damping": 3.0, "whitening": KeyWhitening(rank=16)}),
         (6, {**COMPACT, "whitening": KeyWhitening(rank=1), "clip": DeltaClip(1e-2)}),
         (8, {"whitening": KeyWhitening(rank=16), "standardised": True}),
+        (7, {**COMPACT, "write_gate": True}),
+        (10, {**COMPACT, "write_gate": True, "clip": DeltaClip(0.05, relative=True)}),
         (9, {"whitening": KeyWhitening(rank=3), "conv": "causal"}),
     ],
     ids=str,

@@ -49,7 +49,7 @@ class Run:
 SMOLLM2 = ("--layers", LAYERS, *COMPACT)
 GEMMA = ("--layers", "7,11,14", *COMPACT, "--calibrate-tokens", "16384")
 GEMMA_BASE = ROOT / ".cache" / "gemma-3-270m-float32"
-LONG_ROWS = ("data.sequence_length=2048", "data.facts.number=24", "parallel.processes=1")  # as many tokens a step, fewer of them facts
+LONG_ROWS = ("data.sequence_length=2048", "data.facts.number=24", "optimisation.steps=90")
 RUNS = {
     "smollm2-135m": Run(MODEL, SMOLLM2),
     "gemma-3-270m": Run(GEMMA_BASE, GEMMA, ("data.facts.others=0.1", "optimisation.steps=140")),
