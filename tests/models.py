@@ -30,8 +30,9 @@ def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True
 
 COMPACT: dict[str, Any] = {
     "rule": "least_squares", "damping": 0.5, "whitening": KeyWhitening(0.75), "standardised": True, "calibrated_proj": True, "eta": 10.0,
+    "write_gate": True,
 }  # fmt: skip
-"""As the preset, with writes that show."""
+"""As the preset, with writes that show, and a gate of them."""
 
 
 def seven_layers(seed: int = 0, **config: Any) -> PreTrainedModel:
@@ -44,10 +45,11 @@ def seven_layers(seed: int = 0, **config: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def turn_writer_on(model: nn.Module) -> None:
-    """Random conv and proj, as if trained, so that five chunks move the logits by about one standard deviation."""
+    """Random conv, proj and gate of writes, as if trained, so that five chunks move the logits by about one standard deviation."""
     generator = torch.Generator().manual_seed(7)
     for layer in fast_weights(model).values():
-        for parameter, std in ((layer.ttt.conv, 0.003), (layer.ttt.proj, 0.18)):
+        gate = None if layer.ttt.write_gate is None else layer.ttt.write_gate.gate
+        for parameter, std in ((layer.ttt.conv, 0.003), (layer.ttt.proj, 0.18), (gate, 1.0)):
             if parameter is None:  # conv="next"; a tap less of 0.003 wants a smaller η
                 continue
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
