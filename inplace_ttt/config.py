@@ -128,12 +128,12 @@ class InPlaceTTTConfig:
             else f"damping is the λ of rule='least_squares', and the rule is {self.rule!r}; set the rule too, or leave damping out.",
         )
         require_size("damping", self.damping)
+        for name in ("detach_target", "decode_updates", "write_gate", "standardised", "calibrated_proj", "keep_row_norms"):
+            require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
         require(
             not self.write_gate or (self.damping is not None and self.whitening is not None),
             "write_gate weighs what least squares fits, by whitened keys; set rule, damping and whitening too, or leave it out.",
         )
-        for name in ("detach_target", "decode_updates", "write_gate", "standardised", "calibrated_proj", "keep_row_norms"):
-            require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
         require(
             not self.calibrated_proj or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
             "calibrated_proj is for targets that see the next token; use conv='lookahead' and a kernel_size of 3 or more, or leave it out.",

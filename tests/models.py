@@ -46,13 +46,14 @@ def seven_layers(seed: int = 0, **config: Any) -> PreTrainedModel:
 @torch.no_grad()
 def turn_writer_on(model: nn.Module) -> None:
     """Random conv, proj and gate of writes, as if trained, so that five chunks move the logits by about one standard deviation."""
-    generator = torch.Generator().manual_seed(7)
+    generator, of_gates = (torch.Generator().manual_seed(seed) for seed in (7, 8))
     for layer in fast_weights(model).values():
-        gate = None if layer.ttt.write_gate is None else layer.ttt.write_gate.gate
-        for parameter, std in ((layer.ttt.conv, 0.003), (layer.ttt.proj, 0.18), (gate, 1.0)):
+        for parameter, std in ((layer.ttt.conv, 0.003), (layer.ttt.proj, 0.18)):
             if parameter is None:  # conv="next"; a tap less of 0.003 wants a smaller η
                 continue
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        if layer.ttt.write_gate is not None:
+            layer.ttt.write_gate.gate.copy_(torch.randn(layer.ttt.write_gate.gate.shape, generator=of_gates))
 
 
 def random_ids(*shape: int, seed: int = 1) -> Tensor:

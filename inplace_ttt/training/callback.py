@@ -25,8 +25,8 @@ _OF_GROUPS = ("conv_learning_rate", "proj_learning_rate", "conv_weight_decay", "
 class InPlaceTTTCallback(TrainerCallback):
     """For a transformers `Trainer`, or one made of it (TRL's, Axolotl's): `InPlaceTTTCallback(…).attach(trainer)`.
 
-    conv_learning_rate, proj_learning_rate: of the convolution and of P; the Trainer's own without one. The Trainer's schedule holds for
-    both. conv_weight_decay, proj_weight_decay: 0 without one.
+    conv_learning_rate, proj_learning_rate: of the convolution; of P and a gate of writes; the Trainer's own without one. The Trainer's
+    schedule holds for both. conv_weight_decay, proj_weight_decay: 0 without one.
     eta_warmup_steps: η rises linearly from 0 to its own value over as many optimiser steps; a resumed run goes on in it.
     stop_write_ratio: the run stops where the writes of one document move a weight by more than so many times its norm.
 

@@ -88,8 +88,8 @@ class Optimisation:
 
     train: "all" parameters; the new ones alone ("ttt"); or the new ones and LoRA ("lora").
     steps or tokens: length of the run. batch_size: rows a device and micro-step; accumulation: micro-steps a step.
-    conv_*, proj_*: the groups of the target generator, whose settings default to those of the rest, except that they
-    carry no weight decay. eta_warmup_steps: η rises linearly from 0 over as many steps.
+    conv_*, proj_*: the groups of the target generator (a gate of writes is in P's), whose settings default to those of the rest, except
+    that they carry no weight decay. eta_warmup_steps: η rises linearly from 0 over as many steps.
     """
 
     train: Literal["all", "ttt", "lora"] = "all"

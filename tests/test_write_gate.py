@@ -1,0 +1,48 @@
+"""A gate of writes: nothing before it has learnt, learnt with P, and saved with the model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import COMPACT, LAYERS, converted, distance, logits, random_ids
+
+from inplace_ttt import load
+from inplace_ttt.surgery import fast_weights
+from inplace_ttt.training.parameters import parameter_groups
+from inplace_ttt.training.recipe import Optimisation
+
+IDS = random_ids(1, 40)
+UNGATED = {**COMPACT, "write_gate": False}
+
+
+def test_it_begins_at_one() -> None:
+    gated, plain = converted("llama", **COMPACT), converted("llama", **UNGATED)
+    assert distance(logits(gated, IDS), logits(plain, IDS)) > 1e-2, "a gate that has learnt must be visible"
+    for layer in fast_weights(gated).values():
+        layer.ttt.write_gate.gate.data.zero_()  # type: ignore[union-attr]
+    assert torch.equal(logits(gated, IDS), logits(plain, IDS))
+
+
+def test_a_token_that_counts_nothing_is_not_remembered() -> None:
+    """With the bias far below zero nothing is written, and the model computes what its base does."""
+    model, base = converted("llama", **COMPACT), converted("llama", writes=False, **UNGATED)
+    for layer in fast_weights(model).values():
+        gate = layer.ttt.write_gate.gate.data  # type: ignore[union-attr]
+        gate.zero_()[-1] = -60
+    assert distance(logits(model, IDS), logits(base, IDS)) < 1e-6
+
+
+@pytest.mark.parametrize("where", LAYERS)
+def test_it_learns_at_the_rate_of_p(where: int) -> None:
+    model = converted("llama", **COMPACT)
+    gate = fast_weights(model)[where].ttt.write_gate.gate  # type: ignore[union-attr]
+    (group,) = (g for g in parameter_groups(model, Optimisation(steps=1, proj_learning_rate=3e-3)) if any(p is gate for p in g["params"]))
+    assert group["name"] == "proj" and group["lr"] == 3e-3 and group["weight_decay"] == 0
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    assert gate.grad is not None and bool(gate.grad[:-1].any()) and bool(gate.grad[-1])
+
+
+def test_it_is_saved(tmp_path: Path) -> None:
+    model = converted("llama", **COMPACT)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path), IDS), logits(model, IDS))
