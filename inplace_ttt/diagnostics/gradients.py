@@ -83,14 +83,14 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
     clipped: dict[int, float] = {}
     layout: list[ChunkLayout] = []
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
         index = layer.fast.layer
         if not v.requires_grad:
             v.requires_grad_()
             cut.append(index)
         values[index] = v
         layout.append(context.part(layer.chunk_size))
-        clipped[index] = write_health(layer, z, v, context).clipped if layer.tau() is not None else 0.0
+        clipped[index] = write_health(layer, z, v, gate, context).clipped if layer.tau() is not None else 0.0
 
     with model.mode(training=True), torch.enable_grad(), overriding(wanted.values(), requires_grad=True), observing(model.module, observe):
         loss = model.forward(labels=model.labels).loss

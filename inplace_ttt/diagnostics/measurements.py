@@ -72,8 +72,8 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     keys: dict[int, KeyHealth] = {}
     targets: dict[int, TargetHealth] = {}
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
-        writes[layer.fast.layer] = writes_by_chunk(layer, z, v, context)
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+        writes[layer.fast.layer] = writes_by_chunk(layer, z, v, gate, context)
 
     scored = Scored.of(model, baseline.layout)
     reads = bool(scored.mask.any())

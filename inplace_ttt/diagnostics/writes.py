@@ -19,7 +19,7 @@ from ..surgery import fast_weights
 from .keys import participation
 from .precision import UpdateLost, rounding_of_output, running_sums
 
-Observer = Callable[[FastWeight, Tensor, Tensor, ForwardContext], None]
+Observer = Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext], None]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Writes:
 
 @contextmanager
 def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Within it every fast-weight read of a forward shows its layer, keys, targets and context to `observer`."""
+    """Within it every fast-weight read of a forward shows its layer, keys, targets, gate and context to `observer`."""
     with overriding([layer.fast for layer in fast_weights(model).values()], observer=observer):
         yield
 
@@ -87,8 +87,8 @@ def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
 def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
     """Within it every forward of a converted model leaves its writes' health in `found`, layer by layer."""
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
-        found[layer.fast.layer] = write_health(layer, z, v, context)
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+        found[layer.fast.layer] = write_health(layer, z, v, gate, context)
 
     with observing(model, observe):
         yield
@@ -98,16 +98,16 @@ def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
 def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
     """Within it the first forward leaves the `state_ratio` of every layer in `found`, and nothing waits for the device."""
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> None:
+    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
         if layer.fast.layer not in found:
-            found[layer.fast.layer] = state_ratio(layer, z, v, context)
+            found[layer.fast.layer] = state_ratio(layer, z, v, gate, context)
 
     with observing(model, observe):
         yield
 
 
 @torch.no_grad()
-def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> Tensor:
     """η‖S‖/‖W0‖ after the longest document, float32 []: infinite where S is not finite, 0 where W0 does not show.
 
     Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in the model's own dtype, and
@@ -121,10 +121,10 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext
         keys, values = z[row, complete], v[row, complete]
         if damping is not None:
             keys, values = keys.to(accurate), torch.cat([values, keys], dim=1).to(accurate)
-        read = layer.readout((values.T @ _counted(layer, keys)).to(accurate))
+        read = layer.readout((values.T @ _counted(keys, None if gate is None else gate[row, complete])).to(accurate))
     else:
         read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
-        for write in _chunk_by_chunk(layer, z, v, layout):
+        for write in _chunk_by_chunk(layer, z, v, gate, layout):
             read = write.read
     size = _size(layer, read)
     scale = 0.0 if w0 is None else layer.eta / torch.linalg.vector_norm(w0, dtype=accurate)
@@ -132,11 +132,12 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext
 
 
 @torch.no_grad()
-def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> WriteHealth:
-    """Health of a layer's writes with keys [B, T, h] and targets [B, T, d], while its weight is at hand."""
+def write_health(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> WriteHealth:
+    """Health of a layer's writes with keys [B, T, h], targets [B, T, d] and, with least squares, a gate [B, T], while its weight is at
+    hand."""
     accurate = state_dtype(z.dtype)
     largest, last, clipped, chunks = z.new_zeros((), dtype=accurate), z.new_zeros((), dtype=accurate), 0, 0
-    for write in _chunk_by_chunk(layer, z, v, context.part(layer.chunk_size)):
+    for write in _chunk_by_chunk(layer, z, v, gate, context.part(layer.chunk_size)):
         largest, last = torch.maximum(largest, _size(layer, write.delta)), _size(layer, write.read)
         clipped, chunks = clipped + int(write.factor < 1), chunks + 1
     scale, size = _scale(layer, accurate), float(last)
@@ -144,7 +145,7 @@ def write_health(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContex
 
 
 @torch.no_grad()
-def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardContext) -> Writes:
+def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> Writes:
     """The same in full: every chunk's write, what they add up to, and what rounding would take of it."""
     layout, w0 = context.part(layer.chunk_size), layer.matrix()
     accurate = state_dtype(z.dtype)
@@ -152,7 +153,7 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, context: ForwardCon
     scale, before, norm_before = _scale(layer, accurate), torch.zeros_like(read), 0.0
     sums = running_sums(read, w0 if layer.ttt.keys is None else None, layer.eta, z.dtype)
     found: list[ChunkWrite] = []
-    for write in _chunk_by_chunk(layer, z, v, layout):
+    for write in _chunk_by_chunk(layer, z, v, gate, layout):
         delta, read = write.delta, write.read
         norm = float(torch.linalg.vector_norm(delta))
         alignment = float((delta * before).sum()) / (norm * norm_before) if norm * norm_before > 0 else None
@@ -181,7 +182,7 @@ class _Write:
     factor: Tensor
 
 
-def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout) -> Iterator[_Write]:
+def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, layout: ChunkLayout) -> Iterator[_Write]:
     """What each complete chunk of the longest document writes."""
     accurate, tau, config = state_dtype(z.dtype), layer.tau(), layer.fast.config
     row, span = longest_document(layout)
@@ -190,7 +191,7 @@ def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
         keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
-        written = _counted(layer, keys)
+        written = _counted(keys, None if gate is None else gate[row, here])
         delta = values.T @ written
         factor = write_factor(delta, tau, config.write_norm)
         delta = factor * delta
@@ -201,9 +202,8 @@ def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, layout: ChunkLayout
         read = after
 
 
-def _counted(layer: FastWeight, keys: Tensor) -> Tensor:
+def _counted(keys: Tensor, gate: Tensor | None) -> Tensor:
     """Keys [n, r], each as often as its write counts."""
-    gate = layer.gate(keys)
     return keys if gate is None else gate[:, None].to(keys.dtype) * keys
 
 

@@ -34,12 +34,12 @@ from .zero3 import gathered
 
 @dataclass(eq=False)
 class LayerSettings:
-    """A TTT layer's place and settings. observer: sees keys and targets of each read of whole documents."""
+    """A TTT layer's place and settings. observer: sees keys, targets and gate of each read of whole documents."""
 
     layer: int
     config: InPlaceTTTConfig
     eta: float
-    observer: Callable[[FastWeight, Tensor, Tensor, ForwardContext], None] | None = None
+    observer: Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext], None] | None = None
 
 
 class FastWeight(nn.Module):
@@ -136,9 +136,9 @@ class FastWeight(nn.Module):
         return None if self.ttt.write_gate is None else self.ttt.write_gate(keys)
 
     def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
-        if self.fast.observer is not None:
-            self.fast.observer(self, z, v, context)
         settings = {**self._settings(z), "layout": context.layout(self.chunk_size)}
+        if self.fast.observer is not None:
+            self.fast.observer(self, z, v, settings["gate"], context)
         if context.group is None:
             return fast_weight(z, v, w0, **settings)
         return fast_weight_across_ranks(z, v, w0, group=context.group, **settings)

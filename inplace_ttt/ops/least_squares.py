@@ -6,7 +6,9 @@ paper's sum holds of it. A chunk reads with M = B (G + λI)⁻¹, which minimise
     forward     Y = K (G + λI)⁻¹        O = η Y Bᵀ
     backward    X = η dO B (G + λI)⁻¹   dK = X   dB = η dOᵀY   dG = -(YᵀX + XᵀY) / 2
 
-A gate β weighs tokens: K_j is then βK_j in each product's second place, and the sum that M minimises counts a token β times. And what reaches the sums goes on to earlier chunks as a sum that runs backward. Chunks are walked in groups, with one
+A gate β weighs tokens: what M minimises counts each as often, for which βK_j stands in the second place of both products.
+
+What reaches the sums goes on to earlier chunks as a sum that runs backward. Chunks are walked in groups, with one
 running sum; nothing is kept a chunk.
 """
 
@@ -212,7 +214,7 @@ class _Walk:
         for row, documents in enumerate(self.layout.documents):
             if d_initial is not None and d_state is not None and not documents:
                 d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
-            solved = into.v[row, :, : self.r] if self.r <= self.d else torch.empty_like(self.k[row])  # dV's place is free until the walk back
+            solved = into.v[row, :, : self.r] if self.r <= self.d else torch.empty_like(self.k[row])  # dV's place, free until the walk back
             for number, document in enumerate(documents):
                 if not self.matters(row, number):
                     continue
@@ -264,7 +266,8 @@ class _Walk:
     def through_write(self, row: int, group: _Group, d_after: Tensor, into: _Gradients) -> None:
         """Add to dK, and set dV and dβ, of chunks that were added to sums with gradients `d_after` [n, d + r, r]."""
         keys, values = self.of(self.k, row, group), self.of(self.v, row, group)
-        written, d_b, d_g = self.gated(keys, row, group), *d_after.split([self.d, self.r], dim=1)
+        written = self.gated(keys, row, group)
+        d_b, d_g = d_after.split([self.d, self.r], dim=1)
         if self.clip is not None:
             d_b, d_g = self.through_clip(d_b, d_g, values.mT @ written, keys.mT @ written)
         into.v[row, group.here] = (written @ d_b.mT).flatten(0, 1).to(into.v.dtype)

@@ -101,7 +101,7 @@ def test_writes_are_those_of_the_rule(model: nn.Module, found: Diagnosis) -> Non
     """η‖S‖/‖W0‖ after each chunk of layer 0, from keys and targets caught on the way."""
     caught: list[tuple[Tensor, Tensor]] = []
     layer = fast_weights(model)[0]
-    layer.fast.observer = lambda own, z, v, context: caught.append((z.detach(), v.detach()))
+    layer.fast.observer = lambda own, z, v, gate, context: caught.append((z.detach(), v.detach()))
     with torch.no_grad():
         model.eval()(**rows(), use_cache=False)
     layer.fast.observer = None
@@ -183,7 +183,7 @@ def test_whitened_keys_are_those_that_count() -> None:
     """The keys that a whitening layer writes under, not the down-projection's input."""
     model = converted("llama", whitening=KeyWhitening())
     caught: list[Tensor] = []
-    fast_weights(model)[2].fast.observer = lambda own, z, v, context: caught.append(z.detach())
+    fast_weights(model)[2].fast.observer = lambda own, z, v, gate, context: caught.append(z.detach())
     with torch.no_grad():
         model.eval()(**rows(), use_cache=False)
     fast_weights(model)[2].fast.observer = None

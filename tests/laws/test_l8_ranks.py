@@ -68,8 +68,8 @@ def compare(
     expected = whole(layout, inputs(layout, dtype, with_state, damping, gated), weights, **options)
     mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
     given = inputs(layout, dtype, with_state, damping, gated)
-    cut = [name for name in ("z", "v", "gate") if name in given]
-    local = {**given, **{name: given[name].detach()[:, mine].requires_grad_() for name in cut}}
+    cut = {"z", "v", "gate"} & given.keys()
+    local = {**given, **{key: given[key].detach()[:, mine].requires_grad_() for key in cut}}
     found = fast_weight_across_ranks(**local, layout=layout, group=group, return_state=fused, **options)
     out, state = found if fused else (found, None)
     loss = (out * weights[0][:, mine]).sum()
@@ -81,7 +81,7 @@ def compare(
         if tensor is not None:
             dist.all_reduce(tensor.grad, group=group)
     wanted = dict(zip(("out", "state", *given), expected, strict=True))
-    for what, got in {"out": out.detach(), **{name: x.grad for name, x in local.items()}}.items():
+    for what, got in {"out": out.detach(), **{key: x.grad for key, x in local.items()}}.items():
         want = wanted[what][:, mine] if what == "out" or what in cut else wanted[what]
         close = {"rtol": 1e-5, "atol": 1e-5 * float(want.abs().max())} if dtype == torch.float32 else {}
         torch.testing.assert_close(got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}, damping {damping}: {m}")
