@@ -141,6 +141,8 @@ def _layer(m: Measurements, index: int) -> dict[str, Any]:
             "clipped": writes.clipped,
             "alignment": writes.alignment,
             "effective_rank": writes.effective_rank,
+            "gate_mean": writes.gate_mean,
+            "gate_spread": writes.gate_spread,
             "by_chunk": [asdict(chunk) for chunk in writes.by_chunk],
         },
         "keys": None if keys is None else asdict(keys),

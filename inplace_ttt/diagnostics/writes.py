@@ -29,13 +29,15 @@ class WriteHealth:
     chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest η‖c_jV_jᵀZ_j‖/‖W0‖. With least
     squares, and where row norms are kept, M stands in S's place, and what a chunk changes of it in a write's; with whitened keys
     both are what they change of W0.
-    clipped: fraction of chunks whose delta was clipped.
+    clipped: fraction of chunks whose delta was clipped. gate_mean, gate_spread: of how much tokens count, 1 and 0 without a gate of writes.
     """
 
     chunks: int
     state_ratio: float
     write_ratio: float
     clipped: float
+    gate_mean: float = 1.0
+    gate_spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,15 @@ class Writes:
     """One layer's writes over the longest document of a forward, chunk by chunk.
 
     effective_rank: participation ratio of SSᵀ. growth: slope of log ‖S‖ over log chunks: 0.5 where writes are unrelated, 1 where
-    they repeat each other; None below three chunks. lost: how much of the update rounding takes.
+    they repeat each other; None below three chunks. lost: how much of the update rounding takes. gate_mean, gate_spread: as in WriteHealth.
     """
 
     by_chunk: tuple[ChunkWrite, ...]
     effective_rank: float
     growth: float | None
     lost: UpdateLost
+    gate_mean: float
+    gate_spread: float
 
     @property
     def state_ratio(self) -> float:
@@ -141,7 +145,8 @@ def write_health(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, c
         largest, last = torch.maximum(largest, _size(layer, write.delta)), _size(layer, write.read)
         clipped, chunks = clipped + int(write.factor < 1), chunks + 1
     scale, size = _scale(layer, accurate), float(last)
-    return WriteHealth(chunks, scale * size if math.isfinite(size) else math.inf, scale * float(largest), clipped / max(1, chunks))
+    ratio = scale * size if math.isfinite(size) else math.inf
+    return WriteHealth(chunks, ratio, scale * float(largest), clipped / max(1, chunks), *gate_health(gate, context.part(layer.chunk_size)))
 
 
 @torch.no_grad()
@@ -164,7 +169,17 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
     read_with_z = None if layer.fast.config.whitening is not None else w0  # of whitened keys, W0's part of the output does not show here
     lost = sums.lost(read, rounding_of_output(tail, read_with_z, layer.eta, read))
-    return Writes(tuple(found), participation(read @ read.T), _growth([chunk.state_ratio for chunk in found]), lost)
+    growth = _growth([chunk.state_ratio for chunk in found])
+    return Writes(tuple(found), participation(read @ read.T), growth, lost, *gate_health(gate, layout))
+
+
+def gate_health(gate: Tensor | None, layout: ChunkLayout) -> tuple[float, float]:
+    """Mean and standard deviation of a gate [B, T] over the longest document."""
+    row, (start, stop) = longest_document(layout)
+    if gate is None or start == stop:
+        return 1.0, 0.0
+    own = gate[row, start:stop]
+    return float(own.mean()), float(own.std(correction=0))
 
 
 def longest_document(layout: ChunkLayout) -> tuple[int, Span]:

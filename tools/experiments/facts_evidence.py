@@ -20,11 +20,14 @@ from statistics import fmean
 from typing import Any
 
 import memory_evidence as evidence
+import torch
 from memory_evidence import HELD_OUT, LAYERS, MODEL, ROOT, WINDOW, command, slug, timed, with_error
+from transformers import AutoTokenizer
 
-from inplace_ttt import InPlaceTTTError
+from inplace_ttt import InPlaceTTTError, load
 from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean
+from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.facts import NEVER_TOLD
 
 WORK = ROOT / "runs" / "facts"
@@ -38,17 +41,22 @@ NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 
 @dataclass(frozen=True)
 class Run:
-    """model: a folder of a base; convert: options; settings: of the recipe. trained: or read as converted, which is the base."""
+    """model: a folder of a base; convert: options; settings: of the recipe. trained: or read as converted, which is the base.
+
+    without_gate_of: the run whose weights these are, with all writes counting alike.
+    """
 
     model: Path
     convert: tuple[str, ...]
     settings: tuple[str, ...] = ()
     trained: bool = True
+    without_gate_of: str | None = None
 
 
 SMOLLM2 = ("--layers", LAYERS, *COMPACT)
 GEMMA = ("--layers", "7,11,14", *COMPACT, "--calibrate-tokens", "16384")
 GEMMA_BASE = ROOT / ".cache" / "gemma-3-270m-float32"
+GATED = (*SMOLLM2, "--set", "write_gate=true")
 LONG_ROWS = ("data.sequence_length=2048", "data.facts.number=24", "optimisation.steps=90")
 RUNS = {
     "smollm2-135m": Run(MODEL, SMOLLM2),
@@ -56,7 +64,8 @@ RUNS = {
     "smollm2-135m, untrained": Run(MODEL, SMOLLM2, trained=False),
     "gemma-3-270m, untrained": Run(GEMMA_BASE, GEMMA, trained=False),
     "smollm2-135m, others 0.3": Run(MODEL, SMOLLM2, ("data.facts.others=0.3",)),
-    "smollm2-135m, gated": Run(MODEL, (*SMOLLM2, "--set", "write_gate=true"), LONG_ROWS),
+    "smollm2-135m, gated": Run(MODEL, GATED, LONG_ROWS),
+    "smollm2-135m, gated, gate held at 1": Run(MODEL, GATED, LONG_ROWS, without_gate_of="smollm2-135m, gated"),
     "smollm2-135m, long rows": Run(MODEL, SMOLLM2, LONG_ROWS),
     "smollm2-135m, eta 0": Run(MODEL, (*SMOLLM2, "--set", "eta=0")),
 }
@@ -96,6 +105,8 @@ def measure(name: str, seed: int, part: str, documents: int, distances: tuple[in
     if not converted.exists():
         command("convert", str(run.model), str(converted), *run.convert)
     model = folder / "final" if run.trained else converted
+    if run.without_gate_of and not model.exists():
+        hold_gate(WORK / f"{slug(run.without_gate_of)}-{seed}" / "final", model)
     if not model.exists():
         evidence.train(converted, folder, seed, *run.settings, recipe=RECIPE)
     if not (folder / part).exists():
@@ -107,6 +118,16 @@ def measure(name: str, seed: int, part: str, documents: int, distances: tuple[in
     text = {key: found[key] for key in ("on", "off", "foreign", "difference", "memory")}
     seconds = {note.stem: int(note.read_text()) for note in sorted(folder.glob("*.seconds"))}
     return {part: {"facts": found["facts"], "text": text}, "seconds": seconds}
+
+
+def hold_gate(trained: Path, out: Path) -> None:
+    """Save a trained model with its gates as they began."""
+    model = load(trained)
+    for layer in fast_weights(model).values():
+        assert layer.ttt.write_gate is not None
+        torch.nn.init.zeros_(layer.ttt.write_gate.gate)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(out)
 
 
 def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
