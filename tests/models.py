@@ -52,8 +52,8 @@ def turn_writer_on(model: nn.Module) -> None:
             if parameter is None:  # conv="next"; a tap less of 0.003 wants a smaller η
                 continue
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-        if layer.ttt.write_gate is not None:
-            layer.ttt.write_gate.gate.copy_(torch.randn(layer.ttt.write_gate.gate.shape, generator=of_gates))
+        if layer.ttt.gate is not None:
+            layer.ttt.gate.copy_(torch.randn(layer.ttt.gate.shape, generator=of_gates))
 
 
 def random_ids(*shape: int, seed: int = 1) -> Tensor:

@@ -19,7 +19,7 @@ def test_it_begins_at_one() -> None:
     gated, plain = converted("llama", **COMPACT), converted("llama", **UNGATED)
     assert distance(logits(gated, IDS), logits(plain, IDS)) > 1e-2, "a gate that has learnt must be visible"
     for layer in fast_weights(gated).values():
-        layer.ttt.write_gate.gate.data.zero_()  # type: ignore[union-attr]
+        layer.ttt.gate.data.zero_()  # type: ignore[union-attr]
     assert torch.equal(logits(gated, IDS), logits(plain, IDS))
 
 
@@ -27,7 +27,7 @@ def test_a_token_that_counts_nothing_is_not_remembered() -> None:
     """With the bias far below zero nothing is written, and the model computes what its base does."""
     model, base = converted("llama", **COMPACT), converted("llama", writes=False, **UNGATED)
     for layer in fast_weights(model).values():
-        gate = layer.ttt.write_gate.gate.data  # type: ignore[union-attr]
+        gate = layer.ttt.gate.data  # type: ignore[union-attr]
         gate.zero_()[-1] = -60
     assert distance(logits(model, IDS), logits(base, IDS)) < 1e-6
 
@@ -35,7 +35,7 @@ def test_a_token_that_counts_nothing_is_not_remembered() -> None:
 @pytest.mark.parametrize("where", LAYERS)
 def test_it_learns_at_the_rate_of_p(where: int) -> None:
     model = converted("llama", **COMPACT)
-    gate = fast_weights(model)[where].ttt.write_gate.gate  # type: ignore[union-attr]
+    gate = fast_weights(model)[where].ttt.gate  # type: ignore[union-attr]
     (group,) = (g for g in parameter_groups(model, Optimisation(steps=1, proj_learning_rate=3e-3)) if any(p is gate for p in g["params"]))
     assert group["name"] == "proj" and group["lr"] == 3e-3 and group["weight_decay"] == 0
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()

@@ -60,8 +60,8 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
         else:
             for parameter in layer.ttt.parameters():
                 parameter.data = parameter.data.clone()
-        if layer.ttt.write_gate is not None:
-            layer.ttt.write_gate.gate.data.zero_()
+        if layer.ttt.gate is not None:
+            layer.ttt.gate.data.zero_()
         yield ConvertedLayer(lm, locate(lm), index, dtype if plain else lm.dtype, own)
 
 
@@ -301,9 +301,8 @@ def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterato
             stack.enter_context(with_config([layer], chunk_size=chunk_size, clip=None, prompt_write=None))
             if seed is None:
                 continue
-            gate = None if layer.ttt.write_gate is None else layer.ttt.write_gate.gate
             small = 0.1 / len(layer.ttt.proj) ** 0.5
-            for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, small), (gate, 1.0)):
+            for parameter, size in ((layer.ttt.conv, 0.1), (layer.ttt.proj, small), (layer.ttt.gate, 1.0)):
                 if parameter is not None:
                     parameter.data = (size * torch.randn(parameter.shape, generator=generator)).to(parameter)
         yield

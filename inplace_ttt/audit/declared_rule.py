@@ -35,11 +35,10 @@ class DeclaredRule:
     @classmethod
     def of(cls, layer: FastWeight, config: InPlaceTTTConfig, eta: float, training: bool) -> DeclaredRule:
         w0, whitened, target = layer.matrix(), layer.ttt.keys, layer.ttt
-        found: dict[str, Tensor | None] = {"conv": target.conv, "proj": target.proj, "w0": w0, "mean": target.mean, "gain": target.gain}
+        found: dict[str, Tensor | None] = {"conv": target.conv, "proj": target.proj, "gate": target.gate, "w0": w0}
+        found |= {"mean": target.mean, "gain": target.gain}
         if whitened is not None:
             found |= {"directions": whitened.directions, "bias": whitened.bias}
-        if target.write_gate is not None:
-            found["gate"] = target.write_gate.gate
         tensors = {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
         tau = None
         if config.clip is not None and (not training or config.clip.when == "always"):

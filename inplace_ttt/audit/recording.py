@@ -166,9 +166,7 @@ def gradient_errors(
 
 def _differentiated(seen: Seen, layer: FastWeight) -> dict[str, Tensor]:
     """What the outputs depend on, by the names in `DeclaredRule.tensors`; z and W0 where this can be read as one matrix."""
-    found: dict[str, Tensor] = {"conv": layer.ttt.conv, "proj": layer.ttt.proj}
-    if layer.ttt.write_gate is not None:
-        found["gate"] = layer.ttt.write_gate.gate
+    found: dict[str, Tensor | None] = {"conv": layer.ttt.conv, "proj": layer.ttt.proj, "gate": layer.ttt.gate}
     if layer.matrix() is not None:
         found |= {"w0": layer.get_parameter("weight"), "z": seen.z}
     return {name: parameter for name, parameter in found.items() if parameter is not None}

@@ -125,7 +125,7 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, co
         keys, values = z[row, complete], v[row, complete]
         if damping is not None:
             keys, values = keys.to(accurate), torch.cat([values, keys], dim=1).to(accurate)
-        read = layer.readout((values.T @ _counted(keys, None if gate is None else gate[row, complete])).to(accurate))
+        read = layer.readout((values.T @ _counted(keys, gate, row, complete)).to(accurate))
     else:
         read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
         for write in _chunk_by_chunk(layer, z, v, gate, layout):
@@ -206,7 +206,7 @@ def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
         keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
-        written = _counted(keys, None if gate is None else gate[row, here])
+        written = _counted(keys, gate, row, here)
         delta = values.T @ written
         factor = write_factor(delta, tau, config.write_norm)
         delta = factor * delta
@@ -217,9 +217,9 @@ def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
         read = after
 
 
-def _counted(keys: Tensor, gate: Tensor | None) -> Tensor:
-    """Keys [n, r], each as often as its write counts."""
-    return keys if gate is None else gate[:, None].to(keys.dtype) * keys
+def _counted(keys: Tensor, gate: Tensor | None, row: int, part: slice) -> Tensor:
+    """Keys [n, r] of a part of a row, each as often as its write counts by the gate [B, T]."""
+    return keys if gate is None else gate[row, part, None].to(keys.dtype) * keys
 
 
 def _size(layer: FastWeight, read: Tensor) -> Tensor:

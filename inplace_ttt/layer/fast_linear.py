@@ -136,18 +136,19 @@ class FastWeight(nn.Module):
         return None if self.ttt.write_gate is None else self.ttt.write_gate(keys)
 
     def _fast(self, z: Tensor, v: Tensor, w0: Tensor | None, context: ForwardContext) -> Tensor:
-        settings = {**self._settings(z), "layout": context.layout(self.chunk_size)}
+        gate = self.gate(z)
         if self.fast.observer is not None:
-            self.fast.observer(self, z, v, settings["gate"], context)
+            self.fast.observer(self, z, v, gate, context)
+        settings = {**self._settings(), "gate": gate, "layout": context.layout(self.chunk_size)}
         if context.group is None:
             return fast_weight(z, v, w0, **settings)
         return fast_weight_across_ranks(z, v, w0, group=context.group, **settings)
 
-    def _settings(self, keys: Tensor) -> dict[str, Any]:
-        """What the op is told of the rule, and of how much the writes under these keys count."""
+    def _settings(self) -> dict[str, Any]:
+        """What the op is told of the rule."""
         config = self.fast.config
         norms = {"write_norm": config.write_norm, "keep_norms_of": self._rows_to_keep()}
-        return {"eta": self.eta, "clip": self.tau(), "damping": config.damping, "gate": self.gate(keys), **norms}
+        return {"eta": self.eta, "clip": self.tau(), "damping": config.damping, **norms}
 
     @property
     def _has_norms(self) -> bool:
@@ -208,7 +209,8 @@ class FastWeight(nn.Module):
         """
         v = self.ttt(x, layout).to(z.dtype)
         known = state if reads else None  # a sum goes on without what it has
-        out, after = fast_weight(z, v, None, layout=layout, initial_state=known, return_state=True, **self._settings(z))
+        read = {"layout": layout, "initial_state": known, "gate": self.gate(z), **self._settings()}
+        out, after = fast_weight(z, v, None, return_state=True, **read)
         return out, after if state is None or state is known else state + after
 
 

@@ -57,6 +57,11 @@ class TargetGenerator(nn.Module):
         self.calibrated_proj, self.proj_init = calibrated_proj, proj_init
         self._is_measured = False
 
+    @property
+    def gate(self) -> nn.Parameter | None:
+        """The write gate's parameter [r + 1], if there is one."""
+        return None if self.write_gate is None else self.write_gate.gate
+
     @torch.no_grad()
     def reset_parameters(self, std: float, seed: int) -> None:
         """Conv zero, P diagonal N(0, std²) (paper appendix C.3): the model starts as its base, yet conv has a gradient. The gate

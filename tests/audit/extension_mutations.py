@@ -258,7 +258,7 @@ def centred_for_w0_too(patch: Patch) -> None:
 
 def later_layer_damped_more(model: PreTrainedModel) -> None:
     layer = fast_weights(model)[6]
-    layer._settings = lambda keys: {**FastWeight._settings(layer, keys), "damping": 0.05}  # type: ignore[method-assign]
+    layer._settings = lambda: {**FastWeight._settings(layer), "damping": 0.05}  # type: ignore[method-assign]
 
 
 def gate_of_targets_alone(patch: Patch) -> None:

@@ -89,7 +89,7 @@ def test_of_many_that_fail_one_speaks() -> None:
 def test_one_speaks_although_another_hears_late() -> None:
     """Process 0, whose store it is, stays until the others know that they are not to speak."""
     code, log = Forked(fail_hearing_late, environments(2)).wait()
-    assert code == 2 and sorted(log.split()) == ["FAILED", "OTHER"], log
+    assert code == 2 and (log.count("FAILED"), log.count("OTHER")) == (1, 1), log
 
 
 class Late:
@@ -117,7 +117,7 @@ def fail_hearing_late() -> int:
     except InPlaceTTTError as error:
         print("OTHER" if isinstance(error, OtherFailed) else "FAILED", flush=True)
         if meeting.rank == 0:
-            os._exit(error.exit_code)
+            os._exit(0)  # the store is gone at once; and nobody ends the other for it
         return error.exit_code
 
 

@@ -4,7 +4,8 @@ python tools/experiments/facts_evidence.py [--runs R ...] [--seeds 0 1 2] [--far
 
 A model with compact keys learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from statements
 of other relations than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts tell four records each; the questions come
-1,024 and 4,096 tokens later and, with --far, in two texts 16,384 and 65,536 tokens later, for the first seed. What is in OUT.json is done,
+1,024 and 4,096 tokens later and, with --far, in two texts 16,384 and 65,536 tokens later, for the first seed. "gated" learns how much each
+token counts, from longer rows; "gate held at 1" reads the same weights with all counting alike, after it. What is in OUT.json is done,
 and so is every step kept under runs/facts; the next call goes on where the last one stopped. Gemma is there after
 `python tools/fetch/get_model.py --model gemma-3-270m --dtype float32 --out .cache/gemma-3-270m-float32`.
 """
@@ -25,6 +26,7 @@ from memory_evidence import HELD_OUT, LAYERS, MODEL, ROOT, WINDOW, command, slug
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError, load
+from inplace_ttt.checkpoint.overwriting import new_checkpoint_folder
 from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.surgery import fast_weights
@@ -65,7 +67,7 @@ RUNS = {
     "gemma-3-270m, untrained": Run(GEMMA_BASE, GEMMA, trained=False),
     "smollm2-135m, others 0.3": Run(MODEL, SMOLLM2, ("data.facts.others=0.3",)),
     "smollm2-135m, gated": Run(MODEL, GATED, LONG_ROWS),
-    "smollm2-135m, gated, gate held at 1": Run(MODEL, GATED, LONG_ROWS, without_gate_of="smollm2-135m, gated"),
+    "smollm2-135m, gated, gate held at 1": Run(MODEL, GATED, without_gate_of="smollm2-135m, gated"),
     "smollm2-135m, long rows": Run(MODEL, SMOLLM2, LONG_ROWS),
     "smollm2-135m, eta 0": Run(MODEL, (*SMOLLM2, "--set", "eta=0")),
 }
@@ -124,10 +126,11 @@ def hold_gate(trained: Path, out: Path) -> None:
     """Save a trained model with its gates as they began."""
     model = load(trained)
     for layer in fast_weights(model).values():
-        assert layer.ttt.write_gate is not None
-        torch.nn.init.zeros_(layer.ttt.write_gate.gate)
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(trained).save_pretrained(out)
+        assert layer.ttt.gate is not None
+        torch.nn.init.zeros_(layer.ttt.gate)
+    with new_checkpoint_folder(out, overwrite=False) as folder:
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
 
 
 def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:

@@ -155,9 +155,9 @@ def _wrongly_grouped(run: Run) -> list[str]:
     own = {id(p): kind for layer in fast_weights(model).values() for kind, p in _generator(layer).items()}
     wanted = {
         "conv": (o.conv_learning_rate or o.learning_rate, o.conv_weight_decay),
-        "proj": (of_proj := (o.proj_learning_rate or o.learning_rate, o.proj_weight_decay)),
-        "gate": of_proj,
+        "proj": (o.proj_learning_rate or o.learning_rate, o.proj_weight_decay),
     }
+    wanted["gate"] = wanted["proj"]
     wrong = []
     for name, parameter in model.named_parameters():
         kind = own.get(id(parameter), "")

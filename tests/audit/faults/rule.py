@@ -107,7 +107,7 @@ def hand_in_states(patch: Patch, when: When) -> None:
         if not when.anywhere(layout):
             return real(self, z, x, layout, state, reads=reads)
         v = self.ttt(x, layout).to(z.dtype)
-        return fast_linear.fast_weight(z, v, None, layout=layout, initial_state=state, return_state=True, **self._settings(z))
+        return fast_linear.fast_weight(z, v, None, layout=layout, initial_state=state, return_state=True, **self._settings())
 
     real = FastWeight.write
     patch.setattr(FastWeight, "write", write)

@@ -98,8 +98,8 @@ def other_damping(size: float, when: When) -> Plant:
     """λ times a factor in a call where the condition holds anywhere."""
 
     def plant(patch: Patch) -> None:
-        def settings(self: FastWeight, keys: Tensor) -> dict[str, Any]:
-            right, call = real(self, keys), now()
+        def settings(self: FastWeight) -> dict[str, Any]:
+            right, call = real(self), now()
             acts = call is not None and any(when.holds(piece.place) for piece in places_of_call(call))
             return {**right, "damping": right["damping"] * size} if acts and right["damping"] is not None else right
 
