@@ -11,14 +11,14 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert
-from inplace_ttt.config import PRESETS
+from inplace_ttt.config import PRESETS, KeyWhitening
 from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import config_of, fast_weights
 
@@ -39,48 +39,6 @@ SHAPES: dict[str, Callable[[int], PretrainedConfig]] = {
         vocab_size=VOCABULARY, max_position_embeddings=tokens, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-4B")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--chunk-size", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--preset", choices=PRESETS, default="paper")
-    args = parser.parse_args()
-    print(json.dumps(measure(**vars(args)), indent=2))
-
-
-def measure(shape: str, tokens: int, chunk_size: int, repeats: int, device: str, dtype: str, preset: str = "paper") -> dict[str, Any]:
-    """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
-    torch.manual_seed(0)
-    config = SHAPES[shape](tokens)
-    base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
-    model = convert(copy.deepcopy(base), InPlaceTTTConfig.preset(preset, layers="every:6", chunk_size=chunk_size, eta=1e-3))
-    ids = torch.randint(3, VOCABULARY, (1, tokens), device=device)
-    if config_of(model).needs_calibration:
-        calibrate(model, [ids[:, :2048]])
-    for layer in fast_weights(model).values():  # as if trained: conv and P write
-        layer.ttt.conv.data.normal_(std=0.1)
-        layer.ttt.proj.data.normal_(std=0.02)
-    rows = {}
-    for name, step in _STEPS.items():
-        try:
-            rows[name] = paired(lambda step=step: step(model, ids), lambda step=step: step(base, ids), repeats, device)
-        except torch.OutOfMemoryError:
-            rows[name] = {"out_of_memory": True}
-        base.zero_grad(set_to_none=True)
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-    profile = [] if "out_of_memory" in rows["training step"] else _profile(model, ids)
-    return {
-        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "preset": preset, "layers": config.num_hidden_layers,
-        "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
-        "profile_of_a_training_step": profile,
-    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -109,9 +67,65 @@ def _decode(model: PreTrainedModel, ids: torch.Tensor, tokens: int = 32) -> None
         model(token, **{CACHE: cache}, logits_to_keep=1)
 
 
-_STEPS: dict[str, Callable[[PreTrainedModel, torch.Tensor], None]] = {
+STEPS: dict[str, Callable[[PreTrainedModel, torch.Tensor], None]] = {
     "prefill": _prefill, "prefill into a cache": _prefill_into_cache, "decode": _decode, "training step": _training_step,
 }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-4B")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--chunk-size", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--preset", choices=PRESETS, default="paper")
+    parser.add_argument("--rank", type=float, help="of whitened keys: directions, or a share of d (default: the preset's)")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="S", help=f"of {', '.join(STEPS)} (default: all)")
+    args = parser.parse_args()
+    print(json.dumps(measure(**vars(args)), indent=2))
+
+
+def measure(
+    shape: str,
+    tokens: int,
+    chunk_size: int,
+    repeats: int,
+    device: str,
+    dtype: str,
+    preset: str = "paper",
+    rank: float | None = None,
+    steps: Sequence[str] = tuple(STEPS),
+) -> dict[str, Any]:
+    """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
+    torch.manual_seed(0)
+    config = SHAPES[shape](tokens)
+    settings = {} if rank is None else {"whitening": KeyWhitening(rank=rank)}
+    base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
+    model = convert(copy.deepcopy(base), InPlaceTTTConfig.preset(preset, layers="every:6", chunk_size=chunk_size, eta=1e-3, **settings))
+    ids = torch.randint(3, VOCABULARY, (1, tokens), device=device)
+    if config_of(model).needs_calibration:
+        calibrate(model, [ids[:, :2048]])
+    for layer in fast_weights(model).values():  # as if trained: conv and P write
+        layer.ttt.conv.data.normal_(std=0.1)
+        layer.ttt.proj.data.normal_(std=0.02)
+    rows = {}
+    for name, step in ((name, STEPS[name]) for name in steps):
+        try:
+            rows[name] = paired(lambda step=step: step(model, ids), lambda step=step: step(base, ids), repeats, device)
+        except torch.OutOfMemoryError:
+            rows[name] = {"out_of_memory": True}
+        base.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+    trained = rows.get("training step", {"out_of_memory": True})
+    profile = [] if "out_of_memory" in trained else _profile(model, ids)
+    return {
+        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "preset": preset, "rank": rank, "layers": config.num_hidden_layers,
+        "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
+        "profile_of_a_training_step": profile,
+    }  # fmt: skip
 
 
 def paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: int, device: str) -> dict[str, float]:
