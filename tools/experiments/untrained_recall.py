@@ -6,17 +6,17 @@ python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432
 SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A layer's memory is
 written with its own keys and, as values, the centred embedding of the next token: what a convolution with one tap and P = I
 makes. The recall is how often, on the second copy, what is read is nearest to the right one of all 49,152 embeddings. Costs are
-times of keys and op over that of the plain down-projection, forward, one thread, median of pairs.
+times of keys and op over that of the plain down-projection, forward, one thread, median of pairs. A seed that is in OUT.json is
+done.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -34,6 +34,7 @@ from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.config import InPlaceTTTConfig, KeyWhitening
 from inplace_ttt.families import locate
+from inplace_ttt.files.results import Results
 from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
@@ -53,6 +54,14 @@ class Variant:
     rank: int | None
     damping: float | None
 
+    @property
+    def keys(self) -> str:
+        return f"whitened, r {self.rank}" if self.rank else "raw"
+
+    @property
+    def rule(self) -> str:
+        return "sum" if self.damping is None else f"least squares, λ {self.damping:g}"
+
     def numbers(self, d: int, h: int) -> int:
         """Of a state; of the symmetric sum of KᵀK, half."""
         width = self.rank or h
@@ -70,41 +79,50 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = convert(load_base(MODEL), InPlaceTTTConfig(layers=tuple(args.layers), chunk_size=CHUNK)).float()
-    table = centred(model)
     variants = [Variant(rank, damping) for damping in (None, *args.damping) for rank in (None, *args.ranks) if rank or not damping]
-    recalls: dict[Variant, dict[int, list[float]]] = {variant: {layer: [] for layer in args.layers} for variant in variants}
-    costs: dict[Variant, dict[str, float]] = {}
-    for seed in args.seeds:
-        known, read, starts = documents(args.documents, seed)
-        directions = leading(model, known, max(args.ranks))
-        z = inputs(model, read)
-        values = torch.nn.functional.pad(table[read[:, 1:]], (0, 0, 0, 1))
-        for variant in tqdm(variants, desc=f"seed {seed}", file=sys.stderr):
-            for layer in args.layers:
-                keys = keys_of(directions[layer], variant.rank)
-                recalls[variant][layer].append(recall(keys(z[layer]), values, read, starts, table, variant.damping))
-            if variant not in costs:
-                layer = args.layers[0]
-                weight = model.get_parameter(f"model.layers.{layer}.mlp.down_proj.weight")
-                keys = keys_of(directions[layer], variant.rank)
-                costs[variant] = cost(z[layer][:1], values[:1], weight, keys, variant.damping, args.repeats)
-    rows = [row(variant, recalls[variant], costs[variant], weight.shape) for variant in variants]
-    print(f"| keys | rule | numbers | {' | '.join(f'layer {layer}' for layer in args.layers)} | cost |")
-    print(f"|---|---|---|{'---|' * (len(args.layers) + 1)}")
-    for found in rows:
-        cells = " | ".join(f"{100 * fmean(values):.1f} %" for values in found["recall"].values())
-        print(f"| {found['keys']} | {found['rule']} | {found['numbers']:,} | {cells} | {found['cost']['median']:.1f} |")
-    if args.out:
-        command = " ".join(["python", *sys.argv])
-        args.out.write_text(json.dumps({"command": command, "torch": torch.__version__, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    results = Results(args.out and args.out.parent, "name another --out, or delete it")
+    name = args.out.stem if args.out else "untrained-recall"
+    protocol = {"layers": args.layers, "documents": args.documents, "variants": [vars(variant) for variant in variants]}
+    found = results.get(name, protocol=protocol) or {"seeds": {}}
+    missing = [seed for seed in args.seeds if str(seed) not in found["seeds"]]
+    if missing:
+        model = convert(load_base(MODEL), InPlaceTTTConfig(layers=tuple(args.layers), chunk_size=CHUNK)).float()
+    for seed in missing:
+        found["seeds"][str(seed)] = measure(model, seed, variants, args)
+        about = {"command": "python tools/experiments/untrained_recall.py", "torch": torch.__version__, "protocol": protocol}
+        results.put(name, {**about, **found})
+    print_table(variants, args.layers, list(found["seeds"].values()))
     return 0
 
 
-def row(variant: Variant, recalls: dict[int, list[float]], price: dict[str, float], shape: Sequence[int]) -> dict[str, Any]:
-    keys = f"whitened, r {variant.rank}" if variant.rank else "raw"
-    rule = "sum" if variant.damping is None else f"least squares, λ {variant.damping:g}"
-    return {"keys": keys, "rule": rule, "numbers": variant.numbers(*shape), "recall": recalls, "cost": price}
+def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Recall by layer and cost of each variant, on the documents of a seed."""
+    table = centred(model)
+    known, read, starts = documents(args.documents, seed)
+    directions = leading(model, known, max(args.ranks))
+    z = inputs(model, read)
+    values = torch.nn.functional.pad(table[read[:, 1:]], (0, 0, 0, 1))
+    first = args.layers[0]
+    weight = model.get_parameter(f"model.layers.{first}.mlp.down_proj.weight")
+    rows = []
+    for variant in tqdm(variants, desc=f"seed {seed}", file=sys.stderr):
+        keys = {layer: keys_of(directions[layer], variant.rank) for layer in args.layers}
+        recalls = {layer: recall(keys[layer](z[layer]), values, read, starts, table, variant.damping) for layer in args.layers}
+        price = cost(z[first][:1], values[:1], weight, keys[first], variant.damping, args.repeats)
+        rows.append({"numbers": variant.numbers(*weight.shape), "recall": recalls, "cost": price})
+    return rows
+
+
+def print_table(variants: list[Variant], layers: list[int], seeds: list[list[dict[str, Any]]]) -> None:
+    """Means over the seeds."""
+    print(f"| keys | rule | numbers | {' | '.join(f'layer {layer}' for layer in layers)} | cost |")
+    print(f"|---|---|---|{'---|' * (len(layers) + 1)}")
+    for place, variant in enumerate(variants):
+        rows = [seed[place] for seed in seeds]
+        shares = [[100 * share for share in row["recall"].values()] for row in rows]
+        cells = [f"{fmean(one):.1f} %" for one in zip(*shares, strict=True)]
+        print(f"| {variant.keys} | {variant.rule} | {rows[0]['numbers']:,} | {' | '.join(cells)} | ", end="")
+        print(f"{fmean(row['cost']['median'] for row in rows):.1f} |")
 
 
 def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
