@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", GEMMA),
 }
 CHUNK = 32
-LIVE = {"paper": {"eta": 0.3}, "official": {"eta": 0.3}, "compact": {}}
+LIVE = {"paper": {"eta": 0.3}, "official": {"eta": 0.3}, "compact": {"write_gate": True}}
 """Settings of the presets, for a chunk of 32 tokens."""
 
 
@@ -66,13 +66,15 @@ def save(path: Path, family: str = "llama", preset: str = "paper", **settings: A
 
 @torch.no_grad()
 def write(model: PreTrainedModel) -> None:
-    """Draw what a training would have made of the convolution and P."""
+    """Draw what a training would have made of the convolution, P and the gate of writes."""
     torch.manual_seed(2)
     for layer in fast_weights(model).values():
         if layer.ttt.conv is not None:
             layer.ttt.conv.normal_(0, 0.2)
         if not layer.ttt.calibrated_proj:
             layer.ttt.proj.normal_(0, 0.1)
+        if layer.ttt.gate is not None:
+            layer.ttt.gate.normal_()
 
 
 def save_tokenizer(path: Path) -> None:

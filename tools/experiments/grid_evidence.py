@@ -121,7 +121,7 @@ def measure(name: str) -> None:
     """Train and evaluate; what is done already is left alone."""
     point, run = POINTS[name], train(name)
     base = () if point.base is None else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else whole(train(point.base))))
-    evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base)
+    evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base, cache=evidence.WORK / "without-writes")
 
 
 def train(name: str) -> Path:

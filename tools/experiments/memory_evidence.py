@@ -1,13 +1,16 @@
 """Do writes store memory? The paper's rule, the public code's and the `compact` preset, trained and evaluated alike, over seeds.
 
-python tools/experiments/memory_evidence.py [--rules compact paper official] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/memory]
+python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules compact paper official] [--seeds 0 1 2]
+    [--out docs/results/cpu-2026-11/memory]
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
 off, and with a cross-document state, then with a passage that comes again. The first seed's models are read under full attention too,
 on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without
-writes is the base's, and is read once for all. What is in OUT.json is done; so is every step kept under runs/memory. The next call
-goes on where the last one stopped. OUT.json, OUT.png and the tables have what is there so far.
+writes is the base's, and is read once for all. Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own
+attention, windows of 512 tokens and in each sixth layer all of the text, and is read past token 512; its results are memory-gemma-3-270m.
+What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped. OUT.json, OUT.png
+and the tables have what is there so far.
 """
 
 from __future__ import annotations
@@ -39,10 +42,9 @@ RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
 LAYERS = "12,18,24"
 HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
-DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
+DOCUMENTS, TOKENS, WINDOW, SINKS = 26, 2048, 256, 4
 LONG_DOCUMENTS, LONG = 12, 3 * TOKENS
 FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
-CACHE = WORK / "without-writes"
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
@@ -53,6 +55,48 @@ LONG_ENOUGH = 12_000
 
 LOSSES = ("off", "on", "foreign")
 COLUMNS = ("difference", "gain", "drift", "memory", "memory_unseen", "second_copy", "filler")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What learns and is read. window: that it is trained and read behind, or its own attention. past: the first tokens that do not count.
+
+    folder: of its runs under runs/memory, and of its results' name. settings: of the recipe. besides: what seed 0 is read for.
+    """
+
+    base: Path
+    layers: str
+    window: int | None
+    past: int
+    folder: str = ""
+    settings: tuple[str, ...] = ()
+    besides: tuple[str, ...] = ()
+
+    @property
+    def work(self) -> Path:
+        return WORK / self.folder
+
+    def protocol(self) -> dict[str, Any]:
+        attention = {"window": self.window, **({} if self.window is None else {"sinks": SINKS})}
+        beyond = {
+            "beyond_training": {"number": LONG_DOCUMENTS, "tokens": LONG, "past_token": TOKENS},
+            "far_beyond": {"number": FAR_DOCUMENTS, "tokens": FAR, "past_token": TOKENS, "window": self.window},
+        }
+        documents = {"number": DOCUMENTS, "tokens": TOKENS, "past_token": self.past}
+        return {**attention, "documents": documents, **{key: beyond[key] for key in beyond if key in self.besides}, **digests()}
+
+
+MODELS = {
+    "smollm2-135m": Model(MODEL, LAYERS, WINDOW, past=WINDOW, besides=BESIDES),
+    "gemma-3-270m": Model(
+        MODEL.with_name("gemma-3-270m"),
+        "7,11,14",
+        None,
+        past=512,
+        folder="gemma-3-270m",
+        settings=("model.window=null", "parallel.processes=1", "optimisation.accumulation=2"),  # its logits are large
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -117,18 +161,24 @@ MAIN = ("compact", "paper", "official")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", choices=MODELS)
     parser.add_argument("--rules", nargs="+", default=MAIN, choices=RULES, metavar="R", help="; ".join(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
-    parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "memory"))
+    parser.add_argument("--besides", nargs="*", choices=BESIDES, help="what seed 0 is read for besides (default: all)")
+    parser.add_argument("--out", type=Path, help="default: docs/results/cpu-2026-11/memory, with the name of another model")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
-    out = Path(args.out)
+    model = MODELS[args.model]
+    name = "-".join(word for word in ("memory", model.folder) if word)
+    out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / name
     split_texts()
-    record = Record.open(out)
+    record = Record.open(out, model)
+    besides = [key for key in model.besides if args.besides is None or key in args.besides]
     for seed in [] if args.table else args.seeds:
         for name in args.rules:
-            if not record.is_done(name, seed):
-                measure(name, seed)
+            also = besides if seed == 0 and RULES[name].writes else []
+            if not {"difference", *also} <= record.seeds.get((name, seed), {}).keys():
+                measure(model, name, seed, also)
                 record.collect()
                 record.save()
     record.collect()
@@ -150,20 +200,25 @@ def split_texts() -> None:
             link.symlink_to(file)
 
 
-def measure(name: str, seed: int) -> None:
+def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
     """Convert, train, evaluate; what is done already is left alone."""
-    rule, run = RULES[name], WORK / f"{slug(name)}-{seed}"
-    converted = WORK / slug(next(other for other in RULES if RULES[other].convert == rule.convert))
+    rule, run = RULES[name], model.work / f"{slug(name)}-{seed}"
+    converted = model.work / slug(next(other for other in RULES if RULES[other].convert == rule.convert))
     if not converted.exists():
-        command("convert", str(MODEL), str(converted), "--layers", LAYERS, *rule.convert)
+        command("convert", str(model.base), str(converted), "--layers", model.layers, *rule.convert)
     if not (run / "final").exists():
-        train(converted, run, seed, *rule.settings)
-    base = () if rule.writes else ("--base", str(MODEL))
-    read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(WINDOW), "--second-copy", *base)
-    if seed == 0 and rule.writes:  # at the training length, past the window's length; and beyond the training length
-        read(run, "full-attention", DOCUMENTS, TOKENS, "--skip", str(WINDOW))
-        read(run, "beyond-training", LONG_DOCUMENTS, LONG, "--skip", str(TOKENS))
-        read(run, "far-beyond", FAR_DOCUMENTS, FAR, "--window", str(WINDOW), "--skip", str(TOKENS))
+        train(converted, run, seed, *model.settings, *rule.settings)
+    base = () if rule.writes else ("--base", str(model.base))
+    window = () if model.window is None else ("--window", str(model.window))
+    past, cache = ("--skip", str(model.past)), model.work / "without-writes"
+    read(run, "evaluation", DOCUMENTS, TOKENS, *window, *past, "--second-copy", *base, cache=cache)
+    beside = {
+        "full_attention": (DOCUMENTS, TOKENS, *past),
+        "beyond_training": (LONG_DOCUMENTS, LONG, "--skip", str(TOKENS)),
+        "far_beyond": (FAR_DOCUMENTS, FAR, *window, "--skip", str(TOKENS)),
+    }
+    for key in besides:
+        read(run, key.replace("_", "-"), *beside[key], cache=cache)
 
 
 def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = RECIPE) -> None:
@@ -172,9 +227,9 @@ def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = 
     timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
 
 
-def read(run: Path, out: str, documents: int, tokens: int, *how: str) -> None:
+def read(run: Path, out: str, documents: int, tokens: int, *how: str, cache: Path) -> None:
     if not (run / out).exists():
-        where = ("--documents", str(documents), "--tokens", str(tokens), "--cache", str(CACHE), "--out", str(run / out))
+        where = ("--documents", str(documents), "--tokens", str(tokens), "--cache", str(cache), "--out", str(run / out))
         timed(run / f"{out}.seconds", "evaluate", str(run / "final"), *HELD_OUT, *where, *how)
 
 
@@ -211,30 +266,19 @@ class Record:
 
     results: Results
     name: str
-    protocol: dict[str, Any]
+    model: Model
     seeds: dict[tuple[str, int], dict[str, Any]]
 
     @classmethod
-    def open(cls, path: Path) -> Record:
-        protocol = {
-            "window": WINDOW,
-            "sinks": 4,
-            "documents": {"number": DOCUMENTS, "tokens": TOKENS, "past_token": WINDOW},
-            "beyond_training": {"number": LONG_DOCUMENTS, "tokens": LONG, "past_token": TOKENS},
-            "far_beyond": {"number": FAR_DOCUMENTS, "tokens": FAR, "past_token": TOKENS, "window": WINDOW},
-            **digests(),
-        }
+    def open(cls, path: Path, model: Model) -> Record:
         results = Results(path.parent, "name another --out, or delete it")
-        held = results.get(path.name, protocol=protocol) or {"rules": []}
-        return cls(results, path.name, protocol, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
-
-    def is_done(self, name: str, seed: int) -> bool:
-        return {"difference", *(BESIDES if seed == 0 and RULES[name].writes else ())} <= self.seeds.get((name, seed), {}).keys()
+        held = results.get(path.name, protocol=model.protocol()) or {"rules": []}
+        return cls(results, path.name, model, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
 
     def collect(self) -> None:
         """What lies under runs/memory."""
         for name in RULES:
-            for run in WORK.glob(f"{slug(name)}-[0-9]"):
+            for run in self.model.work.glob(f"{slug(name)}-[0-9]"):
                 if (run / "evaluation").exists():
                     self.seeds[name, int(run.name.rpartition("-")[2])] = _seed(run)
 
@@ -248,9 +292,8 @@ class Record:
         return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if what in seed]
 
     def save(self) -> None:
-        self.results.put(
-            self.name, {"command": "python tools/experiments/memory_evidence.py", "protocol": self.protocol, "rules": self.rows()}
-        )
+        command = f"python tools/experiments/memory_evidence.py --model {self.model.base.name}"
+        self.results.put(self.name, {"command": command, "protocol": self.model.protocol(), "rules": self.rows()})
 
 
 def print_tables(record: Record) -> None:
