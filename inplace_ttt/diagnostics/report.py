@@ -75,6 +75,7 @@ def _layer_row(layer: dict[str, Any]) -> list[str]:
         _number(layer["eta"]),
         *(_number(layer["parameters"].get(name, {}).get("gradient")) for name in ("conv", "proj", "weight")),
         *(_number(writes.get(name)) for name in ("state_ratio", "growth", "clipped", "effective_rank", "alignment")),
+        f"{writes['gate_mean']:.2g} ± {writes['gate_spread']:.2g}" if writes.get("gate_spread") else _number(writes.get("gate_mean")),
         _number(keys.get("effective")),
         _number(keys.get("collision")),
         change,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint.folders import bytes_of, save_base
+from models import COMPACT
 from safetensors.torch import load_file, save_file
 from training.runs import CHUNK, checkpoint
 
@@ -66,6 +67,16 @@ def test_the_page_loads_nothing_and_holds_the_plots(model: Path, text: Path, tmp
     inlined = {base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", page)}
     assert inlined == {file.read_bytes() for file in (tmp_path / "out").glob("*.png")} and len(inlined) == len(PLOTS)
     assert all(f"<th>{head}</th>" in page for head in ("‖gradient‖", "η‖S‖/‖W0‖", "loss on − off"))
+
+
+def test_how_much_tokens_count(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a gate of writes, mean and spread of it; without, 1."""
+    gated = checkpoint(tmp_path / "gated", COMPACT)
+    for where, counts in ((gated, r"<td>[01]\.\d+ ± 0\.\d+</td>"), (model, "<td>1</td>")):
+        out = tmp_path / f"out-{where.name}"
+        run(capsys, where, "--text", text, "--out", out)
+        page = (out / "report.html").read_text()
+        assert "<th>a token counts</th>" in page and len(re.findall(counts, page)) >= 2
 
 
 def test_without_matplotlib_the_page_says_so(
