@@ -148,6 +148,7 @@ RULES = {
     "compact, eta 2": compact("eta=2"),
     "compact, eta 4": compact("eta=4"),
     "compact, gated": compact("write_gate=true"),
+    **{f"compact, damping 0.1, eta {eta}": compact("damping=0.1", f"eta={eta}") for eta in (2, 3)},
     **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained("data.sequence_length=8192", f"optimisation.steps={steps // 2}")
