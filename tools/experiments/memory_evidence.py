@@ -57,6 +57,10 @@ LOSSES = ("off", "on", "foreign")
 COLUMNS = ("difference", "gain", "drift", "memory", "memory_unseen", "second_copy", "filler")
 
 
+ONE_PROCESS = ("parallel.processes=1", "optimisation.accumulation=2")
+"""Where logits are large, the same batch as two processes have."""
+
+
 @dataclass(frozen=True)
 class Model:
     """What learns and is read. window: that it is trained and read behind, or its own attention. past: the first tokens that do not count.
@@ -94,7 +98,7 @@ MODELS = {
         None,
         past=512,
         folder="gemma-3-270m",
-        settings=("model.window=null", "parallel.processes=1", "optimisation.accumulation=2"),  # its logits are large
+        settings=("model.window=null", *ONE_PROCESS),
     ),
 }
 
@@ -151,7 +155,9 @@ RULES = {
     **{f"compact, damping 0.1, eta {eta}": compact("damping=0.1", f"eta={eta}") for eta in (2, 3)},
     **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
-        f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained("data.sequence_length=8192", f"optimisation.steps={steps // 2}")
+        f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained(
+            "data.sequence_length=8192", f"optimisation.steps={steps // 2}", *ONE_PROCESS
+        )
         for steps in (24, 48)
     },
     **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "keep_row_norms=true") for eta in (1, 3)},
