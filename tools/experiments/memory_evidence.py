@@ -312,8 +312,9 @@ def print_tables(record: Record) -> None:
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
     print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
     print_beside_training(record.rows())
+    beside = [(row["rule"], seed) for row in record.rows() for seed in row["seeds"] if any(key in seed for key in BESIDES)]
     full = record.having("full_attention")
-    if not full:
+    if not beside:
         return
     for where, key in (("all documents", "off"), ("the unseen ones", "off_unseen")):
         gains = [values[key] - values["full_attention"][key] for _, values in full if key in values and key in values["full_attention"]]
@@ -322,7 +323,7 @@ def print_tables(record: Record) -> None:
     print(f"\nSeed 0, on - off and memory: full attention, at and past {TOKENS} of {LONG} tokens; the window, past {TOKENS} of {FAR}:\n")
     print(f"| rule | {'on - off | memory | ' * len(BESIDES)}memory up to {TOKENS}, at the end |")
     print("|---" * (2 + 2 * len(BESIDES)) + "|")
-    for name, values in full:
+    for name, values in beside:
         pairs = [values.get(where, {}).get(key) for where in BESIDES for key in ("difference", "memory")]
         cells = ["not read yet" if pair is None else with_error(pair["mean"], pair["stderr"]) for pair in pairs]
         rows = values.get("far_beyond", {}).get("positions", [])
