@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--preset", choices=PRESETS, default="paper")
-    parser.add_argument("--rank", type=float, help="of whitened keys: directions, or a share of d (default: the preset's)")
+    parser.add_argument("--rank", type=json.loads, help="of whitened keys: directions, or a share of d (default: the preset's)")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="S", help=f"of {', '.join(STEPS)} (default: all)")
     args = parser.parse_args()
     print(json.dumps(measure(**vars(args)), indent=2))
@@ -95,7 +96,7 @@ def measure(
     device: str,
     dtype: str,
     preset: str = "paper",
-    rank: float | None = None,
+    rank: int | float | None = None,
     steps: Sequence[str] = tuple(STEPS),
 ) -> dict[str, Any]:
     """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
@@ -111,16 +112,15 @@ def measure(
         layer.ttt.conv.data.normal_(std=0.1)
         layer.ttt.proj.data.normal_(std=0.02)
     rows = {}
-    for name, step in ((name, STEPS[name]) for name in steps):
+    for name in steps:
         try:
-            rows[name] = paired(lambda step=step: step(model, ids), lambda step=step: step(base, ids), repeats, device)
+            rows[name] = paired(partial(STEPS[name], model, ids), partial(STEPS[name], base, ids), repeats, device)
         except torch.OutOfMemoryError:
             rows[name] = {"out_of_memory": True}
         base.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
         gc.collect()
-    trained = rows.get("training step", {"out_of_memory": True})
-    profile = [] if "out_of_memory" in trained else _profile(model, ids)
+    profile = _profile(model, ids) if "seconds" in rows.get("training step", {}) else []
     return {
         "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "preset": preset, "rank": rank, "layers": config.num_hidden_layers,
         "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,

@@ -22,7 +22,7 @@ from typing import Any
 
 import memory_evidence as evidence
 import torch
-from memory_evidence import HELD_OUT, LAYERS, MODEL, ROOT, WINDOW, command, slug, timed, with_error
+from memory_evidence import HELD_OUT, LAYERS, MODEL, MODELS, ROOT, WINDOW, command, slug, timed, with_error
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError, load
@@ -56,7 +56,7 @@ class Run:
 
 
 SMOLLM2 = ("--layers", LAYERS, *COMPACT)
-GEMMA = ("--layers", "7,11,14", *COMPACT, "--calibrate-tokens", "16384")
+GEMMA = ("--layers", MODELS["gemma-3-270m"].layers, *COMPACT, "--calibrate-tokens", "16384")
 GEMMA_BASE = ROOT / ".cache" / "gemma-3-270m-float32"
 GATED = (*SMOLLM2, "--set", "write_gate=true")
 LONG_ROWS = ("data.sequence_length=2048", "data.facts.number=24", "optimisation.steps=90")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import memory_evidence as evidence
+import memory_rules as rules
 from safetensors.torch import load_file, save_file
 
 from inplace_ttt import InPlaceTTTError
@@ -40,20 +41,20 @@ UNTOUCHED = "the base"
 class Point:
     """start: factor on P as converted. base: a point whose model is read as the base, or UNTOUCHED."""
 
-    rule: evidence.Rule
+    rule: rules.Rule
     start: float = 1.0
     base: str | None = None
 
 
 def paper(*changed: str, rate: str = "1e-3", start: float = 1.0) -> Point:
-    return Point(evidence.papers("paper", "eta=1", *changed, rate=rate), start)
+    return Point(rules.papers("paper", "eta=1", *changed, rate=rate), start)
 
 
 def every_parameter(eta: str, base: str | None = None) -> Point:
     """conv and P at the rates of the others; the base's own weights at one that moves them without harm."""
-    rule = evidence.papers("paper", f"eta={eta}")
+    rule = rules.papers("paper", f"eta={eta}")
     own = ("optimisation.train=all", "optimisation.learning_rate=2e-5", "optimisation.proj_learning_rate=1e-3")
-    return Point(evidence.Rule(rule.convert, (*rule.settings, *own)), base=base)
+    return Point(rules.Rule(rule.convert, (*rule.settings, *own)), base=base)
 
 
 POINTS = {
@@ -67,16 +68,16 @@ POINTS = {
     "hidden-state target": paper("target=hidden_states"),
     "every parameter, eta 0": every_parameter("0"),
     "every parameter": every_parameter("1", base="every parameter, eta 0"),
-    "LoRA, eta 0, beside the base": Point(evidence.RULES["LoRA, eta 0"].trained("model.dtype=float32"), base=UNTOUCHED),
-    "compact and LoRA": Point(evidence.compact().trained(*evidence.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"),
-    "compact": Point(evidence.compact()),
-    "compact, rank 0.25": Point(evidence.compact("whitening.rank=0.25")),
-    "compact, rank 1.0": Point(evidence.compact("whitening.rank=1.0")),
-    "compact, damping 0.1": Point(evidence.compact("damping=0.1")),
-    "compact, damping 10": Point(evidence.compact("damping=10")),
-    "compact, eta 1": Point(evidence.compact("eta=1")),
-    "compact, the sum": Point(evidence.compact("rule=sum", "damping=null")),
-    "compact, random P": Point(evidence.compact("calibrated_proj=false")),
+    "LoRA, eta 0, beside the base": Point(rules.RULES["LoRA, eta 0"].trained("model.dtype=float32"), base=UNTOUCHED),
+    "compact and LoRA": Point(rules.compact().trained(*rules.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"),
+    "compact": Point(rules.compact()),
+    "compact, rank 0.25": Point(rules.compact("whitening.rank=0.25")),
+    "compact, rank 1.0": Point(rules.compact("whitening.rank=1.0")),
+    "compact, damping 0.1": Point(rules.compact("damping=0.1")),
+    "compact, damping 10": Point(rules.compact("damping=10")),
+    "compact, eta 1": Point(rules.compact("eta=1")),
+    "compact, the sum": Point(rules.compact("rule=sum", "damping=null")),
+    "compact, random P": Point(rules.compact("calibrated_proj=false")),
 }
 
 

@@ -16,14 +16,13 @@ and the tables have what is there so far.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -31,18 +30,18 @@ from typing import Any
 
 import yaml
 from matplotlib import pyplot
+from memory_rules import MAIN, ONE_PROCESS, ROOT, RULES, WORK
 
 from inplace_ttt import InPlaceTTTError
+from inplace_ttt.attention_window import SINKS
 from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean
 
-ROOT = Path(__file__).resolve().parents[2]
-WORK = ROOT / "runs" / "memory"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
 LAYERS = "12,18,24"
 HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
-DOCUMENTS, TOKENS, WINDOW, SINKS = 26, 2048, 256, 4
+DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
 LONG_DOCUMENTS, LONG = 12, 3 * TOKENS
 FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
@@ -52,13 +51,8 @@ CHOSEN_ON = 10
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
-
 LOSSES = ("off", "on", "foreign")
 COLUMNS = ("difference", "gain", "drift", "memory", "memory_unseen", "second_copy", "filler")
-
-
-ONE_PROCESS = ("parallel.processes=1", "optimisation.accumulation=2")
-"""Where logits are large, the same batch as two processes have."""
 
 
 @dataclass(frozen=True)
@@ -103,69 +97,6 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Rule:
-    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in writes' place."""
-
-    convert: tuple[str, ...]
-    settings: tuple[str, ...] = ()
-    writes: bool = True
-
-    def trained(self, *settings: str) -> Rule:
-        """The same, with more settings of the recipe."""
-        return dataclasses.replace(self, settings=(*self.settings, *settings))
-
-
-def without_writes(*settings: str) -> Rule:
-    """Trained alike on the same rows with η 0: what the training does that is no fast weight."""
-    return dataclasses.replace(papers("paper", "eta=0").trained(*settings), writes=False)
-
-
-def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
-    """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one learning rate for conv and P."""
-    rates = (f"optimisation.learning_rate={rate}", f"optimisation.conv_learning_rate={rate}")
-    return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
-
-
-def compact(*changed: str) -> Rule:
-    """The preset with some of the config's settings changed."""
-    return Rule(("--preset", "compact", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
-
-
-def _set(settings: Iterable[str]) -> Iterator[str]:
-    return (word for setting in settings for word in ("--set", setting))
-
-
-_TARGETS = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"
-LORA = ("optimisation.train=lora", f"optimisation.lora.targets={_TARGETS}", "optimisation.lora.rank=4")
-"""It has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
-
-RULES = {
-    "compact": compact(),
-    "paper": papers("paper", "eta=1"),
-    "official": papers("official", "eta=3"),
-    "ttt_ntp": papers("ttt_ntp").trained("optimisation.conv_learning_rate=null"),
-    "LoRA, eta 0": without_writes(*LORA),
-    "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
-    "compact, rank 0.5": compact("whitening.rank=0.5"),
-    "compact, rank 1.0": compact("whitening.rank=1.0"),
-    "compact, eta 2": compact("eta=2"),
-    "compact, eta 4": compact("eta=4"),
-    "compact, gated": compact("write_gate=true"),
-    **{f"compact, damping 0.1, eta {eta}": compact("damping=0.1", f"eta={eta}") for eta in (2, 3)},
-    **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
-    **{
-        f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained(
-            "data.sequence_length=8192", f"optimisation.steps={steps // 2}", *ONE_PROCESS
-        )
-        for steps in (24, 48)
-    },
-    **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "keep_row_norms=true") for eta in (1, 3)},
-}
-MAIN = ("compact", "paper", "official")
-"""What is run where nobody names the rules; the others are one thing changed."""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", choices=MODELS)
@@ -176,11 +107,13 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
     model = MODELS[args.model]
+    if args.besides is not None and not set(args.besides) <= set(model.besides):
+        parser.error(f"{args.model} is read as it is trained alone; leave --besides out")
     name = "-".join(word for word in ("memory", model.folder) if word)
     out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / name
     split_texts()
     record = Record.open(out, model)
-    besides = [key for key in model.besides if args.besides is None or key in args.besides]
+    besides = model.besides if args.besides is None else args.besides
     for seed in [] if args.table else args.seeds:
         for name in args.rules:
             also = besides if seed == 0 and RULES[name].writes else []
@@ -294,9 +227,9 @@ class Record:
         found = {name: [self.seeds[key] for key in sorted(self.seeds) if key[0] == name] for name in RULES}
         return [{"rule": name, **_over_seeds(seeds), "seeds": seeds} for name, seeds in found.items() if seeds]
 
-    def having(self, what: str) -> list[tuple[str, dict[str, Any]]]:
-        """Rule and values of each seed that was read so."""
-        return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if what in seed]
+    def having(self, *what: str) -> list[tuple[str, dict[str, Any]]]:
+        """Rule and values of each seed that was read in one of these ways."""
+        return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if seed.keys() & set(what)]
 
     def save(self) -> None:
         command = f"python tools/experiments/memory_evidence.py --model {self.model.base.name}"
@@ -312,10 +245,10 @@ def print_tables(record: Record) -> None:
         print(f"| {row['rule']} | {len(row['seeds'])} | {' | '.join(cells)} |")
     print("\nMean over seeds; ± the larger of two standard errors, over documents and over seeds.\n")
     print_beside_training(record.rows())
-    beside = [(row["rule"], seed) for row in record.rows() for seed in row["seeds"] if any(key in seed for key in BESIDES)]
-    full = record.having("full_attention")
+    beside = record.having(*BESIDES)
     if not beside:
         return
+    full = record.having("full_attention")
     for where, key in (("all documents", "off"), ("the unseen ones", "off_unseen")):
         gains = [values[key] - values["full_attention"][key] for _, values in full if key in values and key in values["full_attention"]]
         if gains:
@@ -357,10 +290,10 @@ def draw(record: Record, file: Path) -> None:
             axes.plot(middle, heights, marker="o", markersize=3, label=name)
     for axes, title in zip(panels, ("on - off", "memory: on - foreign"), strict=True):
         axes.axhline(0, color="#8a8f98", linewidth=1)
-        axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label="length of the training rows")
+        axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label=f"rows of {TOKENS:,} tokens end")
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set(xlabel="position in the document (tokens)", ylabel="nats a token", title=f"{title}, behind the window, seed 0")
-    panels[0].legend(frameon=False)
+    panels[1].legend(frameon=False, loc="center right")
     figure.tight_layout()
     figure.savefig(file, dpi=130)
 

@@ -83,15 +83,15 @@ def main() -> int:
     results = Results(args.out and args.out.parent, "name another --out, or delete it")
     name = args.out.stem if args.out else "untrained-recall"
     protocol = {"layers": args.layers, "documents": args.documents, "variants": [vars(variant) for variant in variants]}
-    found = results.get(name, protocol=protocol) or {"seeds": {}}
-    missing = [seed for seed in args.seeds if str(seed) not in found["seeds"]]
+    seeds = (results.get(name, protocol=protocol) or {"seeds": {}})["seeds"]
+    missing = [seed for seed in args.seeds if str(seed) not in seeds]
     if missing:
         model = convert(load_base(MODEL), InPlaceTTTConfig(layers=tuple(args.layers), chunk_size=CHUNK)).float()
     for seed in missing:
-        found["seeds"][str(seed)] = measure(model, seed, variants, args)
+        seeds[str(seed)] = measure(model, seed, variants, args)
         about = {"command": "python tools/experiments/untrained_recall.py", "torch": torch.__version__, "protocol": protocol}
-        results.put(name, {**about, **found})
-    print_table(variants, args.layers, list(found["seeds"].values()))
+        results.put(name, {**about, "seeds": seeds})
+    print_table(variants, args.layers, list(seeds.values()))
     return 0
 
 

@@ -1,0 +1,76 @@
+"""What the evidence trains alike: rules of the memory, and what one would train in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "runs" / "memory"
+ONE_PROCESS = ("parallel.processes=1", "optimisation.accumulation=2")
+"""Where logits are large, the same batch as two processes have."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in writes' place."""
+
+    convert: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    writes: bool = True
+
+    def trained(self, *settings: str) -> Rule:
+        """The same, with more settings of the recipe."""
+        return dataclasses.replace(self, settings=(*self.settings, *settings))
+
+
+def without_writes(*settings: str) -> Rule:
+    """Trained alike on the same rows with η 0: what the training does that is no fast weight."""
+    return dataclasses.replace(papers("paper", "eta=0").trained(*settings), writes=False)
+
+
+def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
+    """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one learning rate for conv and P."""
+    rates = (f"optimisation.learning_rate={rate}", f"optimisation.conv_learning_rate={rate}")
+    return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
+
+
+def compact(*changed: str) -> Rule:
+    """The preset with some of the config's settings changed."""
+    return Rule(("--preset", "compact", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
+
+
+def _set(settings: Iterable[str]) -> Iterator[str]:
+    return (word for setting in settings for word in ("--set", setting))
+
+
+_TARGETS = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"
+LORA = ("optimisation.train=lora", f"optimisation.lora.targets={_TARGETS}", "optimisation.lora.rank=4")
+"""It has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
+
+RULES = {
+    "compact": compact(),
+    "paper": papers("paper", "eta=1"),
+    "official": papers("official", "eta=3"),
+    "ttt_ntp": papers("ttt_ntp").trained("optimisation.conv_learning_rate=null"),
+    "LoRA, eta 0": without_writes(*LORA),
+    "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
+    "compact, rank 0.5": compact("whitening.rank=0.5"),
+    "compact, rank 1.0": compact("whitening.rank=1.0"),
+    "compact, eta 2": compact("eta=2"),
+    "compact, eta 4": compact("eta=4"),
+    "compact, gated": compact("write_gate=true"),
+    **{f"compact, damping 0.1, eta {eta}": compact("damping=0.1", f"eta={eta}") for eta in (2, 3)},
+    **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
+    **{
+        f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained(
+            "data.sequence_length=8192", f"optimisation.steps={steps // 2}", *ONE_PROCESS
+        )
+        for steps in (24, 48)
+    },
+    **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "keep_row_norms=true") for eta in (1, 3)},
+}
+MAIN = ("compact", "paper", "official")
+"""What is run where nobody names the rules; the others are one thing changed."""
