@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..ops import readout, state_dtype
+from ..ops import read_once, readout, state_dtype
 from ..ops.precision import in_range
 
 
@@ -24,21 +25,22 @@ class Reader(Protocol):
 class State:
     """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where S itself is read.
 
-    keeps_rows: the row norms of W0 are kept, which only the layer knows; what reads use is then made at the first one.
+    The second is made of a row at the first read that needs it. keeps_rows: the row norms of W0 are kept, which only the layer knows.
     """
 
     _read: Tensor | None
     _factor: Tensor | None
+    _stale: set[int]
+    """Rows that were put since what reads use of them was made."""
 
-    def __init__(self, value: Tensor, dtype: torch.dtype, damping: float | None, keeps_rows: bool = False) -> None:
+    def __init__(self, value: Tensor, damping: float | None, keeps_rows: bool = False) -> None:
         self.value, self.damping, self.keeps_rows = value, damping, keeps_rows
-        self._read, self._factor = (None, None) if keeps_rows else in_range(readout(value, damping), dtype)
+        self._read, self._factor, self._stale = None, None, set()
 
     @classmethod
     def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, damping: float | None, device: torch.device) -> State:
         """Rows of states [*shape] in which nothing is written yet: none may be read before it is put."""
-        state = cls.__new__(cls)
-        state.value, state.damping, state.keeps_rows = torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), damping, False
+        state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), damping)
         is_read = damping is None and state.value.dtype == dtype
         state._read = state.value if is_read else torch.zeros(rows, d, shape[1], dtype=dtype, device=device)
         state._factor = state.value.new_ones(rows, 1, 1) if dtype == torch.float16 else None
@@ -56,6 +58,7 @@ class State:
         One product, except on a CPU, which reads that many matrices faster one by one.
         """
         assert self._read is not None
+        self._refresh(rows)
         keys, where = z.to(self._read.dtype), torch.tensor(rows, device=z.device)
         if z.device.type == "cpu":
             read = torch.stack([torch.mv(self._read[row], key) for key, row in zip(keys, rows, strict=True)])
@@ -68,42 +71,63 @@ class State:
         for tensor in (self.value, self._read, self._factor):
             if tensor is not None:
                 tensor[row] = tensor[source]
-
-    def add_read(self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None) -> None:
-        """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r]."""
-        eta = layer.eta
-        if self._read is None or self._read.dtype != out.dtype:  # autocast came or went
-            read = layer.readout(self.value) if self.keeps_rows else readout(self.value, self.damping)
-            self._read, self._factor = in_range(read, out.dtype)
-        rows = slice(None) if row is None else slice(row, row + 1)
-        if self._factor is None:
-            out.baddbmm_(z.to(out.dtype), self._read[rows].mT, alpha=eta)
+        if source in self._stale:
+            self._stale.add(row)
         else:
-            out += ((z.to(out.dtype) @ self._read[rows].mT) * (eta * self._factor[rows])).to(out.dtype)
+            self._stale.discard(row)
+
+    def add_read(self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None, *, whole: bool = False) -> None:
+        """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r].
+
+        whole: the keys are a whole chunk's, and no others read what these rows hold now, so that least squares solve for T keys and
+        not for d outputs. What was made before has no say in it: a session goes on from its file bit for bit.
+        """
+        rows = range(len(self.value)) if row is None else range(row, row + 1)
+        part, eta = slice(rows.start, rows.stop), layer.eta
+        if whole and self.damping is not None and not self.keeps_rows and z.shape[1] < out.shape[-1]:
+            out += (read_once(self.value[part], z, self.damping) * eta).to(out.dtype)
+            return
+        if self._read is None or self._read.dtype != out.dtype:  # autocast came or went
+            self._read, self._factor = in_range(self._readout(self.value, layer), out.dtype)
+            self._stale = set()
+        self._refresh(rows, layer)
+        if self._factor is None:
+            out.baddbmm_(z.to(out.dtype), self._read[part].mT, alpha=eta)
+        else:
+            out += ((z.to(out.dtype) @ self._read[part].mT) * (eta * self._factor[part])).to(out.dtype)
+
+    def _refresh(self, rows: Iterable[int], layer: Reader | None = None) -> None:
+        """Make anew what reads use of those of these rows that were put."""
+        assert self._read is not None
+        for row in self._stale.intersection(rows):
+            narrow, factor = in_range(self._readout(self.value[row], layer), self._read.dtype)
+            self._read[row] = narrow
+            if self._factor is not None and factor is not None:
+                self._factor[row] = factor
+        self._stale.difference_update(rows)
+
+    def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:
+        return layer.readout(state) if self.keeps_rows and layer is not None else readout(state, self.damping)
 
     def put(self, row: int, state: Tensor | None) -> None:
         """Set a row's state [·, r]; None is zero."""
         self.value[row] = 0 if state is None else state
-        if self.keeps_rows:
-            self._read = None
-        elif self._read is not None and self._read is not self.value:
-            narrow, factor = in_range(readout(self.value[row], self.damping), self._read.dtype)
-            self._read[row] = narrow
-            if self._factor is not None and factor is not None:
-                self._factor[row] = factor
+        if self._read is not None and self._read is not self.value:
+            self._stale.add(row)
 
     def select(self, rows: list[int]) -> State:
         chosen = copy.copy(self)
         chosen.value = self.value[rows]
         chosen._read = chosen.value if self._read is self.value else None if self._read is None else self._read[rows]
         chosen._factor = None if self._factor is None else self._factor[rows]
+        chosen._stale = {place for place, row in enumerate(rows) if row in self._stale}
         return chosen
 
     def thaw(self) -> None:
-        if self.keeps_rows:
-            self.value, self._read = self.value.clone() if self.value.is_inference() else self.value, None
-        elif self._read is not None and (self.value.is_inference() or self._read.is_inference()):
-            self.__init__(self.value.clone(), self._read.dtype, self.damping)  # type: ignore[misc]
+        if self.value.is_inference():
+            self.value, self._read = self.value.clone(), None
+        elif self._read is not None and self._read.is_inference():
+            self._read = None
 
 
 class OpenChunks:

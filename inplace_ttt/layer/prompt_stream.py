@@ -147,7 +147,7 @@ class PromptStream(FastWeightStream):
                 total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
             end.__init__(end.room)  # type: ignore[misc]
             self.since[row] = 1  # the last token may be taken back, to be read again
-        self._state = State(total, w0.dtype, None, keeps_rows=True)
+        self._state = State(total, None, keeps_rows=True)
         self.is_written = True
 
     def skip(self) -> None:
@@ -199,7 +199,7 @@ class PromptStream(FastWeightStream):
     def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> PromptStream:
         stream = cls.of(config, tensors["counts"].shape[1])
         stream.seen, stream.is_written = tensors["counts"].tolist()[2], True
-        stream._state = State(tensors["state"].to(state_dtype(dtype)), dtype, None, keeps_rows=True)
+        stream._state = State(tensors["state"].to(state_dtype(dtype)), None, keeps_rows=True)
         return stream
 
 

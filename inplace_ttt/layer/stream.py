@@ -114,9 +114,8 @@ class FastWeightStream:
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             unbroken = stop - start + (row.unbroken if start == 0 else 0)
             row.unbroken = unbroken if stop == z.shape[1] else 0
-        fits = all(row.filled + stop - start <= self.chunk_size for row, (start, stop) in zip(self.rows, spans, strict=True))
-        if fits:
-            self._read(out, z, layer)
+        if all(row.filled + stop - start <= self.chunk_size for row, (start, stop) in zip(self.rows, spans, strict=True)):
+            self._read(out, z, layer, whole=all(stop - start == self.chunk_size for start, stop in spans))
             for index, (start, stop) in enumerate(spans):
                 if start < stop:
                     self._take(index, z[index, start:stop], x[index, start:stop], layer, undoable=True)
@@ -133,16 +132,17 @@ class FastWeightStream:
             self._take_span(out, z, x, index, (start, stop), stop, layer)
         return out
 
-    def _read(self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None) -> None:
+    def _read(self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None, *, whole: bool = False) -> None:
+        """whole: the tokens are a whole chunk of each row that is read."""
         if self._state is not None:
-            self._state.add_read(out, z, layer, row)
+            self._state.add_read(out, z, layer, row, whole=whole)
 
     def _take_span(self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer) -> None:
         """Read and take in a row's span, one chunk after the other; the row's tokens end at `last`."""
         start, stop = span
         while start < stop:
             end = min(start + self.chunk_size - self.rows[row].filled, stop)
-            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], layer, row)
+            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], layer, row, whole=end - start == self.chunk_size)
             self._take(row, z[row, start:end], x[row, start:end], layer, undoable=last - end < self.chunk_size)
             start = end
 
@@ -151,7 +151,7 @@ class FastWeightStream:
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         read, state = layer.write(z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True)
         out += read.to(out.dtype)
-        self._state = State(state, z.dtype, self.damping, self.keeps_rows)
+        self._state = State(state, self.damping, self.keeps_rows)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             row.written += (stop - start) // self.chunk_size
 
@@ -169,7 +169,7 @@ class FastWeightStream:
         if undoable:
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
         if self._state is None:
-            self._state = State(after.new_zeros(self.batch, *after.shape), z.dtype, self.damping, self.keeps_rows)
+            self._state = State(after.new_zeros(self.batch, *after.shape), self.damping, self.keeps_rows)
         self._state.put(index, after)
         row.filled, row.written = 0, row.written + 1
 
@@ -274,5 +274,5 @@ class FastWeightStream:
         if "z" in tensors:
             stream._open.held = tensors["z"].to(dtype), tensors["x"].to(dtype)
         if "state" in tensors:
-            stream._state = State(tensors["state"].to(state_dtype(dtype)), dtype, config.damping, config.keep_row_norms)
+            stream._state = State(tensors["state"].to(state_dtype(dtype)), config.damping, config.keep_row_norms)
         return stream

@@ -13,7 +13,7 @@ from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
 from . import chunked, compiled, conv, least_squares, reference, row_norms, triton
 from .compiled import TracedLayout
-from .least_squares import readout
+from .least_squares import read_once, readout
 from .norms import keeping_row_norms
 from .precision import state_dtype
 from .reference import write_factor
@@ -23,6 +23,7 @@ __all__ = [
     "fast_weight",
     "keeping_row_norms",
     "next_in_chunk",
+    "read_once",
     "readout",
     "state_dtype",
     "state_rows",

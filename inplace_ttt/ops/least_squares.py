@@ -59,6 +59,15 @@ def readout(state: Tensor, damping: float | None) -> Tensor:
     return _solved(*_factor(state, damping))
 
 
+def read_once(state: Tensor, keys: Tensor, damping: float) -> Tensor:
+    """What keys [..., n, r] read, η left out, of a state [..., d + r, r]: [..., n, d] in the state's dtype.
+
+    It takes n solves where M takes d.
+    """
+    sums, factor = _factor(state, damping)
+    return _solved(keys.to(state.dtype), factor) @ sums.mT
+
+
 def sum_of_writes(
     k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None, gate: Tensor | None = None
 ) -> Tensor:

@@ -91,9 +91,9 @@ class Slots:
 
     def _take(self, out: Tensor, z: Tensor, x: Tensor, slot: int, filled: int, written: int, layer: StreamedLayer) -> bool:
         """Tokens of the open chunk; whether they complete it."""
-        if written:
-            self.state.add_read(out[None], z[None], layer, slot)
         stop = filled + len(z)
+        if written:
+            self.state.add_read(out[None], z[None], layer, slot, whole=len(z) == self.chunk_size)
         self.keys[slot, filled:stop] = z
         self.sources[slot, filled:stop] = x
         if stop == self.chunk_size:

@@ -215,7 +215,7 @@ def reset_keeps_gram(patch: Patch) -> None:
         state = self.state
         real(self)
         if state is not None:
-            self._state = State(state - without_gram(state), state.dtype, self.damping)
+            self._state = State(state - without_gram(state), self.damping)
 
     real = FastWeightStream.reset
     patch.setattr(FastWeightStream, "reset", reset)
