@@ -99,8 +99,8 @@ def read_unwhitened(patch: Patch) -> None:
     def other(keys: Tensor) -> Tensor:
         return keys * torch.linspace(0.5, 1.5, keys.shape[-1], dtype=keys.dtype)
 
-    def add_read(self: State, out: Tensor, z: Tensor, eta: float, row: int | None = None) -> None:
-        real(self, out, other(z), eta, row)
+    def add_read(self: State, out: Tensor, z: Tensor, *how: Any, **named: Any) -> None:
+        real(self, out, other(z), *how, **named)
 
     real = State.add_read
     loop(read_with=other)(patch)

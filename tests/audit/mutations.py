@@ -31,6 +31,7 @@ BESIDE = {
     "the clip leaves G out": {"document-grid", "take-back", "in-pieces"},
     "each rank starts from W0": {"in-pieces"},
     "G goes on into the next document": {"in-batches"},
+    "a stream reads with the map of before": {"token-by-token"},
     "W0 is given centred inputs": {"gradient", "precisions"},
 }
 """By fault, the items that say where it shows, beside the one that says what it is; of all others the owner stands alone."""

@@ -78,15 +78,15 @@ def plant_rule(patch: Patch, rule: Rule, when: When) -> None:
         out, state = walk(rule, when, z, v, weight, layout=layout, **rest)
         return (out, state) if rest.get("return_state") else out
 
-    def add_read(self: State, out: Tensor, z: Tensor, layer: Any, row: int | None = None) -> None:
+    def add_read(self: State, out: Tensor, z: Tensor, layer: Any, row: int | None = None, **how: bool) -> None:
         call = now()
         if call is None or call.stream is None or self.damping is not None:
-            return real_read(self, out, z, layer, row)
+            return real_read(self, out, z, layer, row, **how)
         for index, number in enumerate(range(len(z)) if row is None else [row]):
             here, keys = out[index : index + 1], z[index : index + 1]
             place = Place(call, number, 0, call.stream.rows[number].written)
             if not when.holds(place):
-                with_row(number, lambda o=here, k=keys, r=number: real_read(self, o, k, layer, r))
+                with_row(number, lambda o=here, k=keys, r=number: real_read(self, o, k, layer, r, **how))
                 continue
             beside = [s for i, s in enumerate(self.value) if i != number]
             step = Step(place, keys[0].to(self.value.dtype), None, layer.eta, _memory(place), beside=beside)
