@@ -89,28 +89,39 @@ class DeclaredRule:
                 own = written[(i - 1) * size : i * size]
                 total, gram = self._after(total, gram, keys[own], self.targets(x[own]))
             here = keys[chunk == i]
-            parts.append(here.new_zeros(len(here), d) if total is None else here @ self._read(total, gram).T)
+            parts.append(here.new_zeros(len(here), d) if total is None else self._read(here, total, gram))
         return self.eta * torch.cat(parts)
 
-    def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        """The sum [d, r] and, only where least squares read it, KᵀK [r, r] after one more chunk."""
         written = self.counted(k)
         delta = v.T @ written
-        norm = torch.linalg.vector_norm(delta)
-        factor: float | Tensor = 1.0 if self.tau is None or float(norm.detach()) <= self.tau else self.tau / norm
-        if self.config.write_norm is not None:
-            factor = 1 / _spectral_norm(delta)
-        delta, own = factor * delta, factor * (k.T @ written)
-        return (delta, own) if total is None else (total + delta, gram + own)
+        factor = self._factor(delta)
+        if self.config.damping is not None:
+            own = factor * (k.T @ written)
+            gram = own if gram is None else gram + own
+        delta = factor * delta
+        return delta if total is None else total + delta, gram
 
-    def _read(self, total: Any, gram: Any) -> Tensor:
+    def _factor(self, delta: Tensor) -> float | Tensor:
+        """What a chunk's delta [d, r] is multiplied by before it is written."""
+        if self.config.write_norm is not None:
+            return 1 / _spectral_norm(delta)
+        if self.tau is None:
+            return 1.0
+        norm = torch.linalg.vector_norm(delta)
+        return 1.0 if float(norm.detach()) <= self.tau else self.tau / norm
+
+    def _read(self, k: Tensor, total: Tensor, gram: Any) -> Tensor:
+        """What keys [n, r] read [n, d], η left out."""
         if self.config.damping is not None:
             damping = self.config.damping + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(gram.detach().trace())
-            return torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), total.T).T
+            return torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), k.T).T @ total.T
         if self.config.keep_row_norms and self.eta:
             w0 = self.tensors["w0"]
             moved = w0 + self.eta * total
-            return (moved * (w0.norm(dim=1) / moved.norm(dim=1))[:, None] - w0) / self.eta
-        return total
+            total = (moved * (w0.norm(dim=1) / moved.norm(dim=1))[:, None] - w0) / self.eta
+        return k @ total.T
 
 
 def _spectral_norm(delta: Tensor) -> Tensor:

@@ -128,13 +128,14 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
     """A small model with these settings in each precision, over many chunks in one call and in pieces."""
     found: dict[torch.dtype, Outcome] = {}
-    for dtype in _TOLERANCE:
-        try:
-            with twin(whole.config) as model, Probed.of(model.to(dtype), whole.seed) as probed:
-                errors = {name: by_layer for scene in (plain, many_chunks) for name, by_layer in probed.deviations(scene).items()}
-                found[dtype] = _judged(dtype, errors, "")
-        except Exception as error:
-            found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
+    with twin(whole.config) as model:
+        for dtype in _TOLERANCE:
+            try:
+                with Probed.of(model.to(dtype), whole.seed) as probed:
+                    errors = {name: by_layer for scene in (plain, many_chunks) for name, by_layer in probed.deviations(scene).items()}
+                    found[dtype] = _judged(dtype, errors, "")
+            except Exception as error:
+                found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
     numbers = {f"{_named(dtype)}, {name}": value for dtype, outcome in found.items() for name, value in outcome.numbers.items()}
     failed = [dtype for dtype, outcome in found.items() if outcome.verdict == "deviates"]
     if len(failed) == len(found):
