@@ -73,8 +73,6 @@ class State:
                 tensor[row] = tensor[source]
         if source in self._stale:
             self._stale.add(row)
-        else:
-            self._stale.discard(row)
 
     def add_read(self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None, *, whole: bool = False) -> None:
         """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r].

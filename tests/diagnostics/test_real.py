@@ -1,7 +1,6 @@
 """The diagnosis of a real model: SmolLM2-135M on a State of the Union."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from inplace_ttt.surgery import fast_weights
 ROOT = Path(__file__).parents[2]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text" / "sotu" / "1995_william_j_clinton_d.txt"
 pytestmark = pytest.mark.real
-SECONDS, STEPS = 120, 6
-"""A diagnosis of 2,048 tokens takes so much processor time, which other work on the machine does not stretch; or, on a processor
-that is slow in bfloat16, that of so many forwards and backwards over its tokens (measured on one: 3.4)."""
+TOKENS = 520
+"""Four chunks and a bit."""
 
 
 def converted(*layers: int) -> PreTrainedModel:
@@ -30,35 +28,23 @@ def converted(*layers: int) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def ids() -> Tensor:
     assert MODEL.exists() and TEXT.exists(), "run `make model text` first"
-    return tokens_of(TEXT, AutoTokenizer.from_pretrained(MODEL), 520)
+    return tokens_of(TEXT, AutoTokenizer.from_pretrained(MODEL), TOKENS)
 
 
 def ids_of(diagnosis: Diagnosis, severity: str) -> set[tuple[str, tuple[int, ...]]]:
     return {(finding.id, finding.layers) for finding in diagnosis.of(severity)}
 
 
-def test_a_fresh_conversion_is_healthy_and_diagnosed_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fresh_conversion_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert_it = ["convert", MODEL, tmp_path / "ttt", "--layers", "12,18,24", "--chunk-size", "128", "--no-verify"]
     assert cli.main([str(a) for a in convert_it]) == 0
     capsys.readouterr()
-    began = time.process_time()
-    assert cli.main([str(a) for a in ["diagnose", tmp_path / "ttt", "--text", TEXT, "--out", tmp_path / "out", "--json"]]) == 0
-    spent = time.process_time() - began
+    diagnose_it = ["diagnose", tmp_path / "ttt", "--text", TEXT, "--tokens", TOKENS, "--out", tmp_path / "out", "--json"]
+    assert cli.main([str(a) for a in diagnose_it]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["rows"] == [1, 2048] and values["chunks_read"] == 15
+    assert values["rows"] == [1, TOKENS] and values["chunks_read"] == 4
     found = {(f["id"], f["severity"]) for f in values["findings"]}
     assert found == {("zero-init", "info"), ("updates-rounded", "info"), ("safe-range", "info")}
-    if spent > SECONDS * max(1, torch.get_num_threads()):
-        a_step = 4 * processor_seconds_of_a_step(512)
-        assert spent < STEPS * a_step, f"{spent:.0f} s of processor time, {spent / a_step:.1f} steps"
-
-
-def processor_seconds_of_a_step(tokens: int) -> float:
-    model = converted(12, 18, 24).train()
-    ids = torch.randint(3, 49000, (1, tokens), generator=torch.Generator().manual_seed(0))
-    began = time.process_time()
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    return time.process_time() - began
 
 
 def test_a_layer_that_writes_is_healthy(ids: Tensor) -> None:

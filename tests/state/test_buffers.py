@@ -1,0 +1,95 @@
+"""What a `State` reads is what its rows hold now, whatever was put, copied, chosen and read before."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from inplace_ttt.layer.buffers import State
+from inplace_ttt.ops import keeping_row_norms
+
+D, R, ETA = 5, 4, 0.5
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.005}
+RULES = [(None, False), (None, True), (0.1, False)]
+NAMED = ["the sum", "the sum, row norms kept", "least squares"]
+
+
+@dataclass
+class Layer:
+    """Reads as a layer with W0 does."""
+
+    w0: Tensor
+    eta: float = ETA
+
+    def readout(self, state: Tensor) -> Tensor:
+        return keeping_row_norms(state, self.w0.to(state.dtype), self.eta)
+
+
+def drawn(generator: torch.Generator, damping: float | None) -> Tensor:
+    """A row's state as writes of nine keys leave it."""
+    keys, values = (torch.randn(9, n, generator=generator, dtype=torch.float64) for n in (R, D))
+    total = values.T @ keys
+    return total if damping is None else torch.cat([total, keys.T @ keys])
+
+
+def expected(state: State, z: Tensor, layer: Layer, row: int) -> Tensor:
+    """What keys [n, r] read in a row [n, d], η included, in float64 from what it holds."""
+    held = state.value[row].double()
+    if state.keeps_rows:
+        return layer.eta * z.double() @ layer.readout(held).T
+    if state.damping is None:
+        return layer.eta * z.double() @ held.T
+    gram = held[D:] + state.damping * torch.eye(R, dtype=torch.float64)
+    return layer.eta * torch.linalg.solve(gram, z.double().T).T @ held[:D].T
+
+
+def assert_reads(found: Tensor, wanted: Tensor) -> None:
+    assert float((found.double() - wanted).norm()) <= TOLERANCE[found.dtype] * max(1.0, float(wanted.norm()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("damping", "keeps_rows"), RULES, ids=NAMED)
+def test_any_order_of_writes_and_reads(damping: float | None, keeps_rows: bool, dtype: torch.dtype) -> None:
+    generator, choose = torch.Generator().manual_seed(0), random.Random(0)
+    layer = Layer(torch.randn(D, R, generator=generator, dtype=torch.float64))
+    accurate = torch.float64 if dtype == torch.float64 else torch.float32
+    state = State(torch.stack([drawn(generator, damping) for _ in range(3)]).to(accurate), damping, keeps_rows)
+    reads = 0
+    for _ in range(300):
+        row = choose.randrange(3)
+        match choose.choice(["put", "copy", "select", "one row", "all rows"]):
+            case "put":
+                state.put(row, None if choose.random() < 0.1 else drawn(generator, damping).to(accurate))
+            case "copy":
+                state.copy_row(row, (row + 1) % 3)
+            case "select":
+                state = state.select([choose.randrange(3) for _ in range(3)])
+            case which:
+                rows, tokens, reads = [row] if which == "one row" else [0, 1, 2], choose.randrange(1, D + 3), reads + 1
+                z = torch.randn(len(rows), tokens, R, generator=generator, dtype=torch.float64).to(dtype)
+                out = torch.zeros(len(rows), tokens, D, dtype=dtype)
+                state.add_read(out, z, layer, row if which == "one row" else None, whole=choose.random() < 0.5)
+                for found, keys, number in zip(out, z, rows, strict=True):
+                    assert_reads(found, expected(state, keys, layer, number))
+    assert reads > 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("damping", [None, 0.1], ids=["the sum", "least squares"])
+def test_rows_of_slots(damping: float | None, dtype: torch.dtype) -> None:
+    """As a server holds them: lent without being cleared, one token of each read at once, one's memory copied to another."""
+    generator, choose = torch.Generator().manual_seed(0), random.Random(0)
+    layer = Layer(torch.zeros(D, R))
+    height = D if damping is None else D + R
+    state = State.empty(3, (height, R), D, dtype, damping, torch.device("cpu"))
+    for row in range(3):
+        state.put(row, drawn(generator, damping).float())
+    for _ in range(100):
+        row, other = choose.sample(range(3), 2)
+        state.copy_row(row, other) if choose.random() < 0.3 else state.put(row, drawn(generator, damping).float())
+        rows = choose.sample(range(3), choose.randrange(1, 4))
+        z = torch.randn(len(rows), R, generator=generator).to(dtype)
+        for found, key, number in zip(state.read_each(z, rows), z, rows, strict=True):
+            assert_reads((ETA * found).to(dtype), expected(state, key[None], layer, number)[0])
