@@ -18,9 +18,12 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..errors import InPlaceTTTError
+from ..families import locate
+from ..language_head import head_logits, tokens_at_once
 from ..surgery import fast_weights, ttt_disabled
 from .activations import probing, seeing
 
+_IGNORED = -100
 RIDGE = 0.1
 """Of the least squares, as a fraction of the source's mean variance."""
 
@@ -35,15 +38,26 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
     moments: dict[int, Tensor] = {}
     with ttt_disabled(model), seeing(model) as seen, probing(model) as probes:
         for row in tqdm(rows, desc="start of P", file=sys.stderr, disable=None if progress else True):
-            logits = model(row, use_cache=False).logits[:, :-1]
-            loss = cross_entropy(logits.flatten(0, 1).float(), row[:, 1:].flatten(), reduction="sum")
-            gradients = torch.autograd.grad(loss, list(probes.values()))
+            read = locate(model).base(row, use_cache=False)
+            upstream = _loss_gradient(model, read, row)
+            gradients = torch.autograd.grad(read.last_hidden_state, list(probes.values()), upstream)
             for index, gradient in zip(probes, gradients, strict=True):
                 ahead = layers[index].ttt.standardise(seen[index].source[:, 1:].to(gradient.device)).flatten(0, 1).float()
                 here = gradient.reshape(*row.shape, -1)[:, :-1].flatten(0, 1).float()
                 slopes[index] = slopes.get(index, 0) - ahead.T @ here
                 moments[index] = moments.get(index, 0) + ahead.T @ ahead
     return {index: least_squares(moments[index], slopes[index]) for index in slopes}
+
+
+def _loss_gradient(model: Any, read: Any, row: Tensor) -> Tensor:
+    """Gradient [1, T, d] of the summed loss of a row [1, T] at the base model's output, for a few hundred tokens at a time."""
+    size, parts = tokens_at_once(model, len(row)), list[Tensor]()
+    wanted = torch.nn.functional.pad(row[:, 1:], (0, 1), value=_IGNORED)
+    for hidden, ids, targets in zip(*(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), row, wanted)), strict=True):
+        logits = head_logits(model, read, hidden.requires_grad_(), ids)
+        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED, reduction="sum")
+        parts += torch.autograd.grad(loss, [hidden])
+    return torch.cat(parts, dim=1)
 
 
 def least_squares(moment: Tensor, slope: Tensor) -> Tensor:

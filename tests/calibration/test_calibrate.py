@@ -8,15 +8,17 @@ import pytest
 import torch
 from checkpoint.folders import bytes_of
 from families import build
-from models import distance, logits, random_ids
+from models import NAMES, distance, logits, random_ids
 from tiny import save_base, text
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from widest import Widest
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, load, save_adapter
-from inplace_ttt.calibration.activations import feeling, seeing
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, language_head, load, save_adapter
+from inplace_ttt.calibration.activations import feeling, probing, seeing
 from inplace_ttt.calibration.calibrate import whitened
 from inplace_ttt.calibration.directions import Directions
-from inplace_ttt.calibration.initial_projection import least_squares
+from inplace_ttt.calibration.initial_projection import initial_projections, least_squares
 from inplace_ttt.surgery import fast_weights, ttt_disabled
 
 COMPACT = {
@@ -218,3 +220,21 @@ def test_a_calibrated_p_needs_the_next_token() -> None:
     for wrong in ({"conv": "causal"}, {"kernel_size": 1}):
         with pytest.raises(InPlaceTTTError, match="next token"):
             InPlaceTTTConfig(calibrated_proj=True, **wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_start_of_p_is_that_of_the_whole_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head takes a few tokens at a time, and what a family does to its logits is in the gradient."""
+    model = convert(build(name), InPlaceTTTConfig(layers=(0, 2), chunk_size=8))
+    row = random_ids(1, 40)
+    monkeypatch.setattr(language_head, "_AT_ONCE", 7 * 97)
+    with Widest() as made:
+        found = initial_projections(model, [row])
+    assert name != "llama" or made.numbers < 40 * 97
+    with ttt_disabled(model), seeing(model) as seen, probing(model) as probes:
+        logits = model(row, use_cache=False).logits[0, :-1]
+        gradients = torch.autograd.grad(cross_entropy(logits, row[0, 1:], reduction="sum"), list(probes.values()))
+    for index, gradient in zip(probes, gradients, strict=True):
+        ahead = seen[index].source[0, 1:]
+        assert distance(found[index], least_squares(ahead.T @ ahead, -ahead.T @ gradient.reshape(40, -1)[:-1])) < 1e-4
+    assert "forward" not in vars(model.base_model)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from models import NAMES, converted, random_ids
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from widest import Widest
 
+from inplace_ttt import language_head
 from inplace_ttt.surgery import ttt_disabled
 from inplace_ttt.training import held_out
 from inplace_ttt.training.batches import collate, held_out_batches, shifted, with_document_lengths
@@ -30,17 +30,6 @@ def rows(lengths: list[tuple[int, ...]] = LENGTHS) -> list[dict[str, Any]]:
     return made
 
 
-class Widest(TorchDispatchMode):
-    """The largest tensor that an operation made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
-        return out
-
-
 @pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
 @pytest.mark.parametrize("name", NAMES)
 def test_by_pieces_it_is_what_all_logits_give(name: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +39,7 @@ def test_by_pieces_it_is_what_all_logits_give(name: str, on: bool, monkeypatch: 
     targets = shifted(batch.pop("labels"))
     with torch.no_grad(), ttt_disabled(model) if not on else torch.no_grad():
         logits = model(**batch, use_cache=False).logits
-        monkeypatch.setattr(held_out, "_AT_ONCE", 3 * 97 * 5)
+        monkeypatch.setattr(language_head, "_AT_ONCE", 3 * 97 * 5)
         losses, hits, count = held_out.held_out_sums(model, batch, targets).tolist()
     assert count == (targets != -100).sum() == 3 * 47 - 6
     assert losses == pytest.approx(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item(), rel=1e-5)
@@ -60,7 +49,7 @@ def test_by_pieces_it_is_what_all_logits_give(name: str, on: bool, monkeypatch: 
 
 def test_it_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = converted("llama", chunk_size=64).eval(), random_ids(1, 256)
-    monkeypatch.setattr(held_out, "_AT_ONCE", 97 * 16)
+    monkeypatch.setattr(language_head, "_AT_ONCE", 97 * 16)
     with Widest() as made:
         held_out.held_out_sums(model, {"input_ids": ids}, ids)
     assert made.numbers < 256 * 97
