@@ -27,9 +27,7 @@ def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Ten
     read: any output of the base model; `hidden` is its last_hidden_state or a part of its tokens.
     """
     lm = causal_lm(model)
-    own = hidden.clone(
-        memory_format=torch.contiguous_format
-    )  # a view into a row is read as a batch, for which the head's weight is copied
+    own = hidden.clone(memory_format=torch.contiguous_format)  # a view into a row is read as a batch, for which the head's weight is copied
     with _having_read(lm, locate(lm).base, type(read)(last_hidden_state=own)):
         return lm(input_ids=ids, use_cache=False).logits
 
