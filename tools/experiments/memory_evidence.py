@@ -1,7 +1,7 @@
 """Do writes store memory? The paper's rule, the public code's and the `compact` preset, trained and evaluated alike, over seeds.
 
 python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules compact paper official] [--seeds 0 1 2]
-    [--out docs/results/cpu-2026-11/memory]
+    [--one-process] [--out docs/results/cpu-2026-11/memory]
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
 recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
@@ -16,6 +16,7 @@ and the tables have what is there so far.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import math
@@ -102,6 +103,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m", choices=MODELS)
     parser.add_argument("--rules", nargs="+", default=MAIN, choices=RULES, metavar="R", help="; ".join(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    parser.add_argument("--one-process", action="store_true", help="train the same batches in one process: for one core, or little memory")
     parser.add_argument("--besides", nargs="*", choices=BESIDES, help="what seed 0 is read for besides (default: all)")
     parser.add_argument("--out", type=Path, help="default: docs/results/cpu-2026-11/memory, with the name of another model")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
@@ -114,6 +116,8 @@ def main() -> int:
     split_texts()
     record = Record.open(out, model)
     besides = model.besides if args.besides is None else args.besides
+    if args.one_process:
+        model = dataclasses.replace(model, settings=(*model.settings, *ONE_PROCESS))
     for seed in [] if args.table else args.seeds:
         for name in args.rules:
             also = besides if seed == 0 and RULES[name].writes else []
