@@ -82,7 +82,7 @@ class State:
         """
         rows = range(len(self.value)) if row is None else range(row, row + 1)
         part, eta = slice(rows.start, rows.stop), layer.eta
-        if whole and self.damping is not None and not self.keeps_rows and z.shape[1] < out.shape[-1]:
+        if whole and self.damping is not None and z.shape[1] < out.shape[-1]:
             out += (read_once(self.value[part], z, self.damping) * eta).to(out.dtype)
             return
         if self._read is None or self._read.dtype != out.dtype:  # autocast came or went
@@ -97,12 +97,11 @@ class State:
     def _refresh(self, rows: Iterable[int], layer: Reader | None = None) -> None:
         """Make anew what reads use of those of these rows that were put."""
         assert self._read is not None
-        for row in self._stale.intersection(rows):
-            narrow, factor = in_range(self._readout(self.value[row], layer), self._read.dtype)
-            self._read[row] = narrow
+        if stale := sorted(self._stale.intersection(rows)):
+            self._read[stale], factor = in_range(self._readout(self.value[stale], layer), self._read.dtype)
             if self._factor is not None and factor is not None:
-                self._factor[row] = factor
-        self._stale.difference_update(rows)
+                self._factor[stale] = factor
+            self._stale.difference_update(stale)
 
     def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:
         return layer.readout(state) if self.keeps_rows and layer is not None else readout(state, self.damping)
