@@ -152,7 +152,8 @@ def _factor(state: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     damped = gram.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_((damping + lost)[..., None])
     factor, failed = torch.linalg.cholesky_ex(damped)  # without a look at `failed`, for which a GPU would be waited for
-    return state[..., :-r, :], factor.add_(torch.where(failed == 0, 0.0, torch.nan)[..., None, None])
+    factor.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])  # every solve divides by each of them
+    return state[..., :-r, :], factor
 
 
 @dataclass(frozen=True)
