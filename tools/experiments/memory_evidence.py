@@ -286,7 +286,7 @@ def draw(record: Record, file: Path) -> None:
     read = record.having("far_beyond")
     if not read:
         return
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), sharex=True)
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.4), sharex=True, layout="constrained")
     for name, values in read:
         rows = values["far_beyond"]["positions"]
         middle = [(row["start"] + row["stop"]) / 2 for row in rows]
@@ -297,8 +297,7 @@ def draw(record: Record, file: Path) -> None:
         axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label=f"rows of {TOKENS:,} tokens end")
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set(xlabel="position in the document (tokens)", ylabel="nats a token", title=f"{title}, behind the window, seed 0")
-    panels[1].legend(frameon=False, loc="center right")
-    figure.tight_layout()
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
     figure.savefig(file, dpi=130)
 
 
