@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, Cache, PreTrainedModel
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.attention_window import SINKS, attention_window, window_cache
 from inplace_ttt.checkpoint.loading import load_base
+from inplace_ttt.evaluation.baseline_losses import BaselineLosses
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.families import CACHE
 from inplace_ttt.files.results import Results
@@ -90,10 +91,11 @@ def measure(seed: int, rate: float) -> dict[str, Any]:
     prompt, losses = trained(model, recipe, rows_to_come(build_data(recipe, tokenizer, CHUNK).train, recipe))
     between = time.perf_counter()
     files = files_in([WORK / "text" / "held-out"])[:DOCUMENTS]
-    differences, base = [], []
+    baseline, differences, base = BaselineLosses(WORK / "without-writes"), [], []
     for file in tqdm(files, desc="reading", file=sys.stderr):
         ids = tokens_of(file, tokenizer, TOKENS)
-        with_it, without = (float(loss[0, WINDOW:].double().mean()) for loss in (read(model, ids, prompt), read(model, ids, None)))
+        untouched = baseline.of(model, ids, piece=CHUNK, window=WINDOW, sinks=SINKS, progress=lambda tokens: None)
+        with_it, without = (float(loss[0, WINDOW:].double().mean()) for loss in (read(model, ids, prompt), untouched))
         differences.append(with_it - without)
         base.append(without)
     gain = Mean.of(differences)
@@ -127,10 +129,8 @@ def trained(model: PreTrainedModel, recipe: Recipe, rows: Any) -> tuple[SoftProm
     return prompt, losses
 
 
-def read(model: PreTrainedModel, ids: Tensor, prompt: SoftPrompt | None) -> Tensor:
-    """Token losses [1, T - 1]; without a prompt, the base's."""
-    if prompt is None:
-        return token_losses(model, ids, piece=CHUNK, window=WINDOW, sinks=SINKS)
+def read(model: PreTrainedModel, ids: Tensor, prompt: SoftPrompt) -> Tensor:
+    """Token losses [1, T - 1] with a prompt."""
 
     def begin(cache: Cache) -> None:
         if not cache.layers[0].is_initialized:
