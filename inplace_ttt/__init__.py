@@ -1,17 +1,23 @@
-"""In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models."""
+"""In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models.
 
+Importing it makes converted checkpoints known to transformers. What it names is loaded when it is asked for: a command's --help needs
+no model, and reading needs no Trainer.
+"""
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from .calibration.calibrate import calibrate
-from .checkpoint.adapter import save_adapter
-from .checkpoint.loading import load
-from .config import DeltaClip, InPlaceTTTConfig, KeyWhitening
-from .config_tables import PromptWrite
+from . import models as _models  # noqa: F401 - registers their model_type
 from .errors import InPlaceTTTError
-from .state import FastWeightState
-from .surgery import convert, revert, ttt_disabled
 
 if TYPE_CHECKING:
+    from .calibration.calibrate import calibrate
+    from .checkpoint.adapter import save_adapter
+    from .checkpoint.loading import load
+    from .config import InPlaceTTTConfig
+    from .config_tables import DeltaClip, KeyWhitening, PromptWrite
+    from .state import FastWeightState
+    from .surgery import convert, revert, ttt_disabled
     from .training.callback import InPlaceTTTCallback
 
 __version__ = "0.1.0.dev0"
@@ -33,11 +39,28 @@ __all__ = [
     "ttt_disabled",
 ]
 
+_HOMES = {
+    "DeltaClip": "config_tables",
+    "FastWeightState": "state",
+    "InPlaceTTTCallback": "training.callback",
+    "InPlaceTTTConfig": "config",
+    "KeyWhitening": "config_tables",
+    "PromptWrite": "config_tables",
+    "calibrate": "calibration.calibrate",
+    "convert": "surgery",
+    "load": "checkpoint.loading",
+    "revert": "surgery",
+    "save_adapter": "checkpoint.adapter",
+    "ttt_disabled": "surgery",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """The callback brings transformers' Trainer and our training with it, which reading and serving do without."""
-    if name == "InPlaceTTTCallback":
-        from .training.callback import InPlaceTTTCallback
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return found
 
-        return InPlaceTTTCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

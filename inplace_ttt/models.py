@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -259,6 +258,8 @@ def _start(model: Any) -> None:
 
 
 def _check_split(model: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
     from .surgery import fast_weights
 
     for layer in fast_weights(model).values():
@@ -272,7 +273,7 @@ def __getattr__(name: str) -> type:
     kinds = base.__mro__ if isinstance(base, type) else ()
     if PreTrainedConfig in kinds and name.startswith(_PREFIX):
         return carrying_class(base)
-    if PreTrainedModel in kinds and base.config_class is not None:
+    if kinds and transformers.PreTrainedModel in kinds and base.config_class is not None:
         carrying: Any = carrying_class(base.config_class)
         return _converted_class(base, carrying)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

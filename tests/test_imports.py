@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import inplace_ttt
 
 ROOT = Path(__file__).parent.parent
@@ -83,13 +85,16 @@ def test_public_names() -> None:
     ]
 
 
-def test_the_trainer_is_imported_when_it_is_asked_for() -> None:
-    code = """
-import sys, inplace_ttt
-late = ("transformers.trainer", "inplace_ttt.training")
-print([name in sys.modules for name in late], inplace_ttt.InPlaceTTTCallback.__name__, [name in sys.modules for name in late])
-"""
-    assert run(code).stdout == "[False, False] InPlaceTTTCallback [True, True]\n"
+def test_every_public_name_is_where_the_package_says() -> None:
+    assert all(getattr(inplace_ttt, name) is not None for name in inplace_ttt.__all__)
+    assert {*inplace_ttt.__all__} <= {*dir(inplace_ttt)} and not hasattr(inplace_ttt, "forward")
+
+
+@pytest.mark.parametrize(("name", "late"), [("InPlaceTTTCallback", "transformers.trainer"), ("convert", "transformers.modeling_utils")])
+def test_what_is_slow_is_imported_when_it_is_asked_for(name: str, late: str) -> None:
+    """A --help needs no model, and reading needs no Trainer."""
+    code = f"import sys, inplace_ttt.cli; print({late!r} in sys.modules, inplace_ttt.{name}.__name__, {late!r} in sys.modules)"
+    assert run(code).stdout == f"False {name} True\n"
 
 
 def test_no_existing_model_type_is_touched() -> None:
