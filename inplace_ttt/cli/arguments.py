@@ -6,12 +6,12 @@ Each is a `type` of argparse. What is no number at all argparse refuses itself, 
 from __future__ import annotations
 
 import math
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 
 import torch
 
-from ..errors import shown
+from ..errors import InPlaceTTTError, shown
 from ..files.paths import name_problem
 
 MOST = 2**31 - 1
@@ -50,6 +50,18 @@ def number(
 
     parse.__name__ = "float"
     return parse
+
+
+def refuse_without_effect(args: Namespace, **needs: tuple[str, ...]) -> None:
+    """Refuse options, by their names in `args`, that were given without any of those that they belong to."""
+    for option, needed in needs.items():
+        given = getattr(args, option)
+        if given is not None and given is not False and not any(getattr(args, other) for other in needed):
+            raise InPlaceTTTError(f"{_flag(option)} has no effect without {' or '.join(map(_flag, needed))}; leave it out, or give both.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def seed() -> Callable[[str], int]:

@@ -5,30 +5,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
+from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..attention_window import SINKS
+from ..attention_window import SINKS, attention_reach
 from ..checkpoint.card import SHOWN, add_to_card, require_card
 from ..errors import InPlaceTTTError
 from ..evaluation.baseline_losses import BaselineLosses
 from ..evaluation.comparison import compare
 from ..evaluation.facts import document_tokens, recall_of_facts
-from ..evaluation.growing_context import growing_context
-from ..evaluation.plots import write_plots
+from ..evaluation.growing_context import growing_context, require_contexts
+from ..evaluation.plots import require_plots, write_plots
 from ..evaluation.protocol import Protocol
-from ..evaluation.second_copy import second_copy
+from ..evaluation.second_copy import require_room, second_copy
 from ..files.folders import marked, new_folder, refuse_to_replace
 from ..files.json_files import json_text
-from ..files.text import files_in, ids_within, joined_tokens, tokens_of
+from ..files.text import begins_of, files_in, ids_within, joined_tokens, tokens_of
 from ..surgery import config_of
 from ..tasks.facts import MOST as MOST_RECORDS
 from ..tasks.passages import Passage
 from . import Result
-from .arguments import MOST_TOKENS, dtype, numbers, path, seed, whole
-from .loading import load_plain, load_with_tokenizer, refuse_not_finite
+from .arguments import MOST_TOKENS, dtype, numbers, path, refuse_without_effect, seed, whole
+from .loading import load_plain, load_with_tokenizer, note_on_positions, refuse_not_finite, refuse_other_tokenizer, tokenizer_of
 from .messages import say_now, warn
 
 EXAMPLES = """examples:
@@ -49,6 +52,8 @@ EVALUATIONS = marked(NUMBERS, "*.png")
 DISTANCES = [1024, 4096]
 BLOCK = 512
 """Tokens of the last block that growing contexts are read before."""
+_PROBED = 512
+"""Tokens of text by which two tokenizers are told apart."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--distances", type=numbers, metavar="N,…", help="tokens between facts and questions (default: 1024,4096)")
     parser.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="documents at once (default: 4)")
-    parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the passages' places and of the facts (default: 0)")
+    parser.add_argument("--seed", type=seed(), metavar="N", help="of the passages' places and of the facts (default: 0)")
     parser.add_argument(
         "--cache", type=path, metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
     )
@@ -95,42 +100,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    for option, given, needed in (
-        ("--sinks", args.sinks, "--window"),
-        ("--passage", args.passage, "--second-copy"),
-        ("--block", args.block, "--contexts"),
-        ("--distances", args.distances, "--facts"),
-    ):
-        if given is not None and not getattr(args, needed[2:].replace("-", "_")):
-            raise InPlaceTTTError(f"{option} has no effect without {needed}; give both or neither.")
+    refuse_without_effect(
+        args,
+        sinks=("window",),
+        passage=("second_copy",),
+        block=("contexts",),
+        distances=("facts",),
+        seed=("second_copy", "facts"),
+        overwrite=("out",),
+    )
     if args.out:
         refuse_to_replace(args.out, args.overwrite, EVALUATIONS)
+        require_plots()
     if args.card:
         require_card(args.path)
-    contexts, passage = args.contexts or [], args.passage or [512, 1024]
-    if len(passage) != 2:
+    contexts, block, number = args.contexts or [], args.block or BLOCK, args.seed or 0
+    if len(args.passage or (0, 0)) != 2:
         raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
+    passage = Passage(*args.passage) if args.passage else Passage()
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
     refuse_not_finite(model, args.path)
     if config_of(model).prompt_write is not None:
         warn("this model writes at a prompt's end, and a text to evaluate has none; what its chunks would write is measured instead.")
     base = None if args.base is None else load_plain(args.base, model.dtype)
-    protocol = Protocol(args.window, SINKS if args.sinks is None else args.sinks, _skip(args, model), args.batch_size)
+    sinks, begins = SINKS if args.sinks is None else args.sinks, tuple(begins_of(tokenizer))
+    protocol = Protocol(args.window, sinks, _skip(args, model), args.batch_size, begins)
     names, documents = _documents(args, model, tokenizer, protocol)
+    if base is not None:
+        _refuse_other_base(args.base, base, tokenizer, documents)
+    if args.second_copy:
+        require_room(documents, passage)
+    if contexts:
+        require_contexts(documents, contexts, block)
+    _warn_of_what_is_seen(args, model, passage)
     baseline = BaselineLosses(args.cache)
     say_now()
     facts = _facts(args, model, tokenizer, names, protocol) if args.facts else None  # first: it refuses texts that are too short
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.second_copy:
-        probe = second_copy(model, documents, protocol, Passage(*passage), seed=args.seed, baseline=baseline, progress=True)
+        probe = second_copy(model, documents, protocol, passage, seed=number, baseline=baseline, progress=True)
         result.extra["second_copy"] = probe
     if contexts:
         result.extra["contexts"] = growing_context(
-            model, documents, contexts, protocol, block=args.block or BLOCK, base=base, baseline=baseline, progress=True
+            model, documents, contexts, protocol, block=block, base=base, baseline=baseline, progress=True
         )
     if facts is not None:
         result.extra["facts"] = facts
-    values = {**result.to_dict(), "documents": result.per_document(names), "protocol": dataclasses.asdict(protocol)}
+    read = {"path": args.path, "base": args.base, "dtype": str(model.dtype).removeprefix("torch."), "tokens_sha256": _digest(documents)}
+    values = {
+        **result.to_dict(),
+        "documents": result.per_document(names),
+        "protocol": dataclasses.asdict(protocol),
+        "read": {**read, **({"seed": number} if args.second_copy or args.facts else {})},
+    }
     if args.card:
         add_to_card(args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)})
     if args.out:
@@ -197,11 +219,42 @@ def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
 def _facts(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, names: list[str], protocol: Protocol) -> dict[str, Any]:
     """Each document tells its facts in the text of its name, and goes on into the next ones where that ends."""
     encode = functools.partial(ids_within, tokenizer)
-    distances, files = args.distances or DISTANCES, [str(file) for file in files_in(args.text)]
-    tokens = document_tokens(args.facts, len(names), max(distances), encode, config_of(model).chunk_size, args.seed)
+    distances, files, number = args.distances or DISTANCES, [str(file) for file in files_in(args.text)], args.seed or 0
+    tokens = document_tokens(args.facts, len(names), max(distances), encode, config_of(model).chunk_size, number)
     places = [files.index(name) for name in names]
     texts = [joined_tokens([*files[place:], *files[:place]], tokenizer, tokens)[0] for place in places]
-    return recall_of_facts(model, texts, encode, args.facts, distances, protocol, seed=args.seed, progress=True)
+    return recall_of_facts(model, texts, encode, args.facts, distances, protocol, seed=number, progress=True)
+
+
+def _refuse_other_base(path: str, base: PreTrainedModel, tokenizer: Any, documents: Sequence[Tensor]) -> None:
+    """Refuse a base that reads other tokens than these; one without a tokenizer has to know them."""
+    known = base.get_input_embeddings().num_embeddings
+    if (largest := max(int(ids.max()) for ids in documents)) >= known:
+        raise InPlaceTTTError(f"{path} knows {known:,} tokens, and the texts hold number {largest:,}; it is no base of this model.")
+    try:
+        other = tokenizer_of(path)
+    except InPlaceTTTError:
+        return
+    refuse_other_tokenizer(other, tokenizer, path, tokenizer.decode(documents[0][:_PROBED]))
+
+
+def _warn_of_what_is_seen(args: argparse.Namespace, model: PreTrainedModel, passage: Passage) -> None:
+    """Where attention sees what a probe is to ask the fast weights for, on and off know it alike."""
+    reach = attention_reach(model.config.get_text_config(), args.window)
+    probes = [("--second-copy: the first copy", passage.gap)] if args.second_copy else []
+    probes += [("--facts: what was told", min(args.distances or DISTANCES))] if args.facts else []
+    for what, distance in probes:
+        if distance < reach:
+            seen = "all of the text" if reach == inf else f"{reach:,} tokens"
+            warn(f"{what} stands {distance:,} tokens back, and attention sees {seen}; a smaller --window asks the fast weights alone.")
+
+
+def _digest(documents: Sequence[Tensor]) -> str:
+    """Of the token ids that are read."""
+    digest = hashlib.sha256()
+    for ids in documents:
+        digest.update(len(ids).to_bytes(8, "little") + ids.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol) -> tuple[list[str], list[Tensor]]:
@@ -222,4 +275,6 @@ def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any,
         raise InPlaceTTTError(
             f"only {len(documents)} of the texts have {length} tokens, --documents asks for {args.documents}; ask for less."
         )
+    if note := note_on_positions(model, max(map(len, documents)), "lower --tokens"):
+        warn(note)
     return names, documents

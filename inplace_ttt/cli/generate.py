@@ -8,15 +8,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, set_seed
+from transformers import set_seed
 
 from ..errors import InPlaceTTTError, reported
 from ..files.text import read_text
 from ..state import FastWeightState
 from ..surgery import config_of, ttt_disabled
 from . import Result
-from .arguments import MOST_TOKENS, dtype, number, path, seed, whole
-from .loading import load_with_tokenizer, refuse_not_finite
+from .arguments import MOST_TOKENS, dtype, number, path, refuse_without_effect, seed, whole
+from .loading import load_with_tokenizer, note_on_positions, refuse_not_finite
 from .messages import warn
 
 EXAMPLES = """examples:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=number(1e-4, 1e4, or_zero=True), default=0.0, metavar="T", help="0, the default, takes the likeliest token"
     )
-    parser.add_argument("--seed", type=seed(), default=0, metavar="S", help="seed for a temperature above 0 (default: 0)")
+    parser.add_argument("--seed", type=seed(), metavar="S", help="seed for a temperature above 0 (default: 0)")
     parser.add_argument("--ttt", choices=("on", "off"), default="on", help="off: the same weights, nothing written (default: on)")
     parser.add_argument("--load-state", type=path, metavar="F", help="go on from a saved session")
     parser.add_argument("--save-state", type=path, metavar="F", help="save the session at the end")
@@ -54,12 +54,13 @@ def run(args: argparse.Namespace) -> Result:
     if ids.numel() == 0 and not before:
         raise InPlaceTTTError(f"{args.prompt_file} holds no text; give something to read.")
     total = before + ids.shape[1]
-    _warn_beyond_context(model, total + args.max_new_tokens)
+    if note := note_on_positions(model, total + args.max_new_tokens, "give a shorter text, or lower --max-new-tokens"):
+        warn(note)
     new = ids[:, :0]
     waits = config_of(model).prompt_write is not None and not written_before and total > 2
     with nullcontext() if args.ttt == "on" else ttt_disabled(model):
         if args.max_new_tokens:
-            set_seed(args.seed)
+            set_seed(args.seed or 0)
             sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
             with reported(f"cannot generate as {args.path}/generation_config.json asks", "mend it or delete it"):
                 new = state.generate(ids, progress=True, max_new_tokens=args.max_new_tokens, **sampling)
@@ -90,15 +91,10 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
+    refuse_without_effect(args, seed=("temperature",), fast_weights_only=("save_state",))
+    if args.temperature and not args.max_new_tokens:
+        raise InPlaceTTTError("--temperature has no effect with --max-new-tokens 0; leave it out.")
     if args.max_new_tokens == 0 and not args.save_state:
         raise InPlaceTTTError("--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state F.")
     if args.ttt == "off" and (args.save_state or args.load_state):
         raise InPlaceTTTError("--ttt off writes no state, so that --save-state and --load-state mean nothing; drop one.")
-    if args.fast_weights_only and not args.save_state:
-        raise InPlaceTTTError("--fast-weights-only says what --save-state saves; add --save-state F.")
-
-
-def _warn_beyond_context(model: PreTrainedModel, tokens: int) -> None:
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and tokens > context:
-        warn(f"{tokens} tokens exceed the {context} positions the model was trained on.")

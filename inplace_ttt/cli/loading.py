@@ -27,6 +27,23 @@ def refuse_not_finite(model: PreTrainedModel, path: str) -> None:
             )
 
 
+def note_on_positions(model: PreTrainedModel, tokens: int, remedy: str) -> str | None:
+    """What to know where a text is longer than the model's config names. Raises InPlaceTTTError where positions are learnt one by one."""
+    text = model.config.get_text_config()
+    known = getattr(text, "max_position_embeddings", None)
+    if known is None or tokens <= known:
+        return None
+    if getattr(text, "rope_parameters", None) is None:
+        raise InPlaceTTTError(f"{tokens:,} tokens exceed the {known:,} positions that this model has; {remedy}.")
+    return f"{tokens:,} tokens exceed the {known:,} positions that the model's config names; nothing is cut off."
+
+
+def refuse_other_tokenizer(other: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, base: str, text: str) -> None:
+    """Refuse a base whose tokenizer reads a text otherwise: their losses and prompts would be of different tokens."""
+    if other(text, verbose=False).input_ids != tokenizer(text, verbose=False).input_ids:
+        raise InPlaceTTTError(f"{base} has another tokenizer than the converted checkpoint, so that they would read different tokens.")
+
+
 def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:
     """A converted model; base: where an adapter's base is, if not where it was."""
     return _to_device(load(path, base=base, dtype=_dtype(dtype)))

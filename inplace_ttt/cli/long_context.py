@@ -18,14 +18,15 @@ from ..checkpoint.adapter import is_adapter
 from ..checkpoint.fingerprint import fingerprint_of
 from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError
+from ..evaluation.baseline_losses import digest_without_writes
 from ..evaluation.long_context.answers import Settings, Variant, run_cells
-from ..evaluation.long_context.prompt import Draft, Prompter, Task, samples
+from ..evaluation.long_context.prompt import Prompter, Task, samples
 from ..files.folders import new_folder
 from ..files.results import Results
 from ..surgery import config_of, ttt_disabled
 from . import Result
 from .arguments import dtype, numbers, path, seed, whole
-from .loading import load_converted, load_plain, refuse_not_finite, tokenizer_of
+from .loading import load_converted, load_plain, note_on_positions, refuse_not_finite, refuse_other_tokenizer, tokenizer_of
 from .messages import say_now, warn
 
 Table = Callable[[Settings, Sequence[str], Results], dict[str, Any]]
@@ -43,7 +44,7 @@ def add_samples(parser: argparse.ArgumentParser, tasks: str, own: str) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Who is asked, how, and where the results go."""
     parser.add_argument("--base", type=path, metavar="B", help="unconverted checkpoint to compare with; of an adapter, where its base is")
-    parser.add_argument("--batch-size", type=whole(1), default=1, metavar="N", help="prompts at once (default: 1)")
+    parser.add_argument("--batch-size", type=whole(1), metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--seed", type=seed(), default=0, metavar="S", help="of the samples (default: 0)")
     parser.add_argument("--chat", action="store_true", help="ask in the tokenizer's chat template")
     parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
@@ -62,12 +63,17 @@ def chosen(given: str | None, possible: Iterable[str], known: Mapping[str, _Name
 
 
 def settings_of(args: argparse.Namespace, tasks: tuple[Task, ...]) -> Settings:
-    return Settings(tasks, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, args.batch_size)
+    return Settings(tasks, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, args.batch_size or 1)
 
 
 def compare(args: argparse.Namespace, settings: Settings, material: Any, table: Table) -> Result:
     """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples the samples in files."""
     if args.write_samples:
+        for option, given in (("--out", args.out), ("--batch-size", args.batch_size), ("--dtype", args.dtype != "auto")):
+            if given:
+                raise InPlaceTTTError(f"{option} has no effect with --write-samples, which asks no model; leave it out.")
+        if args.base and not is_adapter(args.path):
+            raise InPlaceTTTError("--base has no effect with --write-samples, which asks no model; leave it out.")
         return _write_samples(args, settings, material)
     model = load_converted(args.path, args.base if is_adapter(args.path) else None, args.dtype)
     refuse_not_finite(model, args.path)
@@ -79,7 +85,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
     if base is not None:
         if Checkpoint.open(base).section is not None:
             raise InPlaceTTTError(f"{base} is a converted checkpoint; --base takes what it was converted from.")
-        _refuse_other_tokenizer(tokenizer_of(base), prompter, base)
+        refuse_other_tokenizer(tokenizer_of(base), prompter.tokenizer, base, _PROBE)
     say_now()
     results, names = Results(args.out), ["on", "off"] if base is None else ["on", "off", "base"]
     total = len(list(settings.cells())) * settings.count * len(names)
@@ -90,7 +96,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
             bar.update(done)
 
         go = partial(run_cells, settings, material=material, prompter=prompter, results=results, progress=progress)
-        weights, config = fingerprint_of(model), config_of(model)
+        weights, config = _weights(model), config_of(model)
         off = partial(ttt_disabled, model)
         go([Variant("on", model, weights, config.to_dict(), nullcontext), Variant("off", model, weights, None, off)])
         if base is not None:
@@ -145,20 +151,13 @@ def _write_samples(args: argparse.Namespace, settings: Settings, material: Any) 
     }, 0
 
 
-def _refuse_other_tokenizer(other: Any, prompter: Prompter, base: str) -> None:
-    draft = Draft("One of the special magic numbers for well-known is: 1234567.\n1. word 2. word", " Answer:", ())
-    if Prompter(other, prompter.chat).ids(draft) != prompter.ids(draft):
-        raise InPlaceTTTError(f"{base} has another tokenizer than the converted checkpoint, so that their prompts would differ.")
+_PROBE = "One of the special magic numbers for well-known is: 1234567.\n1. word 2. word Answer:"
 
 
 def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
     """What a reader of the table must know. Raises InPlaceTTTError for lengths that the model cannot read at all."""
-    text, chunk_size = model.config.get_text_config(), config_of(model).chunk_size
-    context, notes = getattr(text, "max_position_embeddings", None), []
-    if context is not None and (beyond := [length for length in settings.lengths if length > context]):
-        if getattr(text, "rope_parameters", None) is None:
-            raise InPlaceTTTError(f"{beyond[0]} tokens exceed the {context} positions that this model has; lower --lengths.")
-        notes.append(f"{beyond} tokens exceed the {context} positions that the model's config names; nothing is cut off.")
+    chunk_size = config_of(model).chunk_size
+    notes = [note for length in settings.lengths if (note := note_on_positions(model, length, "lower --lengths"))]
     if idle := [length for length in settings.lengths if length <= chunk_size]:
         notes.append(f"at {idle} tokens no chunk of {chunk_size} is read after it was written, so that on and off are the same.")
     return notes
@@ -166,4 +165,9 @@ def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
 
 def _base(path: str, dtype: str) -> Variant:
     model = load_plain(path, dtype)
-    return Variant("base", model, fingerprint_of(model), None, nullcontext)
+    return Variant("base", model, _weights(model), None, nullcontext)
+
+
+def _weights(model: PreTrainedModel) -> str:
+    """Of all that it computes with: the base to the bit, and the TTT layers."""
+    return f"{digest_without_writes(model)} {fingerprint_of(model)}"

@@ -69,7 +69,7 @@ def refuse(arguments: Sequence[str], verb: str | None, message: str, code: int) 
     line = " ".join(message.split())
     with suppress(OSError, ValueError):
         say(f"inplace-ttt{f' {verb}' if verb else ''}: {line}", sys.stderr)
-    if any(len(a) > 3 and "--json".startswith(a) for a in arguments):
+    if any(len(a) > 2 and "--json".startswith(a) for a in arguments):
         with suppress(OSError, ValueError):
             say(json.dumps({"error": line, "exit_code": code}), sys.stdout)
     return code

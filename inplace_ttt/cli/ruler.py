@@ -11,6 +11,7 @@ from ..evaluation.ruler.material import Material
 from ..evaluation.ruler.tasks import TASKS, RulerTask
 from . import Result, long_context
 from .arguments import path
+from .messages import warn
 
 EXAMPLES = """examples:
   inplace-ttt ruler ./smollm2-ttt --lengths 4096,8192 --haystack book.txt --samples 50 --batch-size 4 --out ruler
@@ -33,6 +34,10 @@ def run(args: argparse.Namespace) -> Result:
     tasks = long_context.chosen(args.tasks, possible, TASKS)
     material = Material(args.haystack, args.qa)
     _refuse_without_files(tasks, args)
+    if args.haystack and not any(task.haystack or task.name == "cwe" for task in tasks):
+        warn("--haystack has no effect: none of these tasks hides anything in a text.")
+    if args.qa and not any(task.questions is not None for task in tasks):
+        warn("--qa has no effect: none of these tasks asks its questions.")
     return long_context.compare(args, long_context.settings_of(args, tasks), material, table.table)
 
 

@@ -13,11 +13,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import __version__
 from ..errors import InPlaceTTTError
 from ..files.folders import save_tensors
 from ..models import of_the_base
@@ -31,8 +33,9 @@ _SAYS_NOTHING = {"architectures", "transformers_version", "_name_or_path"}
 class BaselineLosses:
     """Token losses with TTT off. With a folder, rows that were read once are looked up there.
 
-    A file answers for the same weights (all but conv and P), config, rows, window and device, and for nothing else: runs
-    that train conv and P alone share it, with each other and with their base; a run that trained W0 has files of its own.
+    A file answers for the same weights (all but conv and P), config, rows, window, way of computing attention, kind of device, and
+    versions of torch, transformers and this package: runs that train conv and P alone share it, with each other and with their base; a
+    run that trained W0 has files of its own.
     A model's weights are looked at once; make a new object after training on.
 
     Raises InPlaceTTTError when the folder cannot be written, here or later.
@@ -63,17 +66,18 @@ class BaselineLosses:
 
     def _key(self, model: PreTrainedModel, rows: Tensor, attention: dict[str, Any]) -> str:
         if model not in self._keys:
-            self._keys[model] = _of_model(model)
+            self._keys[model] = digest_without_writes(model)
         how = [self._keys[model], list(rows.shape), sorted(attention.items())]
         return hashlib.sha256(json.dumps(how).encode() + rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
 
 
-def _of_model(model: PreTrainedModel) -> str:
+def digest_without_writes(model: PreTrainedModel) -> str:
     """sha256 of all that the model computes with when it does not write, to the bit."""
     generators = [layer.ttt for layer in fast_weights(model).values()]
     ttt = {id(tensor) for generator in generators for tensor in chain(generator.parameters(), generator.buffers())}
     config = {key: value for key, value in of_the_base(model.config.to_dict()).items() if key not in _SAYS_NOTHING}
-    digest = hashlib.sha256(json.dumps([config, str(model.device.type)], sort_keys=True, default=str).encode())
+    how = [model.config._attn_implementation, str(model.device.type), torch.__version__, transformers.__version__, __version__]
+    digest = hashlib.sha256(json.dumps([config, how], sort_keys=True, default=str).encode())
     for tensor in chain(model.parameters(), model.buffers()):
         if id(tensor) not in ttt:
             digest.update(str(tensor.dtype).encode())

@@ -7,7 +7,7 @@ is `memory`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -21,6 +21,7 @@ from ..reports.statistics import Mean
 from ..surgery import config_of
 from .baseline_losses import BaselineLosses
 from .protocol import Protocol, progress_bar
+from .same_text import refuse_same_text
 from .token_losses import foreign_losses, token_losses
 
 
@@ -75,6 +76,10 @@ class Comparison:
             row[name] = fmean(float(part.mean()) for part in parts) if parts else None
         here = [d for d in self.documents if len(d.on) > start]
         row["difference"] = vars(Mean.of(float((d.on - d.off)[start:stop].double().mean()) for d in here))
+        borrowed = [d for d in here if d.foreign is not None and len(d.foreign) > start]  # fewer, where texts are of unequal length
+        for name, one, other in (("drift", "foreign", "off"), ("memory", "on", "foreign")):
+            pairs = [_together(getattr(d, one), getattr(d, other), start, stop) for d in borrowed]
+            row[name] = vars(Mean.of(pairs)) if pairs else None
         return row
 
     def per_document(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -84,7 +89,9 @@ class Comparison:
             on, off, foreign = (d.mean(what, skip) for what in ("on", "off", "foreign"))
             assert on is not None and off is not None
             own = None if foreign is None else on - foreign
-            rows.append({"name": name, "tokens": len(d.on) + 1, "off": off, "on_minus_off": on - off, "own_minus_foreign": own})
+            end = len(d.on) if d.foreign is None else len(d.foreign)
+            row = {"name": name, "tokens": len(d.on) + 1, "counted": end - skip, "off": off, "on_minus_off": on - off}
+            rows.append({**row, "own_minus_foreign": own})
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +121,8 @@ def compare(
 
     baseline: where losses without writes are kept.
 
-    Raises InPlaceTTTError when a document is too short for anything to read what was written, and when two are the same text.
+    Raises InPlaceTTTError when a document is too short for anything to read what was written, when two are the same text, and where losses
+    are not finite.
     """
     chunk = config_of(model).chunk_size
     least = max(chunk, protocol.skip) + 1
@@ -128,7 +136,7 @@ def compare(
     baseline = baseline or BaselineLosses()
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
     lender = dict(zip(order, [*order[1:], order[0]], strict=True))  # of like length, whatever the batches are
-    _refuse_own_control(documents, lender)
+    refuse_same_text(documents)
     found: dict[int, DocumentLosses] = {}
     passes = 2 + 2 * (len(documents) > 1) + (base is not None)
     with progress_bar("reading", passes * sum(map(len, documents)), progress) as bar:
@@ -153,15 +161,10 @@ def compare(
     return Comparison([found[i] for i in range(len(documents))], protocol)
 
 
-def _refuse_own_control(documents: Sequence[Tensor], lender: Mapping[int, int]) -> None:
-    """Another document's state says what memory is only where the other document is another text."""
-    for i, j in lender.items():
-        shared = min(len(documents[i]), len(documents[j]))
-        if i != j and torch.equal(documents[i][:shared], documents[j][:shared]):
-            raise InPlaceTTTError(
-                f"documents {min(i, j) + 1} and {max(i, j) + 1} begin with the same {shared} tokens, so that one's state is no control "
-                "for the other; give each text once."
-            )
+def _together(one: Tensor, other: Tensor, start: int, stop: int) -> float:
+    """One minus the other within a bin, as far as both go."""
+    end = min(stop, len(one), len(other))
+    return float((one[start:end].double() - other[start:end].double()).mean())
 
 
 def _padded(documents: Sequence[Tensor], length: int | None = None) -> Tensor:

@@ -7,6 +7,7 @@ decoding from its prompt would begin with it, and *chosen* where it is likelier,
 The readings: on and off, behind the window if there is one; written, with the fast weights of on and nothing to attend to; foreign, with
 the next document's fast weights and window, which was told other facts. And what one would pick instead of a memory, without writes:
 retrieved, with the piece of the text that BM25 finds for the question in the window; full, with all of the text to attend to.
+Where attention begins anew, the tokens that begin every text (a BOS) come first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
-from statistics import median
+from math import inf
+from statistics import fmean, median
 from typing import Any, Self
 
 import torch
@@ -86,14 +88,15 @@ def recall_of_facts(
             "them; give more text, fewer --facts, or a shorter distance."
         )
     rows = torch.stack(documents)
-    found: dict[tuple[str, int], list[Answer]] = {}
+    found: dict[tuple[str, int], list[list[Answer]]] = {}  # document by document
+    longest = max(len(encode(apart(f"{q.prompt} {option}"))) for facts in told for q in facts.questions for option in q.options)
     total = sum(len(facts.questions) for facts in told) * len(distances) * (len(READINGS) - 2 * (protocol.window is None))
     with (
         progress_bar("facts", total, progress, unit="question") as bar,
         with_config(fast_weights(model).values(), prompt_write=None),  # in a text no prompt ends
     ):
-        for group in torch.arange(len(rows)).tensor_split(max(1, len(rows) // max(2, protocol.batch_size))):  # two lend to each other
-            for session in _sessions(model, protocol):
+        for group in torch.arange(len(rows)).tensor_split(_groups(len(rows), protocol.batch_size)):
+            for session in _sessions(model, protocol, longest):
                 for distance in distances:
                     if not session.read(rows[group, : beginning + distance]):
                         break
@@ -101,7 +104,7 @@ def recall_of_facts(
                         answers = found.setdefault((name, distance), [])
                         for place, number in enumerate(group.tolist()):
                             questions = told[number].questions
-                            answers += asked.answers((place + shift) % len(group), questions, encode)
+                            answers.append(asked.answers((place + shift) % len(group), questions, encode))
                             bar.update(len(questions))
     names = [name for name in READINGS if (name, distances[0]) in found]
     readings = {name: [_summary(found[name, d], d) for d in distances if (name, d) in found] for name in names}
@@ -113,6 +116,11 @@ def recall_of_facts(
         "readings": readings,
         "gains": {f"on - {name}": _gains(found, name, distances) for name in names if name not in ("on", "full")},
     }
+
+
+def _groups(documents: int, batch_size: int) -> int:
+    """How many batches there are: none of one document alone, since it borrows another's state."""
+    return max(1, min(-(-documents // max(2, batch_size)), documents // 2))
 
 
 def document_tokens(records: int, documents: int, distance: int, encode: Encode, chunk_size: int, seed: int = 0) -> int:
@@ -147,6 +155,8 @@ class _Session:
     name: str
     model: PreTrainedModel
     protocol: Protocol
+    asked: int = 0
+    """Tokens of the longest question with its answer: positions that are left for it."""
     cache: Cache = field(init=False)
     done: int = 0
 
@@ -156,13 +166,15 @@ class _Session:
     @torch.no_grad()
     def read(self, rows: Tensor) -> bool:
         """Go on to the end of token ids [B, T]. False where positions end before and nothing may be forgotten."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or rows.shape[1]
+        known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        positions = inf if known is None else known - self.asked
         if self.name == "full" and rows.shape[1] > positions:
             return False
         with self._as_it_reads():
             for part in rows[:, self.done :].to(self.model.device).split(config_of(self.model).chunk_size, dim=1):
                 if self.cache.get_seq_length() + part.shape[1] > positions:
                     self.cache = only_written(self.cache, self._empty())
+                    part = torch.cat([self._beginnings(len(part)), part], dim=1)
                 self.model(part, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1)
         self.done = rows.shape[1]
         return True
@@ -171,11 +183,23 @@ class _Session:
         """What is asked of this session: the reading's name, its session, and how many rows further a document's questions are put."""
         yield self.name, self, 0
         if self.name == "on":
-            written = copy.copy(self)
-            written.cache = only_written(self.cache, self._empty())
-            yield "written", written, 0
+            yield "written", self._written(documents), 0
             if documents > 1:
                 yield "foreign", self, 1
+
+    @torch.no_grad()
+    def _written(self, documents: int) -> _Session:
+        """The fast weights alone, at the beginning of a text."""
+        written = copy.copy(self)
+        written.cache = only_written(self.cache, self._empty())
+        if self.protocol.begins:
+            with self._as_it_reads():
+                self.model(self._beginnings(documents), **{CACHE: written.cache}, use_cache=True, logits_to_keep=1)
+        return written
+
+    def _beginnings(self, rows: int) -> Tensor:
+        begins = torch.tensor(self.protocol.begins, dtype=torch.long, device=self.model.device)
+        return begins.expand(rows, -1)
 
     @torch.no_grad()
     def answers(self, row: int, questions: Sequence[Question], encode: Encode) -> list[Answer]:
@@ -233,8 +257,10 @@ class _Session:
 
     def _log_probabilities(self, ids: Tensor, cache: Cache) -> Tensor:
         """float32 [B, n, V] on the CPU, of token ids [B, n]."""
-        logits = self.model(ids.to(self.model.device), **{CACHE: cache}, use_cache=True).logits
-        return logits.float().log_softmax(-1).cpu()
+        logits = self.model(ids.to(self.model.device), **{CACHE: cache}, use_cache=True).logits.float()
+        if not logits.isfinite().all():
+            raise InPlaceTTTError(f"the model's logits are not finite in the reading `{self.name}`; `inplace-ttt diagnose` says why.")
+        return logits.log_softmax(-1).cpu()
 
     @contextmanager
     def _as_it_reads(self) -> Iterator[None]:
@@ -264,7 +290,7 @@ class _Retrieval(_Session):
         from rank_bm25 import BM25Okapi
 
         assert self.protocol.window is not None
-        alone, size = copy.copy(self), self.protocol.window // 2
+        alone, size = copy.copy(self), min(max(1, self.protocol.window // 2), self.rows.shape[1])
         alone.pieces = self.rows[row].unfold(0, size, max(1, size // 2))  # overlapping, so that each sentence stands whole in one
         alone.index = BM25Okapi(alone.pieces.tolist())
         return alone
@@ -272,16 +298,17 @@ class _Retrieval(_Session):
     def _before(self, prompts: Sequence[list[int]]) -> Cache:
         cache, best = self._empty(), torch.tensor([int(self.index.get_scores(prompt).argmax()) for prompt in prompts])
         pieces, own = best.unique(return_inverse=True)
-        self.model(self.pieces[pieces].to(self.model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        texts = torch.cat([self._beginnings(len(pieces)), self.pieces[pieces].to(self.model.device)], dim=1)
+        self.model(texts, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.batch_select_indices(own.to(self.model.device))
         return cache
 
 
-def _sessions(model: PreTrainedModel, protocol: Protocol) -> Iterator[_Session]:
-    yield from (_Session(name, model, protocol) for name in ("on", "off"))
+def _sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator[_Session]:
+    yield from (_Session(name, model, protocol, asked) for name in ("on", "off"))
     if protocol.window is not None:
-        yield _Retrieval("retrieved", model, protocol)
-        yield _Session("full", model, protocol)
+        yield _Retrieval("retrieved", model, protocol, asked)
+        yield _Session("full", model, protocol, asked)
 
 
 def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]) -> Answer:
@@ -303,30 +330,35 @@ def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Ten
     )
 
 
-def _summary(answers: Sequence[Answer], distance: int) -> dict[str, Any]:
-    """Shares with their 95 % intervals by kind, and the median rank of an answer's first token."""
+def _summary(documents: Sequence[Sequence[Answer]], distance: int) -> dict[str, Any]:
+    """Shares by kind, with their 95 % intervals and document by document, and the median rank of an answer's first token."""
     kinds: dict[str, Any] = {}
     for kind in KINDS:
-        its = [answer for answer in answers if answer.kind == kind]
+        by_document = _of_kind(documents, kind)
+        its = [answer for answers in by_document for answer in answers]
         kinds[kind] = {"n": len(its), "options": its[0].options}
         measured = ("invented",) if kind == NEVER_TOLD else ("said", "chosen", *(["earlier"] if kind == CHANGED else []))
-        kinds[kind] |= {name: wilson([getattr(answer, name) for answer in its]) for name in measured}
+        for name in measured:
+            shares = [fmean(getattr(answer, name) for answer in answers) for answers in by_document]
+            kinds[kind][name] = {**wilson([getattr(answer, name) for answer in its]), "by_document": shares}
         if kind != NEVER_TOLD:
             kinds[kind]["rank"] = median(answer.rank for answer in its if answer.rank is not None)
     return {"distance": distance, "kinds": kinds}
 
 
-def _gains(found: Mapping[tuple[str, int], Sequence[Answer]], other: str, distances: Sequence[int]) -> list[dict[str, Any]]:
-    """What on says and chooses more than another reading, question by question."""
-    rows = []
-    for distance in distances:
-        pairs = list(zip(found["on", distance], found[other, distance], strict=True))
-        kinds = {
-            kind: {
-                name: vars(Mean.of(getattr(a, name) - getattr(b, name) for a, b in pairs if a.kind == kind)) for name in ("said", "chosen")
-            }
-            for kind in KINDS
-            if kind != NEVER_TOLD
-        }
-        rows.append({"distance": distance, "kinds": kinds})
-    return rows
+def _of_kind(documents: Sequence[Sequence[Answer]], kind: str) -> list[list[Answer]]:
+    return [[answer for answer in answers if answer.kind == kind] for answers in documents]
+
+
+def _gains(found: Mapping[tuple[str, int], Sequence[Sequence[Answer]]], other: str, distances: Sequence[int]) -> list[dict[str, Any]]:
+    """What on says and chooses more than another reading: mean and error over documents, whose questions one session answers."""
+
+    def gain(kind: str, name: str, distance: int) -> dict[str, Any]:
+        pairs = zip(*(_of_kind(found[reading, distance], kind) for reading in ("on", other)), strict=True)
+        return vars(Mean.of(fmean(getattr(a, name) - getattr(b, name) for a, b in zip(*pair, strict=True)) for pair in pairs))
+
+    told = [kind for kind in KINDS if kind != NEVER_TOLD]
+    return [
+        {"distance": distance, "kinds": {kind: {name: gain(kind, name, distance) for name in ("said", "chosen")} for kind in told}}
+        for distance in distances
+    ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf, log
+from sys import float_info
 from typing import Any
 
 import torch
@@ -30,8 +31,30 @@ def growing_context(
     """For each number of context tokens: mean loss (nats) and perplexity on the block after it, TTT on, off, base.
 
     The block is the same for every context: the `block` tokens that follow the longest one in each document of token ids
-    [T]. Raises InPlaceTTTError when a document is shorter than the longest context and the block.
+    [T]; a shorter context begins as every text does. Raises InPlaceTTTError as `require_contexts`.
     """
+    require_contexts(documents, contexts, block)
+    longest = max(contexts)
+    ends = torch.stack([d[: longest + block] for d in documents])
+    begins = ends.new_tensor(protocol.begins).expand(len(ends), -1)
+    found = []
+    total = (2 + (base is not None)) * len(documents) * sum(context + block for context in contexts)
+    with progress_bar("contexts", total, progress) as bar:
+        for context in contexts:
+            rows = ends if context == longest else torch.cat([begins, ends[:, longest - context :]], dim=1)
+            losses = on_and_off_losses(model, rows, protocol, baseline, base, progress=bar.update)
+            last = {name: all_tokens[:, -block:].double().mean(1) for name, all_tokens in losses.items()}
+            row: dict[str, Any] = {"context": context, "block": block}
+            for name, per_document in last.items():
+                mean = float(per_document.mean())
+                row[name], row[f"{name}_perplexity"] = mean, exp(mean) if mean < log(float_info.max) else inf
+            row["difference"] = vars(Mean.of((last["on"] - last["off"]).tolist()))
+            found.append(row)
+    return found
+
+
+def require_contexts(documents: Sequence[Tensor], contexts: Sequence[int], block: int) -> None:
+    """Raises InPlaceTTTError when a document is shorter than the longest context and the block."""
     longest = max(contexts)
     if min(contexts) < 1 or block < 1:
         raise InPlaceTTTError(f"contexts and block must be at least 1 token, got {min(contexts)} and {block}.")
@@ -40,17 +63,3 @@ def growing_context(
             f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document has {min(short)}; give longer "
             "documents, or a shorter context."
         )
-    ends = torch.stack([d[: longest + block] for d in documents])
-    found = []
-    total = (2 + (base is not None)) * len(documents) * sum(context + block for context in contexts)
-    with progress_bar("contexts", total, progress) as bar:
-        for context in contexts:
-            losses = on_and_off_losses(model, ends[:, longest - context :], protocol, baseline, base, progress=bar.update)
-            last = {name: all_tokens[:, -block:].double().mean(1) for name, all_tokens in losses.items()}
-            row: dict[str, Any] = {"context": context, "block": block}
-            for name, per_document in last.items():
-                mean = float(per_document.mean())
-                row[name], row[f"{name}_perplexity"] = mean, exp(mean)
-            row["difference"] = vars(Mean.of((last["on"] - last["off"]).tolist()))
-            found.append(row)
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,17 @@ _NAMES = {
 }
 
 
+def require_plots() -> None:
+    """Raises InPlaceTTTError without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise InPlaceTTTError("plots need matplotlib; install inplace-ttt[plots], or leave --out away.")
+
+
 def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:
     """Draw what an evaluation's JSON object holds into PNG files; gives their names. Raises InPlaceTTTError without matplotlib."""
-    try:
-        from matplotlib import pyplot
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InPlaceTTTError("plots need matplotlib; install inplace-ttt[plots], or leave --out away.") from None
+    require_plots()
+    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     def save(figure: Figure, name: str) -> str:
         figure.tight_layout()
@@ -57,7 +62,7 @@ def _positions(result: dict[str, Any]) -> Any:
     rows = result["positions"]
     middle = [(row["start"] + row["stop"]) / 2 for row in rows]
     for name in ("on", "foreign", "base"):
-        points = [(x, row[name] - row["off"]) for x, row in zip(middle, rows, strict=True) if row[name] is not None]
+        points = [(x, height) for x, row in zip(middle, rows, strict=True) if (height := _beyond_off(row, name)) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_COLOURS[name], label=_NAMES[name])
     low, high = ([row["difference"]["mean"] + sign * (row["difference"]["stderr"] or 0.0) for row in rows] for sign in (-1, 1))
@@ -66,6 +71,13 @@ def _positions(result: dict[str, Any]) -> Any:
     axes.set(xlabel="position in the document (tokens)", ylabel="loss minus TTT off (nats a token)", title=_headline(result))
     axes.legend(frameon=False)
     return figure
+
+
+def _beyond_off(row: dict[str, Any], name: str) -> float | None:
+    """A reading's loss minus that without writes, over the same documents."""
+    if name == "foreign":
+        return None if row["drift"] is None else row["drift"]["mean"]
+    return None if row[name] is None else row[name] - row["off"]
 
 
 def _headline(result: dict[str, Any]) -> str:
@@ -78,13 +90,14 @@ def _with_error(value: dict[str, Any]) -> str:
 
 
 def _documents(result: dict[str, Any]) -> Any:
-    """Each document's differences, sorted."""
+    """Each document's differences, in the order of its own on - off."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     kinds = {"on − off": "on_minus_off", "own − foreign": "own_minus_foreign"}
+    documents = sorted(result["documents"], key=lambda d: d["on_minus_off"])
     for (label, key), colour in zip(kinds.items(), (_COLOURS["on"], _COLOURS["foreign"]), strict=True):
-        values = sorted(d[key] for d in result["documents"] if d[key] is not None)
+        values = [d[key] for d in documents if d[key] is not None]
         if values:
             better = sum(value < 0 for value in values)
             axes.plot(values, marker="o", markersize=4, color=colour, label=f"{label}: below zero in {better} of {len(values)}")
@@ -108,9 +121,10 @@ def _facts(facts: dict[str, Any]) -> Any:
         places = [place + 0.12 * (number - 2) for place in range(len(names))]
         shares = [rows[0]["kinds"][kind]["chosen"] for kind in names]
         _with_intervals(kinds, places, shares, label=_NAMES[name], **how, linestyle="none")
-    chance = 1 / first["kinds"]["verbatim"]["options"]
-    for axes in (chosen, kinds):
-        axes.axhline(chance, color="#b0b4ba", linestyle=":", linewidth=1)
+    chances = [1 / first["kinds"][kind]["options"] for kind in names]
+    dotted = {"colors": "#b0b4ba", "linestyles": ":", "linewidth": 1}
+    chosen.axhline(1 / first["kinds"]["verbatim"]["options"], color="#b0b4ba", linestyle=":", linewidth=1)
+    kinds.hlines(chances, [place - 0.4 for place in range(len(names))], [place + 0.4 for place in range(len(names))], **dotted)
     for axes, measure in ((said, "said"), (chosen, "chosen")):
         axes.set_xscale("log", base=2)
         axes.set(xlabel="tokens between facts and questions", title=f"{measure}, asked as told")

@@ -22,13 +22,15 @@ class Protocol:
     """How documents are read.
 
     window, sinks: attention, all of the text without a window. skip: first tokens that do not count.
-    batch_size: documents at once.
+    batch_size: documents at once. begins: special tokens that begin every text of this model, a BOS; a probe that cuts a text, or forgets
+    what was attended to, puts them first.
     """
 
     window: int | None = None
     sinks: int = SINKS
     skip: int = 0
     batch_size: int = 4
+    begins: tuple[int, ...] = ()
 
     @property
     def attention(self) -> dict[str, int | None]:

@@ -33,17 +33,14 @@ def second_copy(
 ) -> dict[str, Any]:
     """Loss with TTT on minus off on the second copy and on the filler, paired over documents of token ids [T], one length.
 
-    `copy_off` and `filler_off` are the losses without writes. Raises InPlaceTTTError when a document has no room.
+    `second_copy_off` and `filler_off` are the losses without writes. Where a passage starts is drawn from what room there is, past the
+    tokens that begin every text. Raises InPlaceTTTError as `require_room`.
     """
     passage = passage or Passage()
-    length = min(map(len, documents))
-    if length < passage.tokens:
-        raise InPlaceTTTError(
-            f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} tokens, and the shortest document "
-            f"has {length}; give longer documents, or a shorter passage."
-        )
-    generator = random.Random(seed)
-    starts = [passage.random_start(length, generator) for _ in documents]
+    require_room(documents, passage)
+    length, generator = min(map(len, documents)), random.Random(seed)
+    least = min(len(protocol.begins), length - passage.tokens)
+    starts = [passage.random_start(length, generator, least) for _ in documents]
     rows = torch.stack([passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)])
     with progress_bar("second copy", 2 * rows.numel(), progress) as bar:
         losses = on_and_off_losses(model, rows, protocol, baseline, progress=bar.update)
@@ -61,3 +58,13 @@ def second_copy(
         found[name] = vars(Mean.of([a - b for a, b in pairs]))
         found[f"{name}_off"] = sum(b for _, b in pairs) / len(pairs)
     return found
+
+
+def require_room(documents: Sequence[Tensor], passage: Passage) -> None:
+    """Raises InPlaceTTTError when a document has no room for both copies."""
+    length = min(map(len, documents))
+    if length < passage.tokens:
+        raise InPlaceTTTError(
+            f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} tokens, and the shortest document "
+            f"has {length}; give longer documents, or a shorter passage."
+        )

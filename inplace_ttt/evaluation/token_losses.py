@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..attention_window import SINKS, attention_window, window_cache
+from ..errors import InPlaceTTTError
 from ..families import CACHE
 from ..layer.cache import streams
 from ..layer.overrides import with_config
@@ -38,7 +39,7 @@ def token_losses(
 
     What chunks write is read, also where the config has `prompt_write`: in a text no prompt ends.
     window, sinks: attention as in `attention_window`; all of the row without a window.
-    before_piece: called with the cache before each piece of `piece` tokens.
+    before_piece: called with the cache before each piece of `piece` tokens. Raises InPlaceTTTError for losses that are not finite.
     """
     rows = rows.to(model.device)
     cache = DynamicCache(config=model.config.get_text_config()) if window is None else window_cache(model, window, sinks)
@@ -49,7 +50,11 @@ def token_losses(
                 before_piece(cache)
             logits = model(input_ids=rows[:, start : start + piece], **{CACHE: cache}, use_cache=True).logits
             targets = rows[:, start + 1 : start + piece + 1]
-            found += [torch.stack(list(_losses(logits, targets)))]
+            losses = torch.stack(list(_losses(logits, targets)))
+            if not losses.isfinite().all():
+                first = start + 1 + int((~losses.isfinite()).any(0).int().argmax())
+                raise InPlaceTTTError(f"losses are not finite from token {first:,} of a text on; `inplace-ttt diagnose` says why.")
+            found.append(losses)
             progress(rows[:, start : start + piece].numel())
     return torch.cat(found, dim=1).cpu()
 

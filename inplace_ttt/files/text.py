@@ -19,6 +19,8 @@ from .paths import kind_of
 _BYTES_A_TOKEN = 8
 _PIECE = 1 << 20
 _MOST_ENTRIES = 200_000
+_UTF8 = "utf-8-sig"
+"""Without the mark (BOM) that some editors put first, which is no part of the text."""
 _TAIL = 16
 """Tokens at the end of a cut text that may be others in the whole one."""
 
@@ -41,13 +43,20 @@ def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tens
 def joined_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, tokens: int) -> Tensor:
     """`tokens` token ids of UTF-8 text files, read on from one to the next as one text; int64 [1, n], fewer where they hold fewer."""
     found: list[int] = []
+    begins = begins_of(tokenizer)
     for path in paths:
         if len(found) >= tokens:
             break
-        ids = tokens_of(path, tokenizer, tokens - len(found) + 1)[0].tolist()
-        starts = bool(found) and ids[0] == getattr(tokenizer, "bos_token_id", None)
-        found += ids[starts:]
+        ids = tokens_of(path, tokenizer, tokens - len(found) + len(begins))[0].tolist()
+        found += ids[len(begins) if found else 0 :]
     return torch.tensor([found[:tokens]], dtype=torch.int64)
+
+
+def begins_of(tokenizer: Any) -> list[int]:
+    """Special tokens that the tokenizer puts before every text, as a BOS."""
+    text = "a"
+    ids, within = tokenizer(text, verbose=False).input_ids, ids_within(tokenizer, text)
+    return ids[: next((n for n in range(len(ids) - len(within) + 1) if ids[n : n + len(within)] == within), 0)]
 
 
 def ids_within(tokenizer: Any, text: str) -> list[int]:
@@ -90,9 +99,9 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
     """A whole UTF-8 text file, or with `-` what comes from standard input. what: names it in an error, with a space behind."""
     try:
         if str(path) == "-":
-            return sys.stdin.buffer.read().decode("utf-8") if hasattr(sys.stdin, "buffer") else sys.stdin.read()
+            return sys.stdin.buffer.read().decode(_UTF8) if hasattr(sys.stdin, "buffer") else sys.stdin.read()
         with _opened(path, pipe=True) as file:
-            return file.read().decode("utf-8")
+            return file.read().decode(_UTF8)
     except (OSError, ValueError, AttributeError) as error:  # standard input may be closed, or none
         raise InPlaceTTTError(f"cannot read {what}{path}: {one_line(error)}; give a UTF-8 text file.") from None
 
@@ -106,7 +115,7 @@ def _start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
                 pieces.append(piece)
                 size -= len(piece)
             whole = not file.read(1)
-        return codecs.getincrementaldecoder("utf-8")().decode(b"".join(pieces), final=whole), whole
+        return codecs.getincrementaldecoder(_UTF8)().decode(b"".join(pieces), final=whole), whole
     except (OSError, ValueError) as error:
         raise InPlaceTTTError(f"cannot read the text {path}: {one_line(error)}; give a UTF-8 text file.") from None
 

@@ -30,4 +30,5 @@ def wilson(hits: Sequence[bool]) -> dict[str, Any]:
     n, share, z = len(hits), sum(hits) / len(hits), 1.96
     middle, scale = share + z * z / (2 * n), 1 + z * z / n
     half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
-    return {"share": share, "low": max(0.0, (middle - half) / scale), "high": min(1.0, (middle + half) / scale)}  # beyond by rounding
+    # By rounding an end may lie beyond 0 or 1, or on the wrong side of a share that is 0 or 1.
+    return {"share": share, "low": min(share, max(0.0, (middle - half) / scale)), "high": max(share, min(1.0, (middle + half) / scale))}

@@ -20,9 +20,9 @@ class Passage:
         """The shortest document that has room for it."""
         return 2 * self.length + self.gap
 
-    def random_start(self, tokens: int, generator: random.Random) -> int:
-        """Where the passage starts in a document of `tokens`."""
-        return generator.randint(0, tokens - self.tokens)
+    def random_start(self, tokens: int, generator: random.Random, least: int = 0) -> int:
+        """Where the passage starts in a document of `tokens`, at `least` or later."""
+        return generator.randint(least, tokens - self.tokens)
 
     def between(self, start: int) -> slice:
         """The unrelated tokens between both copies."""

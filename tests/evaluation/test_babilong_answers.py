@@ -57,7 +57,7 @@ def test_one_table_for_on_off_and_base(capsys: pytest.CaptureFixture[str], tmp_p
     assert all(said[f"off-qa{i}-{LENGTH}"] == said[f"base-qa{i}-{LENGTH}"] != said[f"on-qa{i}-{LENGTH}"] for i in range(1, 6))
     assert cli.main(["babilong", "ttt", "--text", "book.txt", *arguments]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == ["1,500", "tokens", "chance", "on", "off", "base", "on", "-", "off"]
+    assert table[0].split() == ["1,500", "tokens", "chance", "shallow", "on", "off", "base", "on", "-", "off"]
     assert table[6].startswith("average of 5") and "Wilson's 95 % intervals, of 2 samples a task, seed 0" in table[-1]
 
 
@@ -80,9 +80,13 @@ def test_the_figures_are_those_of_what_was_said(
     file = kept(out)[f"on-qa4-{LENGTH}"]
     assert file["scores"] == [100, 100, 0] and file["predictions"][2] == "the sea"
     assert all(len(options) == 2 and right in options for options, (right,) in zip(file["options"], file["answers"], strict=True))
+    best = max(sum(pick[rule] == right for pick, (right,) in zip(file["guesses"], file["answers"], strict=True)) for rule in range(3))
+    assert row["shallow"] == pytest.approx(best / 3)
     assert file["asked"]["task"] == "qa4" and len(file["asked"]["text"]) == 64
     assert cli.main(["babilong", "ttt", "--text", "book.txt", *BASIC[:2], "--tasks", "qa4", "--samples", "3", "--out", str(out)]) == 0
-    assert " ".join(capsys.readouterr().out.splitlines()[1].split()) == "qa4 50 67 (21 to 94) 33 (6 to 79) +33.3 ± 33.3"
+    assert (
+        " ".join(capsys.readouterr().out.splitlines()[1].split()) == f"qa4 50 {100 * best / 3:.0f} 67 (21 to 94) 33 (6 to 79) +33.3 ± 33.3"
+    )
 
 
 def test_a_batch_answers_as_its_rows_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

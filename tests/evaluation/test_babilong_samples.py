@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.evaluation.babilong.filler import Filler
 from inplace_ttt.evaluation.babilong.stories import KINDS, Story
-from inplace_ttt.evaluation.babilong.tasks import TASKS
+from inplace_ttt.evaluation.babilong.tasks import TASKS, _guesses
 from inplace_ttt.evaluation.long_context.prompt import Prompter, Sample, samples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,8 @@ FACT = re.compile(
     r"|(?:put down|dropped) the (?P<dropped>\w+)|(?:gave|handed) the (?P<given>\w+) to (?P<whom>\w+))\."
     r"|The (?P<one>\w+) is (?P<side>north|south|east|west) of the (?P<other>\w+)\."
 )
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "evaluate.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +270,10 @@ def test_scores(says: str, score: float) -> None:
 
 def test_a_name_is_found_whatever_its_case() -> None:
     assert TASKS["qa5"].score("mary did", ("Mary",), ("John", "Mary")) == 100
+
+
+@pytest.mark.parametrize(("name", "share"), [("qa1", 0.39), ("qa2", 0.42), ("qa3", 0.53), ("qa4", 0.50), ("qa5", 0.63)])
+def test_what_rules_without_sense_get_is_what_the_page_says(name: str, share: float) -> None:
+    stories = [KINDS[name].story(Random(f"{name} {i}"), KINDS[name].facts) for i in range(2000)]
+    rules = [sum(_guesses(story)[rule] == story.answer for story in stories) / len(stories) for rule in range(3)]
+    assert max(rules) == pytest.approx(share, abs=0.04) and f"{share:.2f} for `{name}`" in PAGE

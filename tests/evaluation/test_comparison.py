@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.comparison import compare
+from inplace_ttt.evaluation.comparison import Comparison, DocumentLosses, compare
 from inplace_ttt.evaluation.growing_context import growing_context
 from inplace_ttt.evaluation.protocol import Protocol
+from inplace_ttt.evaluation.same_text import refuse_same_text
 from inplace_ttt.evaluation.second_copy import second_copy
 from inplace_ttt.evaluation.token_losses import foreign_losses, token_losses
 from inplace_ttt.families import CACHE
@@ -121,12 +122,40 @@ def test_one_number_is_the_others_difference(lengths: tuple[int, ...]) -> None:
         assert values["memory"]["stderr"] == pytest.approx(found[0]["memory"]["stderr"], abs=1e-5)
 
 
-@pytest.mark.parametrize("cut", [0, 9])
-def test_a_text_is_no_control_for_itself(cut: int) -> None:
+@pytest.mark.parametrize("moved", [slice(0, None), slice(0, -9), slice(1, None), slice(7, None)], ids=str)
+def test_a_text_is_no_control_for_itself(moved: slice) -> None:
     text, other = random_ids(1, LENGTH)[0], random_ids(1, LENGTH - 4, seed=5)[0]
-    with pytest.raises(InPlaceTTTError, match=rf"documents 1 and 2 begin with the same {LENGTH - cut} tokens.*give each text once"):
-        compare(converted("llama"), [text, text[: LENGTH - cut]], Protocol())
-    assert compare(converted("llama"), [text, other], Protocol()).to_dict()["memory"] is not None
+    with pytest.raises(InPlaceTTTError, match=r"documents 1 and 3 hold the same text.*give each text once"):
+        compare(converted("llama"), [text, other, text[moved]], Protocol())
+    shares_a_start = torch.cat([text[: LENGTH // 3], other[LENGTH // 3 :]])
+    assert compare(converted("llama"), [text, other, shares_a_start], Protocol()).to_dict()["memory"] is not None
+
+
+def test_the_same_text_is_found_among_long_ones() -> None:
+    """Where there are more windows than are looked at, the same ones of each text are."""
+    long = random_ids(1, 3 * 2**20)[0]
+    refuse_same_text([long[: 2**20], long[2**20 : 2**21]])
+    with pytest.raises(InPlaceTTTError, match=r"documents 1 and 2 hold the same text"):
+        refuse_same_text([long, long[12345:]])
+
+
+def test_losses_by_position_are_of_the_same_documents() -> None:
+    """Foreign ends where the other document does: what is beyond must not be compared with documents that still go on."""
+    off = [torch.full((n,), loss) for n, loss in ((90, 5.0), (30, 1.0), (60, 3.0))]
+    documents = [DocumentLosses(x - 0.1, x, (x - 0.3)[:n]) for x, n in zip(off, (30, 30, 60), strict=True)]
+    for row in Comparison(documents, Protocol()).positions(9):
+        lent = sum(len(d.foreign) > row["start"] for d in documents)
+        for name, mean in (("drift", -0.3), ("memory", 0.2)):
+            assert (row[name] is None) == (not lent)
+            assert row[name] is None or (row[name]["mean"] == pytest.approx(mean, abs=1e-6) and row[name]["n"] == lent)
+
+
+def test_losses_that_are_not_finite_are_refused() -> None:
+    model = converted("llama")
+    with torch.no_grad():
+        next(iter(fast_weights(model).values())).ttt.proj.fill_(torch.inf)
+    with pytest.raises(InPlaceTTTError, match=r"losses are not finite from token \d+ of a text on; `inplace-ttt diagnose`"):
+        compare(model, list(random_ids(2, LENGTH)), Protocol())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import CHUNK, save_base, save_converted, text
+from tiny import CHUNK, byte_level, save_base, save_converted, save_llama, text, word_level
 
 from inplace_ttt import cli
 
@@ -13,6 +13,9 @@ from inplace_ttt import cli
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("evaluate")
     save_converted(save_base(made / "base"), made / "model")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 4096}
+    save_llama(made / "other", byte_level(("<pad>", "<s>", "</s>", "<a>", "<b>")), **sizes)
+    save_llama(made / "small", word_level(["a", "b"]), **sizes)
     (made / "texts" / "below").mkdir(parents=True)
     for i in range(5):
         (made / "texts" / ("below" if i else "") / f"{i}.txt").write_text(text(300 + 20 * i, seed=i))
@@ -34,7 +37,8 @@ def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert values["on"] != values["off"] != values["foreign"]
     for key in ("difference", "memory", "gain", "drift"):
         assert values[key].keys() == {"mean", "stderr", "n"} and values[key]["n"] == 5 and values[key]["stderr"] > 0
-    assert values["protocol"] == {"window": 32, "sinks": 4, "skip": CHUNK, "batch_size": 2}
+    assert values["protocol"] == {"window": 32, "sinks": 4, "skip": CHUNK, "batch_size": 2, "begins": []}
+    assert values["read"].items() >= {"path": str(folder / "model"), "base": str(folder / "base"), "dtype": "float32", "seed": 0}.items()
     for name, mean in (("off", values["off"]), ("own_minus_foreign", values["memory"]["mean"])):
         assert sum(row[name] for row in values["documents"]) / 5 == pytest.approx(mean, abs=1e-5)
     assert len(values["documents"]) == 5 and values["second_copy"]["second_copy"]["n"] == 5
@@ -74,6 +78,10 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
         (["--text", "TEXTS", "--sinks", "2"], "no effect without --window"),
         (["--text", "TEXTS", "--block", "9"], "no effect without --contexts"),
         (["--text", "TEXTS", "--distances", "9"], "no effect without --facts"),
+        (["--text", "TEXTS", "--seed", "1"], "--seed has no effect without --second-copy or --facts"),
+        (["--text", "TEXTS", "--overwrite"], "--overwrite has no effect without --out"),
+        (["--text", "TEXTS", "--base", "OTHER"], "another tokenizer"),
+        (["--text", "TEXTS", "--base", "SMALL"], "it is no base of this model"),
         (["--text", "TEXTS", "--facts", "999"], "at most 25"),
         (["--text", "TEXTS", "--facts", "2", "--distances", "9,0"], "above 0"),
         (["--text", "TEXTS", "--facts", "2", "--distances", "9999"], "give more text"),
@@ -90,7 +98,7 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, folder: Path, tm
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 200)
     (tmp_path / "short.txt").write_text("the sea a whale")
     (tmp_path / "folder").mkdir()
-    places = {"TEXTS": folder / "texts", "FOLDER": tmp_path / "folder"} | {
+    places = {"TEXTS": folder / "texts", "FOLDER": tmp_path / "folder", "OTHER": folder / "other", "SMALL": folder / "small"} | {
         n.upper(): tmp_path / f"{n}.txt" for n in ("empty", "latin", "short")
     }
     capsys.readouterr()

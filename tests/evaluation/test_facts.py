@@ -1,6 +1,7 @@
 """Facts told and asked for: the questions fit what is told, and every answer is what a reading in one call would give."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.facts import READINGS, Answer, _document, _Retrieval, _Session, document_tokens, recall_of_facts
+from inplace_ttt.evaluation.facts import READINGS, Answer, _document, _groups, _Retrieval, _Session, document_tokens, recall_of_facts
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.families import CACHE
+from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.tasks.facts import CHANGED, KINDS, MOST, NEVER_TOLD, PARAPHRASED, REVERSED, TWO_HOPS, VERBATIM, Question, invent
 
 TOKENIZER = byte_level()
@@ -83,10 +85,10 @@ def plainly(model: PreTrainedModel, before: Tensor | FastWeightState, question: 
     return Answer(question.kind, len(scores), question.answer in said, chosen, int(first.sum()) + 1, question.earlier in said)
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_answers_are_those_of_one_call(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "begins"), [(None, ()), (24, (5, 6))], ids=str)
+def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ...]) -> None:
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
-    protocol = Protocol(window, 2, 0, 2)
+    protocol = Protocol(window, 2, 0, 2, begins)
     for name in ("on", "off", "full"):
         session = _Session(name, model, protocol)
         assert session.read(rows[:, :70]) and session.read(rows), "in two parts"
@@ -102,13 +104,16 @@ def test_answers_are_those_of_one_call(window: int | None) -> None:
                     state = FastWeightState(model)
                     state.read(rows[row : row + 1])
                     before = state.forget_attention()
+                    if begins:
+                        before.read(torch.tensor([begins]))
                 expected = [plainly(model, before, question) for question in questions]
             assert found == expected, (reading, window)
 
 
-def test_retrieval_puts_the_best_piece_into_the_window() -> None:
+@pytest.mark.parametrize("begins", [(), (5,)], ids=str)
+def test_retrieval_puts_the_best_piece_into_the_window(begins: tuple[int, ...]) -> None:
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
-    session = _Retrieval("retrieved", model, Protocol(160, 2, 0, 2))
+    session = _Retrieval("retrieved", model, Protocol(160, 2, 0, 2, begins))
     session.read(rows)
     facts = invent(RECORDS, "0 1")
     found, told = session.answers(1, facts.questions, encode), 0
@@ -117,7 +122,7 @@ def test_retrieval_puts_the_best_piece_into_the_window() -> None:
         scores = BM25Okapi([piece.tolist() for piece in pieces]).get_scores(encode(f"\n\n{question.prompt}"))
         best = pieces[max(range(len(pieces)), key=scores.__getitem__)]
         with attention_window(model, 160, 2), ttt_disabled(model):
-            assert answer == plainly(model, best, question)
+            assert answer == plainly(model, torch.cat([torch.tensor(begins, dtype=torch.long), best]), question)
         told += question.kind == VERBATIM and f"{question.prompt} {question.answer}" in TOKENIZER.decode(best)
     assert told > RECORDS, "it finds what was told"
 
@@ -144,11 +149,44 @@ def test_a_table_of_all_readings() -> None:
     assert alone["readings"].keys() == {"on", "written", "off"}, "nobody to lend, and nothing that attends to more"
 
 
-def test_where_positions_end_a_session_forgets_and_full_ends() -> None:
-    model, fillers, _, tokens = model_and_rows(distance=6 * CHUNK)
-    model.config.max_position_embeddings = tokens - 2 * CHUNK
-    found = recall_of_facts(model, fillers, encode, RECORDS, [CHUNK, 6 * CHUNK], Protocol(24, 2, 0, 2))
+@pytest.mark.parametrize("begins", [(), (5,)], ids=str)
+def test_where_positions_end_a_session_forgets_and_full_ends(begins: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are left for the questions, and what goes on from position 0 begins as every text does."""
+    model, fillers, _, tokens = model_and_rows(distance=30 * CHUNK)
+    model.config.max_position_embeddings = known = tokens - CHUNK
+    furthest, first = 0, []
+
+    def watched(ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal furthest
+        if kwargs[CACHE].get_seq_length() == 0:
+            first.append(tuple(ids[0, : len(begins)].tolist()))
+        given = forward(ids, *args, **kwargs)
+        furthest = max(furthest, kwargs[CACHE].get_seq_length())
+        return given
+
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", watched)
+    rows = [torch.cat([torch.tensor(begins, dtype=torch.long), filler]) for filler in fillers]
+    found = recall_of_facts(model, rows, encode, RECORDS, [CHUNK, 30 * CHUNK], Protocol(24, 2, 0, 2, begins))
     assert {name: len(rows) for name, rows in found["readings"].items()} == {**dict.fromkeys(READINGS, 2), "full": 1}
+    assert furthest <= known and (set(first) == {begins} or not begins)
+
+
+def test_batches_have_another_document_to_borrow_from() -> None:
+    sizes = {(n, at_once): len(torch.arange(n).tensor_split(_groups(n, at_once))[0]) for n in range(1, 30) for at_once in (1, 2, 4, 8)}
+    for (n, at_once), largest in sizes.items():
+        smallest = len(torch.arange(n).tensor_split(_groups(n, at_once))[-1])
+        assert smallest >= min(2, n) and largest <= max(at_once, 3 if n % 2 else 2), (n, at_once)
+
+
+def test_errors_are_over_documents() -> None:
+    """One session answers all of a document's questions, so that they are no independent ones."""
+    model, fillers, _, _ = model_and_rows(distance=CHUNK)
+    found = recall_of_facts(model, fillers, encode, RECORDS, [CHUNK], Protocol(24, 2, 0, 2))
+    on, off = (found["readings"][name][0]["kinds"][VERBATIM]["chosen"] for name in ("on", "off"))
+    gains = [a - b for a, b in zip(on["by_document"], off["by_document"], strict=True)]
+    assert len(gains) == 2 and sum(on["by_document"]) / 2 == pytest.approx(on["share"])
+    assert found["gains"]["on - off"][0]["kinds"][VERBATIM]["chosen"] == pytest.approx(vars(Mean.of(gains)))
 
 
 def test_texts_that_are_too_short_are_refused() -> None:

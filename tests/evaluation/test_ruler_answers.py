@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from inplace_ttt import cli, load, ttt_disabled
@@ -142,7 +143,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result["rows"][0]["tokens"][0] > 900
-    assert "[1000] tokens exceed the 900 positions" in result["warnings"][0] and result["warnings"][0] in err
+    assert "1,000 tokens exceed the 900 positions" in result["warnings"][0] and result["warnings"][0] in err
     config = json.loads((tmp_path / "ttt" / "config.json").read_text())
     config["inplace_ttt"]["config"]["chunk_size"] = 1000
     (tmp_path / "ttt" / "config.json").write_text(json.dumps(config))
@@ -179,6 +180,8 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
         (["large-tokenizer", "--lengths", "1024", "--tasks", "fwe"], "has the tokenizer of another model: it gives ids up to"),
         (["ttt", "--lengths", "1024", "--tasks", "fwe", "--out", "book.txt"], "cannot write to book.txt"),
         (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "base"], "base exists already"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--out", "o"], "--out has no effect with --write-samples"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--base", "base"], "--base has no effect with"),
     ],
 )
 def test_bad_input(arguments: list[str], says: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +225,39 @@ def test_results_of_other_writes_are_refused(capsys: pytest.CaptureFixture[str],
     (tmp_path / "ttt" / "config.json").write_text(json.dumps(config))
     assert cli.main(arguments) == 2
     assert "on-fwe-1024.json was made with config" in capsys.readouterr().err
+
+
+def test_results_of_other_weights_or_tokens_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Whatever the answers depend on, to the last number: a weight far into a tensor, a token's merges, the chat template."""
+    made, out = tmp_path / "ttt", str(tmp_path / "out")
+    tiny.save_converted(tiny.save_base(tmp_path / "base"), made)
+    arguments = ["ruler", str(made), "--lengths", "1024", "--tasks", "fwe", "--samples", "1", "--chat", "--out", out]
+    assert cli.main(arguments) == 0
+    words, template = made / "tokenizer.json", made / "chat_template.jinja"
+    settings = json.loads(words.read_text())
+    settings["model"]["merges"] = settings["model"]["merges"][:-20]
+    for file, other in ((words, json.dumps(settings)), (template, "Briefly. " + template.read_text())):
+        before = file.read_text()
+        file.write_text(other)
+        assert cli.main(arguments) == 2
+        assert "on-fwe-1024.json was made with tokenizer" in capsys.readouterr().err
+        file.write_text(before)
+    model = load(made)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.flatten()[-1] += 1.0
+    model.save_pretrained(made)
+    assert cli.main(arguments) == 2
+    assert "on-fwe-1024.json was made with model" in capsys.readouterr().err
+
+
+def test_a_prompt_ends_where_the_answer_begins() -> None:
+    """A tokenizer may close every text that it reads."""
+    words = tiny.tokenizer()
+    plain = Prompter(words)
+    closing = tiny.tokenizer()
+    closing.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    sample = next(samples(TASKS["fwe"], LENGTH, 1, 0, Material(), plain))
+    assert closing("a").input_ids[-1] == 2 and Prompter(closing).ids(sample.draft) == [1, *plain.ids(sample.draft)]
 
 
 def test_a_length_that_cannot_be_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

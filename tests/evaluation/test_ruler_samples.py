@@ -272,3 +272,10 @@ def test_questions_without_other_documents_are_refused(tmp_path: Path, prompter:
     (tmp_path / "q.json").write_text(json.dumps([{"question": "q", "answers": ["a"], "documents": ["d"]}]))
     with pytest.raises(InPlaceTTTError, match="no document but those of question 1 to hide them among"):
         made("qa_1", 1024, Material(None, [str(tmp_path / "q.json")]), prompter)
+
+
+def test_a_line_of_questions_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    """JSON strings may hold other characters that Python takes for ends of lines; and a file may begin with a mark."""
+    asked = {"question": "Where\u2028is it?", "answers": ["there"], "documents": ["It is\x85there."]}
+    (tmp_path / "q.jsonl").write_text("\ufeff" + json.dumps(asked, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [q.question for q in read_questions(str(tmp_path / "q.jsonl")).questions] == [asked["question"]]

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from tiny import byte_level, text
 
-from inplace_ttt.files.text import joined_tokens, tokens_of
+from inplace_ttt.files.text import joined_tokens, read_text, tokens_of
 
 
 def test_texts_read_on_into_the_next_as_one(tmp_path: Path) -> None:
@@ -20,3 +20,13 @@ def test_texts_read_on_into_the_next_as_one(tmp_path: Path) -> None:
     whole = torch.cat([parts[0], *(part[1:] if starts else part for part in parts[1:])])
     for tokens in (1, len(parts[0]), len(parts[0]) + 1, len(whole), len(whole) + 9):
         assert torch.equal(joined_tokens(files, words, tokens)[0], whole[:tokens])
+
+
+def test_a_mark_at_the_start_is_no_text(tmp_path: Path) -> None:
+    """Some editors write one (a BOM)."""
+    words = byte_level()
+    (tmp_path / "marked.txt").write_text("\ufeffthe sea\r\n", encoding="utf-8")
+    (tmp_path / "plain.txt").write_text("the sea\r\n", encoding="utf-8")
+    marked, plain = tmp_path / "marked.txt", tmp_path / "plain.txt"
+    assert tokens_of(marked, words, 50).tolist() == tokens_of(plain, words, 50).tolist()
+    assert read_text(marked) == read_text(plain)

@@ -164,7 +164,7 @@ def _share(tables: list[dict[str, Any]], reading: str, place: int, kind: str) ->
 
 
 def _gain(tables: list[dict[str, Any]], other: str, place: int, kind: str) -> str:
-    """Mean over the seeds; ± the larger of two standard errors, over questions and over seeds."""
+    """Mean over the seeds; ± the larger of two standard errors, over documents and over seeds."""
     found = [table["gains"][f"on - {other}"][place]["kinds"][kind]["said"] for table in tables]
     over = Mean.of((one["mean"] for one in found), alone=0.0)
     return with_error(over.mean, max(over.stderr or 0.0, fmean(one["stderr"] or 0.0 for one in found)))

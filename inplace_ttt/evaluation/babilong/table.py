@@ -15,8 +15,9 @@ from ..long_context.answers import Settings
 def table(settings: Settings, names: Sequence[str], results: Results) -> dict[str, Any]:
     """{rows: task by task, averages: length by length, of all tasks' samples alike}.
 
-    A variant's column is {share, low, high, n}; `chance`: of drawing the answer from the words that could be it; `difference`: on - off,
-    paired by sample, {mean, stderr, n}.
+    A variant's column is {share, low, high, n}; `chance`: of drawing the answer from the words that could be it; `shallow`: what always
+    saying the one told first, or last, or most often would give, whichever is best; `difference`: on - off, paired by sample,
+    {mean, stderr, n}.
     """
     rows: list[dict[str, Any]] = []
     pools: dict[int, list[dict[str, dict[str, Any]]]] = {length: [] for length in settings.lengths}
@@ -30,11 +31,18 @@ def table(settings: Settings, names: Sequence[str], results: Results) -> dict[st
 def _columns(cells: Sequence[dict[str, dict[str, Any]]], names: Sequence[str]) -> dict[str, Any]:
     """Of all the samples of some cells."""
     columns: dict[str, Any] = {"chance": mean(1 / len(options) for kept in cells for options in kept["on"]["options"])}
+    answers = [(answer, guesses) for kept in cells for (answer,), guesses in zip(kept["on"]["answers"], kept["on"]["guesses"], strict=True)]
+    columns["shallow"] = max(mean(rule == answer for rule, answer in picks) for picks in _by_rule(answers))
     for name in names:
         hits = [score > 0 for kept in cells for score in kept[name]["scores"]]
         columns[name] = {**wilson(hits), "n": len(hits)}
     columns["difference"] = vars(Mean.of(difference / 100 for kept in cells for difference in tables.differences(kept)))
     return columns
+
+
+def _by_rule(answers: Sequence[tuple[str, Sequence[str]]]) -> list[list[tuple[str, str]]]:
+    """Rule by rule, what it says of each sample and what is right."""
+    return [[(guesses[rule], answer) for answer, guesses in answers] for rule in range(len(answers[0][1]))]
 
 
 def render(result: dict[str, Any]) -> str:
@@ -43,11 +51,11 @@ def render(result: dict[str, Any]) -> str:
         f"right answers in %, with Wilson's 95 % intervals, of {result['samples']} samples a task, seed {result['seed']}; "
         "on - off with its standard error"
     )
-    return tables.render(result, _cell, ("chance",), legend)
+    return tables.render(result, _cell, ("chance", "shallow"), legend)
 
 
 def _cell(value: Any, column: str) -> str:
-    if column == "chance":
+    if column in ("chance", "shallow"):
         return f"{100 * value:.0f}"
     if column == "difference":
         error = "" if value["stderr"] is None else f" ± {100 * value['stderr']:.1f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from random import Random
 
 from ..long_context.prompt import Count, Draft, Puzzle, Task
 from .filler import Filler
-from .stories import KINDS, Kind
+from .stories import KINDS, Kind, Story
 
 _TEMPLATE = (
     "{hint} Facts of this kind are told in a text, one sentence each, in the order in which they became true, between sentences that have "
@@ -41,14 +42,22 @@ def puzzle(kind: Kind, random: Random, material: Filler, length: int, index: int
     solved = [kind.story(random, kind.example) for _ in range(_EXAMPLES)]
     story = kind.story(random, kind.facts)
     shown = [f"{_TEXT.format(context=' '.join(e.facts), question=e.question)}{_PREFIX} {e.answer}\n\n" for e in solved]
+    guesses = _guesses(story)
     start, depths = random.random(), sorted(random.random() for _ in story.facts)
 
     def draft(size: int) -> Draft:
         context = " ".join(_scattered(story.facts, depths, material.sentences_from(start, size)))
         text = _TEXT.format(context=context, question=story.question)
-        return Draft(_TEMPLATE.format(hint=kind.hint, examples="".join(shown), text=text), _PREFIX, (story.answer,), story.options)
+        prompt = _TEMPLATE.format(hint=kind.hint, examples="".join(shown), text=text)
+        return Draft(prompt, _PREFIX, (story.answer,), story.options, guesses)
 
     return Puzzle(0, 10 * length, draft)
+
+
+def _guesses(story: Story) -> tuple[str, ...]:
+    """Of the words that could be the answer, the one that the story tells first, last, and most often."""
+    told = [word for fact in story.facts for word in re.findall(r"\w+", fact) if word in story.options]
+    return told[0], told[-1], Counter(told).most_common(1)[0][0]
 
 
 def _scattered(facts: Sequence[str], depths: Sequence[float], sentences: Sequence[str]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Answers of a model to the tasks, batched; each result {asked, scores, tokens, answers, options, predictions} is kept as it comes."""
+"""Answers of a model to the tasks, batched; each result is kept as it comes.
+
+One is {asked, scores, tokens, answers, options, guesses, predictions}.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,8 @@ def asked(task: Task, length: int, settings: Settings, variant: Variant, materia
         "samples": settings.count,
         "seed": settings.seed,
         "chat": prompter.chat,
+        "tokenizer": prompter.digest,
+        "ends": _ends(variant.model, prompter.tokenizer),
         "model": variant.fingerprint,
         "dtype": str(variant.model.dtype),
         "config": variant.config,
@@ -88,12 +93,14 @@ def run_cells(
         cells = list(group)
         answers: list[tuple[str, ...]] = []
         options: list[tuple[str, ...]] = []
+        guesses: list[tuple[str, ...]] = []
         tokens: list[int] = []
         predictions: dict[str, list[str]] = {name: [] for _, _, _, name, _ in cells}
         made = samples(task, length, settings.count, settings.seed, material, prompter)
         while batch := list(itertools.islice(made, settings.batch_size)):
             answers += [sample.draft.answers for sample in batch]
             options += [sample.draft.options for sample in batch]
+            guesses += [sample.draft.guesses for sample in batch]
             tokens += [len(sample.ids) for sample in batch]
             for _, _, variant, name, _ in cells:
                 progress(name, 0)
@@ -103,7 +110,7 @@ def run_cells(
         for _, _, _, name, wanted in cells:
             scores = [task.score(*given) for given in zip(predictions[name], answers, options, strict=True)]
             result = {"asked": wanted, "scores": scores, "tokens": tokens, "answers": answers}
-            result |= {"options": options} if any(options) else {}
+            result |= {"options": options, "guesses": guesses} if any(options) else {}
             results.put(name, {**result, "predictions": predictions[name]})
 
 
@@ -121,7 +128,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
         do_sample=False,
         num_beams=1,
         repetition_penalty=1.0,
-        eos_token_id=tokenizer.eos_token_id if own is None or own.eos_token_id is None else own.eos_token_id,
+        eos_token_id=_ends(model, tokenizer),
         pad_token_id=pad,
         prefill_chunk_size=None
         if writes
@@ -134,6 +141,12 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
     finally:
         model.generation_config = kept
     return [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+
+
+def _ends(model: PreTrainedModel, tokenizer: Any) -> int | list[int] | None:
+    """Token ids that end an answer."""
+    own = model.generation_config
+    return tokenizer.eos_token_id if own is None or own.eos_token_id is None else own.eos_token_id
 
 
 def _written(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> DynamicCache:

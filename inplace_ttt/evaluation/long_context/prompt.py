@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import Any
 
 from ...errors import InPlaceTTTError
+from ...files.text import begins_of, ids_within
 
 SHORTFALL = 0.02
 """How far a prompt and its answer may stay below the wanted length; they never exceed it."""
@@ -25,13 +29,14 @@ Count = Callable[[str], int]
 class Draft:
     """A prompt, the beginning of the answer that the model is given, and what it is to go on with.
 
-    options: where the answer is one of a few words, these words.
+    options: where the answer is one of a few words, these words. guesses: what rules say that follow no sense, rule by rule.
     """
 
     prompt: str
     answer_prefix: str
     answers: tuple[str, ...]
     options: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Prompter:
     """Tokens of a draft: as plain text, or as a user's turn in the tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, chat: bool = False) -> None:
-        self.tokenizer, self.chat = tokenizer, chat
+        self.tokenizer, self.chat, self._begins = tokenizer, chat, begins_of(tokenizer)
         if chat and not getattr(tokenizer, "chat_template", None):
             raise InPlaceTTTError("the tokenizer has no chat template; leave --chat out.")
         probe = "grass 0123456789 abcdef-ABCDEF"
@@ -84,8 +89,17 @@ class Prompter:
         if "".join(written.split()) != "".join(probe.split()):
             raise InPlaceTTTError(f"the tokenizer turns {probe!r} into {written!r} and could not write the answers; use the model's own.")
 
+    @cached_property
+    def digest(self) -> str:
+        """Of what makes text into tokens, and of the chat template."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        how = self.tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+        how = {key: value for key, value in how.items() if key not in ("padding", "truncation")}  # as the last call left them
+        parts = [how, self._begins, self.tokenizer.chat_template if self.chat else None]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
     def count(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return len(ids_within(self.tokenizer, text))
 
     def ids(self, draft: Draft) -> list[int]:
         text = draft.prompt + draft.answer_prefix
@@ -93,7 +107,9 @@ class Prompter:
             turn = [{"role": "user", "content": draft.prompt}]
             opened = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
             text = opened + draft.answer_prefix.lstrip()
-        return self.tokenizer(text, add_special_tokens=not self.chat, verbose=False).input_ids
+        if self.chat:
+            return ids_within(self.tokenizer, text)
+        return [*self._begins, *ids_within(self.tokenizer, text)]  # and no token that ends a text: the answer is its next
 
 
 def samples(task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter) -> Iterator[Sample]:

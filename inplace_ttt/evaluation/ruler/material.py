@@ -93,7 +93,7 @@ def read_questions(path: str) -> QuestionBook:
     """Questions from SQuAD's or HotpotQA's own JSON file, or from {"question", "answers", "documents"} as JSON or JSON lines."""
     text = read_text(path)
     try:
-        values = [parse_json(line) for line in text.splitlines() if line.strip()] if path.endswith(".jsonl") else parse_json(text)
+        values = [parse_json(line) for line in text.split("\n") if line.strip()] if path.endswith(".jsonl") else parse_json(text)
     except ValueError as error:
         raise InPlaceTTTError(f"{path} is not JSON ({one_line(error)}); name a file of JSON lines .jsonl.") from None
     try:
