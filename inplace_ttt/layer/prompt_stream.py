@@ -12,6 +12,7 @@ from ..config_tables import PromptWrite
 from ..errors import InPlaceTTTError
 from ..layout import Span
 from ..ops import keeping_row_norms, state_dtype
+from ..ops.precision import without_autocast
 from .buffers import State
 from .stream import FastWeightStream
 from .target import TargetGenerator
@@ -144,7 +145,8 @@ class PromptStream(FastWeightStream):
             if self.seen[row] > 2:
                 z, x = end.last(self.settings.window + 1)
                 source, proj = layer.ttt.standardise(x[1:].to(accurate)), layer.ttt.proj.to(accurate)
-                total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
+                with without_autocast(w0.device):
+                    total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
             end.__init__(end.room)  # type: ignore[misc]
             self.since[row] = 1  # the last token may be taken back, to be read again
         self._state = State(total, None, keeps_rows=True)

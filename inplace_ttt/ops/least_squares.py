@@ -64,8 +64,9 @@ def read_once(state: Tensor, keys: Tensor, damping: float) -> Tensor:
 
     It takes n solves where M takes d.
     """
-    sums, factor = _factor(state, damping)
-    return _solved(keys.to(state.dtype), factor) @ sums.mT
+    with without_autocast(state.device):
+        sums, factor = _factor(state, damping)
+        return _solved(keys.to(state.dtype), factor) @ sums.mT
 
 
 def sum_of_writes(

@@ -93,3 +93,19 @@ def test_rows_of_slots(damping: float | None, dtype: torch.dtype) -> None:
         z = torch.randn(len(rows), R, generator=generator).to(dtype)
         for found, key, number in zip(state.read_each(z, rows), z, rows, strict=True):
             assert_reads((ETA * found).to(dtype), expected(state, key[None], layer, number)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("whole", [True, False], ids=["a whole chunk", "single tokens"])
+def test_autocast_leaves_reads_alone(whole: bool, dtype: torch.dtype) -> None:
+    """Sums may lie outside the range of float16, and both ways to read are exact where keys are alike, so that solves are large."""
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer(torch.zeros(D, R), eta=1e-4)
+    keys, values, z = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((9, R), (9, D), (1, D - 1, R)))
+    keys, z = (x * 0.2 + x[..., :1] for x in (keys, z))
+    state = State(torch.cat([1e5 * values.T @ keys, keys.T @ keys]).float()[None], 0.1)
+    z, out = z.to(dtype), torch.zeros(1, D - 1, D, dtype=dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        state.add_read(out, z, layer, whole=whole)
+    wanted = expected(state, z[0], layer, 0)
+    assert float((out[0].double() - wanted).norm()) <= torch.finfo(dtype).eps * float(wanted.norm())

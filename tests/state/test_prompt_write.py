@@ -252,6 +252,17 @@ def test_beams_carry_what_was_written() -> None:
     assert distance(three, in_a_session(model, prompt, prompt[:, :0]).expand(3, -1, -1)) < 1e-5
 
 
+def test_autocast_leaves_the_write_alone() -> None:
+    model, state = prompted(), FastWeightState(prompted())
+    state.read(random_ids(1, 30))
+    plain, cast = state.fork(), state.fork()
+    for index, layer in fast_weights(model).items():
+        streams(plain.cache)[index].write(layer)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            streams(cast.cache)[index].write(layer)
+        assert torch.equal(streams(cast.cache)[index].state, streams(plain.cache)[index].state)
+
+
 def test_bfloat16_and_training_without_a_cache() -> None:
     model, prompt = prompted(dtype=torch.bfloat16), random_ids(1, 30)
     exact = in_a_session(prompted(), prompt, prompt[:, :4])
