@@ -31,7 +31,7 @@ class State:
     _read: Tensor | None
     _factor: Tensor | None
     _stale: set[int]
-    """Rows that were put since what reads use of them was made."""
+    """Rows of whose value what reads use is still to be made."""
 
     def __init__(self, value: Tensor, damping: float | None, keeps_rows: bool = False) -> None:
         self.value, self.damping, self.keeps_rows = value, damping, keeps_rows
@@ -41,10 +41,15 @@ class State:
     def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, damping: float | None, device: torch.device) -> State:
         """Rows of states [*shape] in which nothing is written yet: none may be read before it is put."""
         state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), damping)
-        is_read = damping is None and state.value.dtype == dtype
-        state._read = state.value if is_read else torch.zeros(rows, d, shape[1], dtype=dtype, device=device)
-        state._factor = state.value.new_ones(rows, 1, 1) if dtype == torch.float16 else None
+        state._make_room(d, dtype)
         return state
+
+    def _make_room(self, d: int, dtype: torch.dtype) -> None:
+        """For what reads use of every row, all of it still to be made; none where they use the state as it is."""
+        rows, is_read = len(self.value), self.damping is None and not self.keeps_rows and self.value.dtype == dtype
+        self._read = self.value if is_read else self.value.new_zeros(rows, d, self.value.shape[-1], dtype=dtype)
+        self._factor = self.value.new_ones(rows, 1, 1) if dtype == torch.float16 else None
+        self._stale = set() if is_read else set(range(rows))
 
     @property
     def row_bytes(self) -> int:
@@ -71,8 +76,7 @@ class State:
         for tensor in (self.value, self._read, self._factor):
             if tensor is not None:
                 tensor[row] = tensor[source]
-        if source in self._stale:
-            self._stale.add(row)
+        (self._stale.add if source in self._stale else self._stale.discard)(row)
 
     def add_read(self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None, *, whole: bool = False) -> None:
         """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r].
@@ -86,8 +90,7 @@ class State:
             out += (read_once(self.value[part], z, self.damping) * eta).to(out.dtype)
             return
         if self._read is None or self._read.dtype != out.dtype:  # autocast came or went
-            self._read, self._factor = in_range(self._readout(self.value, layer), out.dtype)
-            self._stale = set()
+            self._make_room(out.shape[-1], out.dtype)
         self._refresh(rows, layer)
         if self._factor is None:
             out.baddbmm_(z.to(out.dtype), self._read[part].mT, alpha=eta)
@@ -95,12 +98,13 @@ class State:
             out += ((z.to(out.dtype) @ self._read[part].mT) * (eta * self._factor[part])).to(out.dtype)
 
     def _refresh(self, rows: Iterable[int], layer: Reader | None = None) -> None:
-        """Make anew what reads use of those of these rows that were put."""
+        """Make what reads use of those of these rows that want it, together."""
         assert self._read is not None
         if stale := sorted(self._stale.intersection(rows)):
-            self._read[stale], factor = in_range(self._readout(self.value[stale], layer), self._read.dtype)
+            together = slice(stale[0], stale[-1] + 1) if stale[-1] - stale[0] < len(stale) else stale  # a slice copies no states
+            self._read[together], factor = in_range(self._readout(self.value[together], layer), self._read.dtype)
             if self._factor is not None and factor is not None:
-                self._factor[stale] = factor
+                self._factor[together] = factor
             self._stale.difference_update(stale)
 
     def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from models import COMPACT, LAYERS, converted, random_ids
 from torch import Tensor
 
+from inplace_ttt import FastWeightState
+from inplace_ttt.layer import buffers
 from inplace_ttt.layer.buffers import State
-from inplace_ttt.ops import keeping_row_norms
+from inplace_ttt.ops import keeping_row_norms, readout
 
 D, R, ETA = 5, 4, 0.5
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.005}
@@ -109,3 +112,35 @@ def test_autocast_leaves_reads_alone(whole: bool, dtype: torch.dtype) -> None:
         state.add_read(out, z, layer, whole=whole)
     wanted = expected(state, z[0], layer, 0)
     assert float((out[0].double() - wanted).norm()) <= torch.finfo(dtype).eps * float(wanted.norm())
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the rows of a batch are read: alone, behind whole chunks, or together."""
+    model, solved = converted("llama", **COMPACT), 0
+
+    def counting(states: Tensor, damping: float | None) -> Tensor:
+        nonlocal solved
+        solved += len(states)
+        return readout(states, damping)
+
+    monkeypatch.setattr(buffers, "readout", counting)
+    state, once = FastWeightState(model), batch * len(LAYERS)
+    state.read(random_ids(batch, 24))  # three chunks of 7, the last of which rows write one by one, and three tokens that read it
+    assert solved == once
+    state.read(random_ids(batch, 3))
+    assert solved == once, "nothing was written"
+    state.read(random_ids(batch, 1))
+    state.read(random_ids(batch, 1))
+    assert solved == 2 * once
+
+
+def test_rows_that_are_read_together_are_solved_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, calls = torch.Generator().manual_seed(0), list[int]()
+    monkeypatch.setattr(buffers, "readout", lambda states, damping: calls.append(len(states)) or readout(states, damping))
+    state = State(torch.stack([drawn(generator, 0.1) for _ in range(4)]), 0.1)
+    layer, z = Layer(torch.zeros(D, R)), torch.randn(4, 1, R, generator=generator, dtype=torch.float64)
+    for row in (2, None, 0, None):
+        read = z if row is None else z[row : row + 1]
+        state.add_read(torch.zeros(len(read), 1, D, dtype=z.dtype), read, layer, row)
+    assert calls == [1, 3]
