@@ -32,10 +32,12 @@ class State:
     _factor: Tensor | None
     _stale: set[int]
     """Rows of whose value what reads use is still to be made."""
+    _eta: float | None
+    """What it is made for where row norms are kept."""
 
     def __init__(self, value: Tensor, damping: float | None, keeps_rows: bool = False) -> None:
         self.value, self.damping, self.keeps_rows = value, damping, keeps_rows
-        self._read, self._factor, self._stale = None, None, set()
+        self._read, self._factor, self._stale, self._eta = None, None, set(), None
 
     @classmethod
     def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, damping: float | None, device: torch.device) -> State:
@@ -89,8 +91,10 @@ class State:
         if whole and self.damping is not None and z.shape[1] < out.shape[-1]:
             out += (read_once(self.value[part], z, self.damping) * eta).to(out.dtype)
             return
-        if self._read is None or self._read.dtype != out.dtype:  # autocast came or went
+        made_for = eta if self.keeps_rows else None
+        if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:  # autocast, or another η, came or went
             self._make_room(out.shape[-1], out.dtype)
+            self._eta = made_for
         self._refresh(rows, layer)
         if self._factor is None:
             out.baddbmm_(z.to(out.dtype), self._read[part].mT, alpha=eta)

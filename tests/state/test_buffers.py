@@ -144,3 +144,16 @@ def test_rows_that_are_read_together_are_solved_together(monkeypatch: pytest.Mon
         read = z if row is None else z[row : row + 1]
         state.add_read(torch.zeros(len(read), 1, D, dtype=z.dtype), read, layer, row)
     assert calls == [1, 3]
+
+
+def test_row_norms_are_kept_at_the_eta_of_the_read() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = Layer(torch.randn(D, R, generator=generator, dtype=torch.float64))
+    state = State(torch.stack([drawn(generator, None) for _ in range(2)]), None, keeps_rows=True)
+    for layer.eta in (0.5, 0.1, 0.5, 0.0):
+        for row in (0, None):
+            z = torch.randn(2, 3, R, generator=generator, dtype=torch.float64)[: 1 if row == 0 else 2]
+            out = torch.zeros(len(z), 3, D, dtype=torch.float64)
+            state.add_read(out, z, layer, row)
+            for number, (found, keys) in enumerate(zip(out, z, strict=True)):
+                assert_reads(found, expected(state, keys, layer, number))
