@@ -56,7 +56,7 @@ class State:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        held = {id(tensor): tensor for tensor in (self.value, self._read) if tensor is not None}
+        held = {id(tensor): tensor for tensor in (self.value, self._read, self._factor) if tensor is not None}
         return sum(tensor[0].nbytes for tensor in held.values())
 
     def read_each(self, z: Tensor, rows: list[int]) -> Tensor:

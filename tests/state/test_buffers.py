@@ -157,3 +157,9 @@ def test_row_norms_are_kept_at_the_eta_of_the_read() -> None:
             state.add_read(out, z, layer, row)
             for number, (found, keys) in enumerate(zip(out, z, strict=True)):
                 assert_reads(found, expected(state, keys, layer, number))
+
+
+def test_a_row_counts_all_that_it_holds() -> None:
+    for dtype, factor in ((torch.bfloat16, 0), (torch.float16, 4)):
+        state = State.empty(3, (D + R, R), D, dtype, 0.1, torch.device("cpu"))
+        assert state.row_bytes == (D + R) * R * 4 + D * R * 2 + factor
