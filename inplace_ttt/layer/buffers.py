@@ -64,13 +64,12 @@ class State:
 
         One product, except on a CPU, which reads that many matrices faster one by one.
         """
-        assert self._read is not None
-        self._refresh(rows)
-        keys, where = z.to(self._read.dtype), torch.tensor(rows, device=z.device)
+        maps = self._fresh(rows)
+        keys, where = z.to(maps.dtype), torch.tensor(rows, device=z.device)
         if z.device.type == "cpu":
-            read = torch.stack([torch.mv(self._read[row], key) for key, row in zip(keys, rows, strict=True)])
+            read = torch.stack([torch.mv(maps[row], key) for key, row in zip(keys, rows, strict=True)])
         else:
-            read = torch.bmm(self._read[where], keys[:, :, None])[..., 0]
+            read = torch.bmm(maps[where], keys[:, :, None])[..., 0]
         return read if self._factor is None else read * self._factor[where, 0]
 
     def copy_row(self, source: int, row: int) -> None:
@@ -95,14 +94,14 @@ class State:
         if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:  # autocast, or another η, came or went
             self._make_room(out.shape[-1], out.dtype)
             self._eta = made_for
-        self._refresh(rows, layer)
+        read = self._fresh(rows, layer)[part]
         if self._factor is None:
-            out.baddbmm_(z.to(out.dtype), self._read[part].mT, alpha=eta)
+            out.baddbmm_(z.to(out.dtype), read.mT, alpha=eta)
         else:
-            out += ((z.to(out.dtype) @ self._read[part].mT) * (eta * self._factor[part])).to(out.dtype)
+            out += ((z.to(out.dtype) @ read.mT) * (eta * self._factor[part])).to(out.dtype)
 
-    def _refresh(self, rows: Iterable[int], layer: Reader | None = None) -> None:
-        """Make what reads use of those of these rows that want it, together."""
+    def _fresh(self, rows: Iterable[int], layer: Reader | None = None) -> Tensor:
+        """What reads use of all rows, made for those of these rows that want it, together."""
         assert self._read is not None
         if stale := sorted(self._stale.intersection(rows)):
             together = slice(stale[0], stale[-1] + 1) if stale[-1] - stale[0] < len(stale) else stale  # a slice copies no states
@@ -110,6 +109,7 @@ class State:
             if self._factor is not None and factor is not None:
                 self._factor[together] = factor
             self._stale.difference_update(stale)
+        return self._read
 
     def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:
         return layer.readout(state) if self.keeps_rows and layer is not None else readout(state, self.damping)
