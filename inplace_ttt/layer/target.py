@@ -90,6 +90,7 @@ class TargetGenerator(nn.Module):
         """(x - mean) · gain, or x as it is; in x's dtype, which mixed precision may make narrower than a buffer's."""
         return x if self.mean is None or self.gain is None else ((x - self.mean) * self.gain).to(x.dtype)
 
+    @torch.compiler.assume_constant_result  # a graph cannot look at numbers; looked at while it is traced
     def check_measured(self) -> None:
         """Refuse, once, what a text should have been measured for and is zero still."""
         if not self._is_measured:

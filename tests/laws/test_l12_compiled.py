@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from inplace_ttt import InPlaceTTTError, ttt_disabled
 from inplace_ttt.config import DeltaClip, KeyWhitening
+from inplace_ttt.surgery import fast_weights
 
 IDS = random_ids(2, 40)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,6 +65,19 @@ def check(model: nn.Module, *forwards: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_graph_with_every_option(options: str) -> None:
     check(converted("llama", **OPTIONS[options]), "whole rows")
+
+
+def test_a_measured_model_may_be_compiled_before_it_ever_ran() -> None:
+    """And one that is not measured is refused, compiled or not."""
+    model, fresh = (converted("llama", **COMPACT).requires_grad_(False) for _ in range(2))
+    for layer in fast_weights(fresh).values():
+        layer.ttt._is_measured = False  # as it is loaded
+    assert distance(compiled(fresh)(input_ids=IDS, use_cache=False).logits, logits(model, IDS)) < 1e-5
+    for layer in fast_weights(fresh).values():
+        layer.ttt._is_measured = False
+        layer.ttt.keys.directions.zero_()
+    with pytest.raises(Exception, match="are not measured yet"):
+        compiled(fresh)(input_ids=IDS, use_cache=False)
 
 
 def test_norms_break_the_graph_and_nothing_else() -> None:
