@@ -16,23 +16,24 @@ PIECE = 1024
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """sha256 over the values, in order; in bfloat16, so that a model loaded in another precision is still the same model."""
+    """sha256 over the values, in order, rounded to bfloat16: a model rounded to that is the same, one that went through float16 is not."""
     digest = hashlib.sha256()
     for tensor in tensors:
         same_for_all = tensor.detach().to("cpu", torch.bfloat16) if tensor.is_floating_point() else tensor.detach().cpu()
-        digest.update(same_for_all.contiguous().view(torch.uint8).numpy().data)
+        digest.update(same_for_all.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def looked_at(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:
     """Name, value, and how many numbers of it (None: all) of what gives a session its meaning, in order.
 
-    W0, conv and P of every TTT layer, and a piece of every parameter. Quantised weights are left out.
+    W0, conv and P of every TTT layer, all that was measured for it, and a piece of every parameter. Quantised weights are left out.
     """
     layers = {id(module) for module in fast_weights(model).values()}
     for prefix, module in model.named_modules():
         if id(module) in layers:
             yield from ((f"{prefix}.{name}", p, None) for name, p in readable_parameters(module))
+            yield from ((f"{prefix}.ttt.{name}", buffer, None) for name, buffer in module.ttt.named_buffers())
     yield from ((name, p, PIECE) for name, p in readable_parameters(model))
 
 

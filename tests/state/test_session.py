@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import build
-from models import CHUNK, converted, distance, logits, random_ids
+from models import CHUNK, COMPACT, converted, distance, logits, random_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -157,6 +157,16 @@ def test_a_session_of_another_model_is_refused(llama, other, words, tmp_path):
     with pytest.raises(InPlaceTTTError) as refusal:
         FastWeightState.load(tmp_path / "a", other(llama))
     assert_refused(refusal, *words)
+
+
+def test_a_session_of_another_calibration_is_refused(tmp_path):
+    model = converted("llama", **COMPACT)
+    session(model, random_ids(1, 9)).save(tmp_path / "a")
+    FastWeightState.load(tmp_path / "a", model)
+    fast_weights(model)[2].ttt.keys.directions *= 1.1
+    with pytest.raises(InPlaceTTTError) as refusal:
+        FastWeightState.load(tmp_path / "a", model)
+    assert_refused(refusal, "other weights, or was saved before", "into the model that wrote it, or read its text again")
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "text", "weights", "truncated header", "truncated data"])
