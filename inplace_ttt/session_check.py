@@ -96,15 +96,15 @@ class _Streams:
         if not holds:
             raise InPlaceTTTError(f"{self.path} is no session of this model: {what}; take another copy of it, or read the text again.")
 
-    def _shape(self, name: str, shape: list[int | None], dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of that name: there, of that shape (None: any), and of that dtype (None: floating)."""
+    def _shape(self, name: str, shape: list[int | None], *dtypes: torch.dtype) -> Tensor:
+        """The tensor of that name: there, of that shape (None: any), and of one of these dtypes (none: floating)."""
         self._require(name in self.tensors, f"{name} is missing")
         tensor = self.tensors[name]
         fits = tensor.ndim == len(shape) and all(wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True))
         wanted = [size if size is not None else "any" for size in shape]
         self._require(fits, f"{name} is {list(tensor.shape)} instead of {wanted}")
-        right = tensor.is_floating_point() and tensor.itemsize >= 2 if dtype is None else tensor.dtype == dtype
-        self._require(right, f"{name} is {tensor.dtype} instead of {dtype or 'a floating dtype'}")
+        right = tensor.dtype in dtypes if dtypes else tensor.is_floating_point() and tensor.itemsize >= 2
+        self._require(right, f"{name} is {tensor.dtype} instead of {' or '.join(map(str, dtypes)) or 'a floating dtype'}")
         return tensor
 
     def _rows(self) -> int:
@@ -118,7 +118,8 @@ class _Streams:
         """Nothing here."""
 
     def _names(self) -> None:
-        streams = {f"{index}.fast.{kind}" for index in self.sizes for kind in ("counts", "state", "z", "x")}
+        kinds = ("counts", "state", "z", "x") if self.config.prompt_write is None else ("counts", "state")
+        streams = {f"{index}.fast.{kind}" for index in self.sizes for kind in kinds}
         others = sorted(set(self.tensors) - streams - self.others)
         self._require(not others, f"it holds {shown(others[0]) if others else ''}, which no session of this model has")
         self._require(self.rows > 0 or not self.tensors, "it has no sequence")
@@ -130,8 +131,8 @@ class _Streams:
         filled, written, unbroken = self._shape(f"{name}.counts", [3, self.rows], torch.int64).tolist()
         right = all(0 <= f < chunk and 0 <= w < _MOST and 0 <= u < _MOST for f, w, u in zip(filled, written, unbroken, strict=True))
         self._require(right, f"{name}.counts are out of range for chunks of {chunk}")
-        if any(written) or f"{name}.state" in self.tensors:
-            self._shape(f"{name}.state", [self.rows, rows, width], torch.float32)
+        if any(written) or self.config.prompt_write is not None or f"{name}.state" in self.tensors:
+            self._shape(f"{name}.state", [self.rows, rows, width], torch.float32, torch.float64)
         if any(filled) or {f"{name}.z", f"{name}.x"} & set(self.tensors):
             open_rows = self._shape(f"{name}.z", [self.rows, None, width]).shape[1]
             self._shape(f"{name}.x", [self.rows, open_rows, d])

@@ -10,7 +10,7 @@ from models import CHUNK, converted, distance, logits, random_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from inplace_ttt import FastWeightState, InPlaceTTTError, revert, ttt_disabled
+from inplace_ttt import FastWeightState, InPlaceTTTError, revert, session_file, ttt_disabled
 from inplace_ttt.config_tables import PromptWrite
 from inplace_ttt.evaluation.long_context.answers import answer
 from inplace_ttt.evaluation.long_context.prompt import Sample
@@ -206,6 +206,24 @@ def test_a_session_is_saved_once_its_prompt_is_written(tmp_path: Path) -> None:
     branch.write_prompt(prompt[:, 20:])
     expected = state.generate(prompt[:, :0], **more)
     assert torch.equal(again.generate(prompt[:, :0], **more), expected) and torch.equal(branch.generate(prompt[:, :0], **more), expected)
+
+
+def test_a_session_without_what_was_written_is_refused(tmp_path: Path) -> None:
+    model, state = prompted(), FastWeightState(prompted())
+    state.write_prompt(random_ids(1, 30))
+    state.save(tmp_path / "session")
+    header, tensors = session_file.read(tmp_path / "session")
+    values = {name: getattr(header, name) for name in ("config", "fingerprint")} | {"attention": {}}
+    fast = {name: tensor for name, tensor in tensors.items() if ".fast." in name}
+    session_file.write(tmp_path / "whole", fast, **values)
+    FastWeightState.load(tmp_path / "whole", model)
+    counts = {name: tensor for name, tensor in fast.items() if name.endswith("counts")}
+    session_file.write(tmp_path / "counts", counts, **values)
+    with pytest.raises(InPlaceTTTError, match=r"0\.fast\.state is missing"):
+        FastWeightState.load(tmp_path / "counts", model)
+    session_file.write(tmp_path / "open", {**fast, "0.fast.z": torch.zeros(1, 3, 64)}, **values)
+    with pytest.raises(InPlaceTTTError, match=r"0\.fast\.z.*, which no session"):
+        FastWeightState.load(tmp_path / "open", model)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -169,6 +169,16 @@ def test_a_session_of_another_calibration_is_refused(tmp_path):
     assert_refused(refusal, "other weights, or was saved before", "into the model that wrote it, or read its text again")
 
 
+@pytest.mark.parametrize("length", [5, LONG])
+def test_a_session_of_a_float64_model_is_loaded(length, tmp_path):
+    model = converted("llama", dtype=torch.float64)
+    unbroken = session(model, random_ids(1, length))
+    unbroken.save(tmp_path / "a")
+    loaded = FastWeightState.load(tmp_path / "a", model)
+    assert all(stream.state is None or stream.state.dtype == torch.float64 for stream in streams(loaded.cache).values())
+    assert torch.equal(carry_on(loaded), carry_on(unbroken))
+
+
 @pytest.mark.parametrize("kind", ["missing", "folder", "text", "weights", "truncated header", "truncated data"])
 def test_what_is_no_session_is_refused(llama, kind, tmp_path):
     path = tmp_path / "a"
