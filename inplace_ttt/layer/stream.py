@@ -71,7 +71,7 @@ class FastWeightStream:
 
     @property
     def state(self) -> Tensor | None:
-        """S [B, d, h] float32 without η, or the sums [B, d + r, r] of least squares; None before the first complete chunk."""
+        """S [B, d, h] float32 without η, the sums [B, d + r, r] of least squares, or η'ΔW of a prompt; None while nothing is written."""
         return None if self._state is None else self._state.value
 
     @property
