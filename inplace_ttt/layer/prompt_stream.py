@@ -184,6 +184,8 @@ class PromptStream(FastWeightStream):
         self.__init__(self.batch, self.settings)  # type: ignore[misc]
 
     def select(self, rows: list[int]) -> None:
+        if rows == list(range(self.batch)):
+            return
         self.rows = [self.rows[row] for row in rows]
         self.ends = [self.ends[row].copy() for row in rows]
         self.seen, self.since = [self.seen[row] for row in rows], [self.since[row] for row in rows]

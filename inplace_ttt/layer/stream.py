@@ -106,7 +106,7 @@ class FastWeightStream:
         self.check_holds_state()
         self._thaw()
         for row in self.rows:  # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
-            row.undo = row.undo if row.filled <= _UNDO_REACH else None
+            row.undo = row.undo if row.filled <= _UNDO_REACH and row.filled < row.unbroken else None
         if generated and not self.decode_updates and any(self.tokens):
             self._read(out, z, layer)
             self.skip()
@@ -166,7 +166,7 @@ class FastWeightStream:
         before = None if self._state is None else self._state.value[index]
         chunk = ChunkLayout.shared((((0, self.chunk_size),),), self.chunk_size, self.chunk_size)
         after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[1][0]
-        if undoable:
+        if undoable and self.decode_updates:  # or no crop is granted
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
         if self._state is None:
             self._state = State(after.new_zeros(self.batch, *after.shape), self.damping, self.keeps_rows)
@@ -247,6 +247,8 @@ class FastWeightStream:
 
     def select(self, rows: list[int]) -> None:
         """Keep the given rows, in this order, repeats included (beam search, batch select, repeat)."""
+        if rows == list(range(self.batch)):
+            return
         self._open = self._open.select(rows)
         self._state = self._state and self._state.select(rows)
         self.rows = [dataclasses.replace(self.rows[row]) for row in rows]

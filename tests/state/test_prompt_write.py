@@ -264,6 +264,9 @@ def test_beams_carry_what_was_written() -> None:
     state = FastWeightState(model)
     state.write_prompt(prompt)
     state.cache.batch_repeat_interleave(3)
+    written = [stream.state for stream in streams(state.cache).values()]
+    state.cache.reorder_cache(torch.tensor([0, 1, 2]))
+    assert all(stream.state is held for stream, held in zip(streams(state.cache).values(), written, strict=True))
     state.cache.reorder_cache(torch.tensor([2, 0, 1]))
     with torch.no_grad():
         three = model(prompt[:, -1:].expand(3, -1), **{CACHE: state.cache}).logits

@@ -308,3 +308,29 @@ def test_a_written_chunk_can_be_taken_back_for_a_while(after: int) -> None:
         with pytest.raises(InPlaceTTTError, match="written for good"):
             stream.crop(after + 1)
         assert stream.tokens == [chunk + after]
+
+
+def test_nothing_is_kept_to_step_back_where_one_cannot() -> None:
+    """Where generated tokens are not written every crop is refused, and behind padding a row's last chunk is out of reach."""
+    stream, unpadded, padded = FastWeightStream(1, CHUNK, decode_updates=False), *(FastWeightStream(1, CHUNK) for _ in range(2))
+    for each in (stream, unpadded, padded):
+        read(each, CHUNK + 1, seed=0)
+    padded.skip()
+    for each in (stream, unpadded, padded):
+        read(each, 1, seed=1)
+    assert [each.rows[0].undo is None for each in (stream, unpadded, padded)] == [True, False, True]
+    with pytest.raises(InPlaceTTTError, match="include padding"):
+        padded.crop(3)
+    unpadded.crop(3)
+    assert unpadded.tokens == [CHUNK - 1]
+
+
+def test_rows_that_stay_are_not_copied() -> None:
+    """Beams that keep their order, as most steps do."""
+    stream = FastWeightStream(3, CHUNK)
+    read(stream, CHUNK + 2, seed=0)
+    held = [stream.state, *stream._open.held]
+    stream.select([0, 1, 2])
+    assert all(kept is was for kept, was in zip([stream.state, *stream._open.held], held, strict=True))
+    stream.select([0, 1])
+    assert stream.batch == 2 and stream.state is not held[0]
