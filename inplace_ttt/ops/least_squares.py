@@ -225,7 +225,7 @@ class _Walk:
         for row, documents in enumerate(self.layout.documents):
             if d_initial is not None and d_state is not None and not documents:
                 d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
-            solved = into.v[row, :, : self.r] if self.r <= self.d else torch.empty_like(self.k[row])  # dV's place, free until the walk back
+            solved = self.room(into.v[row])
             for number, document in enumerate(documents):
                 if not self.matters(row, number):
                     continue
@@ -239,8 +239,17 @@ class _Walk:
                     d_initial[row] = d_sums
         return into.k, into.v, into.gate, d_initial
 
-    def through_reads(self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: Tensor, dk: Tensor) -> None:
-        """dK of the reads, with the sums rebuilt in order; and Y into `solved` [T, r], for the walk back."""
+    def room(self, dv: Tensor) -> list[Tensor]:
+        """For what the walk back needs of a row [T, r] each: Y, and with a gate what rounding takes from X.
+
+        dV's place [T, d] is free until then. The gate's gradient is a small difference of large sums, which a rounded X would drown.
+        """
+        parts = 1 if self.gate is None or dv.dtype == self.dtype else 2
+        places = (slice(i * self.r, (i + 1) * self.r) for i in range(parts))
+        return [dv[:, place] if place.stop <= self.d else torch.empty_like(self.k[0]) for place in places]
+
+    def through_reads(self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: list[Tensor], dk: Tensor) -> None:
+        """dK of the reads, with the sums rebuilt in order; and what `room` is for into `solved`."""
         state = self.start(row, number)
         for group in groups:
             before, state = self.sums_around(row, number, group, state)
@@ -249,17 +258,21 @@ class _Walk:
                 keys, grad = self.of(self.k, row, group), self.of(d_out, row, group)
                 both = _solved(torch.cat([keys, (grad @ sums).mul_(self.eta)], dim=1), factor)
                 of_keys, of_grads = both.split(keys.shape[1], dim=1)
-                solved[group.here] = of_keys.flatten(0, 1).to(solved.dtype)
+                y, *lost = solved
+                y[group.here] = of_keys.flatten(0, 1).to(y.dtype)
                 dk[row, group.here] = of_grads.flatten(0, 1).to(dk.dtype)
+                for rest in lost:
+                    rest[group.here] = (of_grads - self.of(dk, row, group)).flatten(0, 1).to(rest.dtype)
 
     def through_sums(
-        self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: Tensor, d_sums: Tensor, into: _Gradients
+        self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: list[Tensor], d_sums: Tensor, into: _Gradients
     ) -> Tensor:
         """From the last chunk to the first: what each one's writes did to later reads; the gradient of the sums before all."""
         for group in reversed(groups):
             read = None
             if self.may_read(row, number, group):
-                y, x, grad = (self.chunked(t[group.here], group) for t in (solved, into.k[row], d_out[row]))
+                x, grad, y, *lost = (self.chunked(t[group.here], group) for t in (into.k[row], d_out[row], *solved))
+                x = x + lost[0] if lost else x
                 cross = y.mT @ x
                 read = torch.cat([(grad.mT @ y).mul_(self.eta), (cross + cross.mT).mul_(-0.5)], dim=1)
             after = d_sums[None]  # gradients of the sums after each chunk of the group

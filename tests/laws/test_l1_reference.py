@@ -138,6 +138,21 @@ def test_a_gate_counts_tokens() -> None:
     assert distance(found, fast_weight(**as_often, weight=None, eta=ETA, layout=layout, damping=0.3)[0, -1]) < 1e-10
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("d", "r"), [(64, 32), (64, 48), (32, 48)])
+def test_a_gates_gradient_is_exact_in_half_precision(d: int, r: int, dtype: torch.dtype) -> None:
+    """Of targets that the keys foretell it is a small difference of large sums."""
+    layout, g = ChunkLayout.from_lengths([[512]], 64), torch.Generator().manual_seed(0)
+    k, m, noise, out = (torch.randn(*shape, generator=g) for shape in ((1, 512, r), (r, d), (1, 512, d), (1, 512, d)))
+    made, found = [(x / r**0.5).to(dtype) for x in (k, k @ m + 0.03 * noise, out)], []
+    for wide in (torch.float32, dtype):
+        gate = torch.linspace(0, 2, 512)[None].requires_grad_()
+        z, v, cotangent = (x.to(wide) for x in made)
+        read = fast_weight(z, v, None, eta=ETA, layout=layout, damping=0.01, gate=gate)
+        found += torch.autograd.grad(read, gate, cotangent)
+    assert float((found[1] - found[0]).norm()) < torch.finfo(dtype).eps * float(found[0].norm())
+
+
 def test_much_damping_is_the_papers_rule() -> None:
     layout = ChunkLayout.from_lengths([[9]], 3)
     given = inputs(layout, torch.float64, start=False, w0=False)
