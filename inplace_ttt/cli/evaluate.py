@@ -17,7 +17,7 @@ from ..attention_window import SINKS, attention_reach
 from ..checkpoint.card import SHOWN, add_to_card, require_card
 from ..errors import InPlaceTTTError
 from ..evaluation.baseline_losses import BaselineLosses
-from ..evaluation.comparison import compare
+from ..evaluation.comparison import compare, require_comparable
 from ..evaluation.facts import document_tokens, recall_of_facts
 from ..evaluation.growing_context import growing_context, require_contexts
 from ..evaluation.plots import require_plots, write_plots
@@ -128,6 +128,7 @@ def run(args: argparse.Namespace) -> Result:
     names, documents = _documents(args, model, tokenizer, protocol)
     if base is not None:
         _refuse_other_base(args.base, base, tokenizer, documents)
+    require_comparable(model, documents, protocol)
     if args.second_copy:
         require_room(documents, passage)
     if contexts:

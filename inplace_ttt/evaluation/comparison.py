@@ -121,22 +121,14 @@ def compare(
 
     baseline: where losses without writes are kept.
 
-    Raises InPlaceTTTError when a document is too short for anything to read what was written, when two are the same text, and where losses
-    are not finite.
+    Raises InPlaceTTTError as `require_comparable`, and where losses are not finite.
     """
+    require_comparable(model, documents, protocol)
     chunk = config_of(model).chunk_size
-    least = max(chunk, protocol.skip) + 1
-    for document in documents:
-        if len(document) <= least:
-            raise InPlaceTTTError(
-                f"a document has {len(document)} tokens, and nothing reads what was written before token {least} (chunks of {chunk}, "
-                f"the first {protocol.skip} do not count); give longer texts."
-            )
     settings: dict[str, Any] = dict(protocol.attention)
     baseline = baseline or BaselineLosses()
     order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
     lender = dict(zip(order, [*order[1:], order[0]], strict=True))  # of like length, whatever the batches are
-    refuse_same_text(documents)
     found: dict[int, DocumentLosses] = {}
     passes = 2 + 2 * (len(documents) > 1) + (base is not None)
     with progress_bar("reading", passes * sum(map(len, documents)), progress) as bar:
@@ -159,6 +151,19 @@ def compare(
                     None if untouched is None else untouched[row, :end],
                 )
     return Comparison([found[i] for i in range(len(documents))], protocol)
+
+
+def require_comparable(model: PreTrainedModel, documents: Sequence[Tensor], protocol: Protocol) -> None:
+    """Raises InPlaceTTTError when a document is too short for anything to read what was written, and when two are the same text."""
+    chunk = config_of(model).chunk_size
+    least = max(chunk, protocol.skip) + 1
+    for document in documents:
+        if len(document) <= least:
+            raise InPlaceTTTError(
+                f"a document has {len(document)} tokens, and nothing reads what was written before token {least} (chunks of {chunk}, "
+                f"the first {protocol.skip} do not count); give longer texts."
+            )
+    refuse_same_text(documents)
 
 
 def _together(one: Tensor, other: Tensor, start: int, stop: int) -> float:

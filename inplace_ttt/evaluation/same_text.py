@@ -18,7 +18,7 @@ _MOST = 1 << 20
 
 def refuse_same_text(documents: Sequence[Tensor]) -> None:
     """Raises InPlaceTTTError where half of a document's windows of 32 tokens stand in another one too, at whatever place."""
-    size = min(_WINDOW, *map(len, documents)) if len(documents) > 1 else _WINDOW
+    size = min(_WINDOW, min(map(len, documents)))
     every = max(1, sum(map(len, documents)) // _MOST)
     first: dict[int, int] = {}
     for number, document in enumerate(documents):

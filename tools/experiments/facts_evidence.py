@@ -109,6 +109,8 @@ def measure(name: str, seed: int, part: str, documents: int, distances: tuple[in
     model = folder / "final" if run.trained else converted
     if run.without_gate_of and not model.exists():
         hold_gate(WORK / f"{slug(run.without_gate_of)}-{seed}" / "final", model)
+    if evidence.is_of_another_protocol(folder, RECIPE):
+        raise InPlaceTTTError(f"{folder} was trained by another recipe or on other texts; move it away.")
     if not model.exists():
         evidence.train(converted, folder, seed, *run.settings, recipe=RECIPE)
     if not (folder / part).exists():

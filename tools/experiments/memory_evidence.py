@@ -49,6 +49,8 @@ BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
 """The first documents: on them the rates, the start of P and the rank and η of `compact` were chosen; the others are unseen."""
+STAMP = "trained-by.json"
+"""In a run's folder: digests of its recipe and texts."""
 LONG_ENOUGH = 12_000
 """Bytes of a file that surely has so many tokens."""
 
@@ -169,6 +171,12 @@ def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = 
     settings = (f"model.path={converted}", f"data.train={WORK / 'text' / 'train'}", f"output={run}", f"optimisation.seed={seed}", *settings)
     words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
     timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
+    (run / STAMP).write_text(json.dumps(digests(recipe)))
+
+
+def is_of_another_protocol(run: Path, recipe: Path = RECIPE) -> bool:
+    """It was trained by another recipe or on other texts."""
+    return (run / STAMP).exists() and json.loads((run / STAMP).read_text()) != digests(recipe)
 
 
 def read(run: Path, out: str, documents: int, tokens: int, *how: str, cache: Path) -> None:
@@ -222,8 +230,12 @@ class Record:
     def collect(self) -> None:
         """What lies under runs/memory."""
         for name in RULES:
-            for run in self.model.work.glob(f"{slug(name)}-[0-9]"):
-                if (run / "evaluation").exists():
+            for run in self.model.work.glob(f"{slug(name)}-[0-9]*"):
+                if not run.name.removeprefix(f"{slug(name)}-").isdecimal() or not (run / "evaluation").exists():
+                    continue
+                if is_of_another_protocol(run):
+                    print(f"{run} was trained by another recipe or on other texts, and is left aside", file=sys.stderr)
+                else:
                     self.seeds[name, int(run.name.rpartition("-")[2])] = _seed(run)
 
     def rows(self) -> list[dict[str, Any]]:
