@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -83,24 +83,42 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     keys: Tensor
     values: Tensor
+    cumulative_length: int
 
     def __init__(self, size: int, sinks: int) -> None:
         super().__init__(sliding_window=size)
         self.sinks = sinks
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, kept + new, D] for this forward; keeps what the next one may see."""
+        """Keys and values [B, H, kept + new, D] for this forward; keeps what the next one may see, or all while the past is recorded."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         keys, values = torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
-        self.keys, self.values = self._kept(keys), self._kept(values)
+        self.keys, self.values = (keys, values) if self.record_past else (self._kept(keys), self._kept(values))
         return keys, values
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -`tokens_to_remove` tokens, and of the others what the next forward cannot see."""
+        if not self.is_initialized:
+            return
+        left, back = max(self.cumulative_length + tokens_to_remove, 0), -tokens_to_remove
+        if self.keys.shape[-2] - back < min(left, self._room):
+            raise InPlaceTTTError(
+                f"the last {back} tokens cannot be taken back: what the attention window sees before them is no longer kept; call "
+                "cache.activate_past_recording() before reading what you may take back."
+            )
+        DynamicLayer.crop(self, tokens_to_remove)
+        self.keys, self.values, self.cumulative_length = self._kept(self.keys), self._kept(self.values), left
+
+    @property
+    def _room(self) -> int:
+        return self.sinks + self.sliding_window - 1
+
     def _kept(self, x: Tensor) -> Tensor:
-        recent = self.sliding_window - 1
-        if x.shape[-2] <= self.sinks + recent:
+        if x.shape[-2] <= self._room:
             return x
+        recent = self.sliding_window - 1
         return torch.cat([x[:, :, : self.sinks], x[:, :, x.shape[-2] - recent :]], dim=-2)
 
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 from families import WINDOW, build
-from models import distance, logits, random_ids
+from models import converted, distance, logits, random_ids
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from inplace_ttt import InPlaceTTTError
+from inplace_ttt import FastWeightState, InPlaceTTTError
 from inplace_ttt.attention_window import attention_window, window_cache
 from inplace_ttt.families import CACHE
 
@@ -82,6 +82,72 @@ def test_a_cache_keeps_what_it_needs_and_no_more(pieces: list[int], sinks: int) 
         )
     assert distance(found, expected) < 1e-5
     assert cache.layers[0].keys.shape[-2] == sinks + SIZE - 1 and cache.get_seq_length() == 33
+
+
+@pytest.mark.parametrize("pieces", [[6], [4, 2], [1] * 6], ids=str)
+@pytest.mark.parametrize("before", [3, 8, 30])
+@pytest.mark.parametrize("sinks", [0, SINKS])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_is_taken_back_was_never_read(name: str, sinks: int, before: int, pieces: list[int]) -> None:
+    """However many forwards it took to read it, and again; afterwards no more is kept than ever."""
+    model, ids, others = build(name), random_ids(2, before + 9), random_ids(2, 6, seed=2)
+    cache, fresh = (window_cache(model, SIZE, sinks) for _ in range(2))
+    with attention_window(model, SIZE, sinks), torch.no_grad():
+        expected = logits(model, ids)[:, before:]
+        model(input_ids=ids[:, :before], **{CACHE: cache})
+        cache.activate_past_recording()
+        for _ in range(2):
+            for piece in others.split(pieces, 1):
+                model(input_ids=piece, **{CACHE: cache})
+            cache.crop(-6)
+        found = [model(input_ids=piece, **{CACHE: cache}).logits for piece in ids[:, before:].split(3, 1)]
+        model(input_ids=ids, **{CACHE: fresh})
+    assert distance(torch.cat(found, 1), expected) < 1e-5 and cache.get_seq_length() == before + 9
+    cache.crop(0)
+    for kept, needed in zip(cache.layers, fresh.layers, strict=True):
+        assert torch.allclose(kept.keys, needed.keys, atol=1e-5) and torch.allclose(kept.values, needed.values, atol=1e-5)
+
+
+def test_what_is_kept_no_more_cannot_be_taken_back() -> None:
+    model, ids = build("llama"), random_ids(1, 30)
+    cache = window_cache(model, SIZE, SINKS)
+    with attention_window(model, SIZE, SINKS), torch.no_grad():
+        model(input_ids=ids[:, : SINKS + SIZE - 1], **{CACHE: cache})
+        cache.crop(-2)
+        assert cache.get_seq_length() == SINKS + SIZE - 3, "all of it is there, recorded or not"
+        model(input_ids=ids, **{CACHE: cache})
+        before = cache.layers[0].keys
+        with pytest.raises(InPlaceTTTError, match="the last 1 tokens cannot be taken back"):
+            cache.crop(-1)
+        assert cache.layers[0].keys is before and cache.get_seq_length() == SINKS + SIZE - 3 + 30
+        cache.activate_past_recording()
+        model(input_ids=ids[:, :2], **{CACHE: cache})
+        with pytest.raises(InPlaceTTTError, match="the last 3 tokens cannot be taken back"):
+            cache.crop(-3)
+        cache.crop(-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prompt_lookup_equals_greedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, taken = converted(name), random_ids(1, 6).repeat(1, 4), []
+    crop = Cache.crop
+    monkeypatch.setattr(Cache, "crop", lambda cache, tokens: taken.append(tokens) or crop(cache, tokens))
+    settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": -1, "attention_mask": torch.ones_like(ids)}
+    with attention_window(model, SIZE, SINKS):
+        greedy = model.generate(ids, **settings)
+        found = model.generate(ids, **settings, prompt_lookup_num_tokens=3, **{CACHE: window_cache(model, SIZE, SINKS)})
+    assert torch.equal(found, greedy) and min(taken) < 0
+
+
+def test_a_prompt_is_written_through_it() -> None:
+    model = converted("llama", conv="next", target="hidden_states", prompt_write={"eta": 1.0, "cap": 0.3})
+    prompt, then, found = random_ids(1, 40), random_ids(1, 6, seed=2), []
+    with attention_window(model, SIZE, SINKS), torch.no_grad():
+        for cache in (DynamicCache(config=model.config), window_cache(model, SIZE, SINKS)):
+            session = FastWeightState(model, cache)
+            session.write_prompt(prompt)
+            found.append(model(torch.cat([prompt[:, -1:], then], 1), **{CACHE: cache}).logits)
+    assert distance(*found) < 1e-5
 
 
 def test_packed_documents_have_windows_and_sinks_of_their_own() -> None:
