@@ -122,8 +122,21 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return torch.cat([x[:, :, : self.sinks], x[:, :, x.shape[-2] - recent :]], dim=-2)
 
 
-def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """A mask function of transformers: the window needs none, and takes no padding."""
+def _no_mask(
+    *args: Any,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """A mask function of transformers: the window needs none, and takes no padding and no keys behind those of the queries."""
+    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+        raise InPlaceTTTError(
+            f"the attention window does not go with a static cache, whose {kv_length} slots are there before they are filled; use "
+            "window_cache(model, size), or a DynamicCache."
+        )
     if attention_mask is not None and not attention_mask.all():
         raise InPlaceTTTError("the attention window does not go with padding; read rows of one length, or pack them.")
 

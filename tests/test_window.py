@@ -7,7 +7,7 @@ import torch
 from families import WINDOW, build
 from models import converted, distance, logits, random_ids
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from inplace_ttt import FastWeightState, InPlaceTTTError
 from inplace_ttt.attention_window import attention_window, window_cache
@@ -213,3 +213,23 @@ def test_what_it_does_not_go_with() -> None:
     model.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
     with pytest.raises(InPlaceTTTError, match="layers of chunked_attention"), attention_window(model, SIZE, SINKS):
         pass
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cache_of_slots_made_beforehand_is_refused(name: str) -> None:
+    """Not what its empty slots hold."""
+    model, ids = build(name), random_ids(2, 20)
+    settings = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids), "disable_compile": True}
+    with attention_window(model, SIZE, SINKS), torch.no_grad():
+        for prompt in (ids, ids[:, :1]):
+            cache = StaticCache(model.config, max_cache_len=40)
+            with pytest.raises(InPlaceTTTError, match="static cache"):
+                model(input_ids=prompt, **{CACHE: cache})
+        with pytest.raises(InPlaceTTTError, match="static cache"):
+            model.generate(ids, cache_implementation="static", **settings)
+        model.generate(ids, **settings)
+    cache = StaticCache(model.config, max_cache_len=40)
+    with torch.no_grad():
+        model(input_ids=ids, **{CACHE: cache})
+        with attention_window(model, SIZE, SINKS), pytest.raises(InPlaceTTTError, match="static cache"):
+            model(input_ids=ids[:, :20], **{CACHE: cache})
