@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import update_wrapper
+from threading import Lock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,11 @@ from .surgery import causal_lm, ttt_disabled
 
 _AT_ONCE = 1 << 26
 """Logits made at a time; in float32, with the probabilities of them, half a gigabyte."""
+
+_paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Where models keep their base, which takes a walk over all modules to find."""
+
+_changing_forward = Lock()
 
 
 def tokens_at_once(model: nn.Module, rows: int) -> int:
@@ -28,20 +36,46 @@ def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Ten
     """
     lm = causal_lm(model)
     own = hidden.clone(memory_format=torch.contiguous_format)  # a view into a row is read as a batch, for which the head's weight is copied
-    with _having_read(lm, locate(lm).base, type(read)(last_hidden_state=own)):
+    with _having_read(lm, _base_of(lm), type(read)(last_hidden_state=own)):
         return lm(input_ids=ids, use_cache=False).logits
+
+
+def _base_of(lm: Any) -> nn.Module:
+    if lm not in _paths:
+        base = locate(lm).base
+        _paths[lm] = next(path for path, module in lm.named_modules() if module is base)
+    found: nn.Module = lm.get_submodule(_paths[lm])
+    return found
+
+
+class _StandIn:
+    """A base model's forward that gives threads what they have in `outputs`, and reads for all others as ever."""
+
+    def __init__(self, base: nn.Module) -> None:
+        update_wrapper(self, base.forward)  # others ask for its arguments
+        self.replaced, self.forward = vars(base).get("forward"), base.forward
+        self.outputs: dict[int, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.outputs.get(get_ident())
+        return self.forward(*args, **kwargs) if output is None else output
 
 
 @contextmanager
 def _having_read(lm: nn.Module, base: nn.Module, output: Any) -> Iterator[None]:
-    """Within it the base model gives back `output`, whatever it is called with, so that `lm` is what comes after it."""
-    own = vars(base).get("forward")
-    base.forward = lambda *args, **kwargs: output
+    """Within it the base model gives this thread `output`, whatever it is called with, so that `lm` is what comes after it."""
+    with _changing_forward:
+        stand_in = vars(base).get("forward")
+        if not isinstance(stand_in, _StandIn):
+            base.forward = stand_in = _StandIn(base)
+        stand_in.outputs[get_ident()] = output
     try:
         with ttt_disabled(lm):
             yield
     finally:
-        if own is None:
-            del base.forward
-        else:
-            base.forward = own
+        with _changing_forward:
+            del stand_in.outputs[get_ident()]
+            if not stand_in.outputs and stand_in.replaced is not None:
+                base.forward = stand_in.replaced
+            elif not stand_in.outputs:
+                del base.forward

@@ -14,16 +14,18 @@ from models import CHUNK, converted, random_ids
 from torch import Tensor
 from transformers import DynamicCache
 
-from inplace_ttt import ttt_disabled
+from inplace_ttt import language_head, ttt_disabled
 from inplace_ttt.families import CACHE
+from inplace_ttt.training.held_out import held_out_sums
 
-THREADS, SESSIONS = 5, 3
+THREADS, SESSIONS = 6, 3
 
 
 @pytest.fixture(autouse=True)
-def _switching_often() -> Iterator[None]:
+def _switching_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    monkeypatch.setattr(language_head, "_AT_ONCE", 2 * 97 * 3)
     yield
     sys.setswitchinterval(before)
 
@@ -55,11 +57,17 @@ def evaluate_off(model: Any, seed: int) -> list[Tensor]:
         return evaluate(model, seed)
 
 
+def evaluate_by_pieces(model: Any, seed: int) -> list[Tensor]:
+    ids = random_ids(2, 4 * CHUNK + 1, seed=seed)
+    return [held_out_sums(model, {"input_ids": ids}, ids)]
+
+
 WORK: dict[str, Callable[[Any, int], list[Tensor]]] = {
     "prefill": prefill,
     "decode": decode,
     "evaluate": evaluate,
     "off": evaluate_off,
+    "by pieces": evaluate_by_pieces,
     "train": train,
 }
 
