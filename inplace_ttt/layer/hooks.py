@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -110,7 +112,7 @@ class ModelHooks:
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         group = self.group or (ulysses_group() if base.training else None)
-        context = ForwardContext(given, owner=self, enabled=self.enabled, group=group, outer=this_thread().open)
+        context = ForwardContext(given, owner=self, enabled=self.enabled, group=group, outer=_around())
         this_thread().open = context
         return (args, {**kwargs, _KEY: context}) if self.travels else None
 
@@ -151,6 +153,33 @@ class ModelHooks:
                 f"the TTT down-projections of layers {missed} did not run in this forward: something replaced their MLP's "
                 "forward; undo that, or exclude these layers."
             )
+
+
+def _around() -> ForwardContext | None:
+    """The context of the forward around the one that opens.
+
+    What a KeyboardInterrupt left open, of which torch tells no hook, is dropped: it lies above all that is on the stack.
+    """
+    contexts, context = [], this_thread().open
+    if context is None or torch.compiler.is_compiling():
+        return context
+    while context is not None:
+        contexts.append(context)
+        context = context.outer
+    around = _calls_under_way() - 1
+    return next(iter(contexts[max(len(contexts) - around, 0) :]), None)
+
+
+def _calls_under_way() -> int:
+    """How many calls of converted models' bases are on this thread's stack."""
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            hooks = frame.f_locals["self"]._forward_pre_hooks.values()
+            calls += any(getattr(hook, "__func__", None) is ModelHooks.open for hook in hooks)
+        frame = frame.f_back
+    return calls
 
 
 class LayerHooks:
