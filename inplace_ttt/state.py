@@ -30,6 +30,10 @@ _GOES_ON_AS_ONE = {
     "return_dict_in_generate": False,
     "use_cache": True,
     "cache_implementation": None,
+    "assistant_model": None,  # an assisted generation's first step takes no account of what a cache has read
+    "assistant_early_exit": None,
+    "prompt_lookup_num_tokens": None,
+    "use_mtp": False,
 }
 """Settings of `model.generate` under which a session is one cache and one sequence of tokens a row."""
 
@@ -37,7 +41,8 @@ _GOES_ON_AS_ONE = {
 class FastWeightState:
     """A session with one converted model: its fast weights and, unless left out, its KV cache.
 
-    cache: the transformers cache; it may also be passed to the model by hand, as `cache` (`past_key_values` before transformers 5.24).
+    cache: the transformers cache; it may also be passed to the model by hand, as `cache` (`past_key_values` before transformers 5.24),
+    and what it then reads belongs into `tokens`.
     tokens: the session's token ids [B, n], no padding; `model.generate` wants all of them.
     """
 
@@ -60,21 +65,49 @@ class FastWeightState:
     def read(self, ids: Tensor, *, up_to_last: bool = False, progress: bool = False) -> None:
         """Append token ids [B, n] to the session and read what its cache has not seen, some at a time.
 
-        up_to_last: leave the last token for `model.generate`, which reads it. progress: show a bar on stderr.
+        up_to_last: leave the last token for `model.generate`, which reads it. progress: show a bar on stderr. Raises InPlaceTTTError
+        for what are no token ids of this model, and where the cache has read what the session does not know.
         """
-        if self.tokens is not None and len(self.tokens) != len(ids):
-            raise InPlaceTTTError(
-                f"the session holds {len(self.tokens)} sequences, the new tokens have {len(ids)} rows; give one row for each."
-            )
-        self.tokens = ids if self.tokens is None else torch.cat([self.tokens, ids], dim=1)
-        start, stop = self.cache.get_seq_length(), self.tokens.shape[1] - 2 * up_to_last  # two: generate's first forward is text then
+        tokens = self._with(ids)
+        start, stop = self.cache.get_seq_length(), tokens.shape[1] - up_to_last
         bar = tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True)
         with bar, reading_text():
             while start < stop:
                 end = min(start + _READ_AT_ONCE, stop)
-                self.model(self.tokens[:, start:end], **{CACHE: self.cache}, logits_to_keep=1)
+                self.model(tokens[:, start:end], **{CACHE: self.cache}, logits_to_keep=1)
                 bar.update(end - start)
                 start = end
+                self.tokens = tokens[:, :end]
+        self.tokens = tokens
+
+    def _with(self, ids: Tensor) -> Tensor:
+        """The session's tokens and `ids` after them [B, n]."""
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise InPlaceTTTError(f"token ids are a tensor of whole numbers [B, n], got {what}.")
+        known = self.model.get_input_embeddings().num_embeddings
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+            raise InPlaceTTTError(f"the model knows token ids from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}.")
+        self._refuse_unknown()
+        held = {stream.batch for stream in streams(self.cache).values() if not stream.is_empty} | (
+            {len(self.tokens)} if self.tokens is not None else set()
+        )
+        if held and held != {len(ids)}:
+            raise InPlaceTTTError(f"the session holds {max(held)} sequences, the new tokens have {len(ids)} rows; give one row for each.")
+        if self.tokens is None:
+            return ids.long()
+        return torch.cat([self.tokens, ids.long().to(self.tokens.device)], dim=1)
+
+    def _refuse_unknown(self) -> None:
+        """Whatever comes next would be read at another place than its own."""
+        for stream in streams(self.cache).values():
+            stream.check_holds_state()
+        known, read = 0 if self.tokens is None else self.tokens.shape[1], self.cache.get_seq_length()
+        if read > known:
+            raise InPlaceTTTError(
+                f"the session's cache has read {read} tokens and the session knows {known}: it was passed to the model by hand, or a call "
+                "was interrupted; append what was read to `tokens`, or go on with a fork or a file from before."
+            )
 
     @torch.no_grad()
     def write_prompt(self, ids: Tensor, *, progress: bool = False) -> None:
@@ -85,15 +118,20 @@ class FastWeightState:
         """
         if config_of(self.model).prompt_write is None:
             raise InPlaceTTTError("this model's config has no prompt_write, so that nothing is written at a prompt's end; use read.")
-        if (0 if self.tokens is None else self.tokens.shape[1]) + ids.shape[1] < 3 or ids.shape[1] == 0:
+        if self._with(ids).shape[1] < 3 or ids.shape[1] == 0:
             raise InPlaceTTTError("a prompt of less than three tokens has nothing to write; give more of it.")
+        if self.chunks_written:
+            raise InPlaceTTTError("this session's prompt is written already; fork the session before its end, or start a new one.")
         self.read(ids[:, :-1], progress=progress)
         self.cache.activate_past_recording()  # or a layer with a window could not take its last token back
-        self.read(ids[:, -1:])
-        write_prompt(self.model, self.cache)
+        try:
+            self.read(ids[:, -1:])
+            write_prompt(self.model, self.cache)
+        finally:
+            stop_recording(self.cache)
 
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
-        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`.
+        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`, no padding.
 
         Where the config has `prompt_write` and nothing is written yet, the prompt ends here and is written.
         In a batch, a row that ends before the others is padded by `model.generate`, and what it pads is read as text.
@@ -105,6 +143,9 @@ class FastWeightState:
                     f"a session goes on as one sequence of tokens a row, in its own cache; leave {name}={shown(asked)} out of the "
                     "arguments and of generation_config.json, or use model.generate."
                 )
+        if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
+            raise InPlaceTTTError("a session's rows have no padding; give token ids of one length, or a session to each row.")
+        self._with(ids)
         if self._awaits_write(ids):
             self.write_prompt(ids, progress=progress)
         else:
@@ -115,7 +156,9 @@ class FastWeightState:
             raise InPlaceTTTError(
                 "the session has read all its tokens, and generation starts from one that it has not; give it at least one more."
             )
-        self.tokens = self.model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **{CACHE: self.cache}, **kwargs)
+        mask = torch.ones_like(self.tokens)
+        with reading_text(forwards=1):  # the token that is left of what was given, also where it is the only one
+            self.tokens = self.model.generate(self.tokens, attention_mask=mask, **{CACHE: self.cache}, **kwargs)
         return self.tokens[:, known:]
 
     def _awaits_write(self, ids: Tensor) -> bool:
@@ -138,6 +181,7 @@ class FastWeightState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the session to one safetensors file, with the model's fingerprint and a checksum; replaces the file in one step."""
+        self._refuse_unknown()
         tensors: dict[str, Tensor] = {}
         attention: dict[int, dict[str, int | None]] = {}
         for index, layer in enumerate(self.cache.layers):
@@ -200,6 +244,11 @@ def write_prompt(model: PreTrainedModel, cache: Cache) -> None:
         assert isinstance(stream, PromptStream)
         stream.write(layers[index])
     cache.crop(-1)
+    stop_recording(cache)
+
+
+def stop_recording(cache: Cache) -> None:
+    """Undo `cache.activate_past_recording()`."""
     for layer in cache.layers:
         if hasattr(layer, "record_past"):
             layer.record_past = False

@@ -33,8 +33,9 @@ class CarriesFastWeight:
         self.fast_weight.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.fast_weight.crop(abs(tokens_to_remove))
+        self.fast_weight.check_crop(abs(tokens_to_remove))  # either may refuse, before anything is changed
         super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.fast_weight.crop(abs(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, cast
 
 import torch
@@ -22,9 +23,9 @@ from .sequence_parallel import gather_rows
 
 
 @contextmanager
-def reading_text() -> Iterator[None]:
-    """Within it no forward's tokens count as generated; elsewhere one token alone, read into a filled cache, does."""
-    with overriding([this_thread()], reads_text=True):
+def reading_text(forwards: float = inf) -> Iterator[None]:
+    """Within it the first so many forwards' tokens do not count as generated; elsewhere one token alone, read into a filled cache, does."""
+    with overriding([this_thread()], text_forwards=forwards):
         yield
 
 
@@ -47,7 +48,10 @@ class ForwardContext:
         self.past = 0 if cache is None else int(cache.get_seq_length())  # tokens in the cache before this forward
         self.owner, self.enabled, self.group, self.outer = owner, enabled, group, outer
         self.with_gradient = torch.is_grad_enabled()
-        self.is_text = this_thread().reads_text
+        thread = this_thread()
+        self.is_text = thread.text_forwards > 0
+        if self.is_text:
+            thread.text_forwards -= 1
         self.embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
         self.called: set[int] = set()  # TTT layers that ran
         self._layouts: dict[int, ChunkLayout] = {}

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class UnderWay:
     """open: a converted model's forward. armed: the TTT layer whose attention has run and whose
     down-projection has not. switched: models whose TTT is turned on or off. groups: the ranks that share a model's rows.
-    reads_text: see `reading_text`."""
+    text_forwards: how many of the next are of text, see `reading_text`."""
 
     open: ForwardContext | None = None
     armed: LayerCall | None = None
     switched: Mapping[ModelHooks, bool] = MappingProxyType({})
     groups: Mapping[ModelHooks, ProcessGroup | None] = MappingProxyType({})
-    reads_text: bool = False
+    text_forwards: float = 0
 
 
 class _PerThread(threading.local):

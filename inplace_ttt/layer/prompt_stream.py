@@ -160,11 +160,22 @@ class PromptStream(FastWeightStream):
         """Forget the last `tokens` tokens of every row, as if they had never been read."""
         if tokens == 0 or self._abandoned:
             return
+        self.check_crop(tokens)
         if all(tokens >= seen for seen in self.seen):
             self.reset()
             return
-        back = [min(tokens, seen) for seen in self.seen]
-        for end, seen, since, n in zip(self.ends, self.seen, self.since, back, strict=True):
+        for row, n in enumerate(min(tokens, seen) for seen in self.seen):
+            if not self.is_written and n:
+                self.ends[row].drop(n)
+            self.seen[row] -= n
+            self.since[row] -= n
+
+    def check_crop(self, tokens: int) -> None:
+        """Raises InPlaceTTTError where `crop` could not forget so many tokens."""
+        if tokens == 0 or self._abandoned or all(tokens >= seen for seen in self.seen):
+            return
+        for end, seen, since in zip(self.ends, self.seen, self.since, strict=True):
+            n = min(tokens, seen)
             if self.is_written and n > since:
                 raise InPlaceTTTError(
                     f"the last {n} tokens reach into the prompt, which is written for good; fork the session before its end."
@@ -174,11 +185,6 @@ class PromptStream(FastWeightStream):
                     f"the last {n} tokens cannot be taken back: the end of the prompt before them is no longer kept; "
                     "fork the session before reading what you may take back."
                 )
-        for row, n in enumerate(back):
-            if not self.is_written and n:
-                self.ends[row].drop(n)
-            self.seen[row] -= n
-            self.since[row] -= n
 
     def reset(self) -> None:
         self.__init__(self.batch, self.settings)  # type: ignore[misc]

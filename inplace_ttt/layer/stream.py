@@ -201,24 +201,9 @@ class FastWeightStream:
         """Forget the last `tokens` tokens of every row, as if they had never been read."""
         if tokens == 0 or self._abandoned:
             return
-        if not self.decode_updates:
-            raise InPlaceTTTError(
-                "with decode_updates off, tokens cannot be taken back: generated ones were not written, and nothing tells "
-                "them from the others; generate without an assistant and without prompt lookup."
-            )
+        self.check_crop(tokens)
         self._thaw()
         back = [min(tokens, held) for held in self.tokens]
-        for row, held, n in zip(self.rows, self.tokens, back, strict=True):
-            if tokens > row.unbroken < held:
-                raise InPlaceTTTError(
-                    f"the last {tokens} tokens of this cache include padding, or tokens read with TTT off, so that they cannot "
-                    "be taken back; pad at the left of the first forward only."
-                )
-            if row.filled < n < held and not (row.undo is not None and n <= row.filled + self.chunk_size):
-                raise InPlaceTTTError(
-                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the last chunk of "
-                    f"{self.chunk_size} can be taken back (fork the state before reading what you may take back)."
-                )
         if back == self.tokens:
             self.reset()
             return
@@ -232,6 +217,28 @@ class FastWeightStream:
                 self._take_back(index)
             row.filled -= n
             row.unbroken -= n
+
+    def check_crop(self, tokens: int) -> None:
+        """Raises InPlaceTTTError where `crop` could not forget so many tokens."""
+        if tokens == 0 or self._abandoned:
+            return
+        if not self.decode_updates:
+            raise InPlaceTTTError(
+                "with decode_updates off, tokens cannot be taken back: generated ones were not written, and nothing tells "
+                "them from the others; generate without an assistant and without prompt lookup."
+            )
+        for row, held in zip(self.rows, self.tokens, strict=True):
+            n = min(tokens, held)
+            if tokens > row.unbroken < held:
+                raise InPlaceTTTError(
+                    f"the last {tokens} tokens of this cache include padding, or tokens read with TTT off, so that they cannot "
+                    "be taken back; pad at the left of the first forward only."
+                )
+            if row.filled < n < held and not (row.undo is not None and n <= row.filled + self.chunk_size):
+                raise InPlaceTTTError(
+                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the last chunk of "
+                    f"{self.chunk_size} can be taken back (fork the state before reading what you may take back)."
+                )
 
     def _take_back(self, index: int) -> None:
         """Reopen a row's last written chunk; the tokens read since, in the chunk after it, are counted and not kept."""

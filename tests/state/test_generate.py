@@ -15,9 +15,8 @@ from upstream import before, needs
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
 from inplace_ttt.families import CACHE
-from inplace_ttt.layer.cache import streams
+from inplace_ttt.layer.cache import CarriesFastWeight, streams
 from inplace_ttt.layer.per_thread import this_thread
-from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layout import ChunkLayout
 
 NAMES = ("llama", "gemma3", "gpt2", "gpt_neox", "moshi")  # gemma3 has a sliding window of 16
@@ -153,14 +152,14 @@ class Crops:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens = self.across = 0
-        crop = FastWeightStream.crop
+        crop = CarriesFastWeight.crop
 
-        def counting(stream: FastWeightStream, tokens: int) -> None:
-            self.tokens += tokens
-            self.across += tokens > stream.filled[0]
-            crop(stream, tokens)
+        def counting(layer: CarriesFastWeight, tokens_to_remove: int) -> None:
+            self.tokens += abs(tokens_to_remove)
+            self.across += abs(tokens_to_remove) > layer.fast_weight.filled[0]
+            crop(layer, tokens_to_remove)
 
-        monkeypatch.setattr(FastWeightStream, "crop", counting)
+        monkeypatch.setattr(CarriesFastWeight, "crop", counting)
 
 
 @pytest.fixture

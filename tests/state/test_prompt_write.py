@@ -240,8 +240,10 @@ def test_what_cannot_be_is_refused() -> None:
     state.write_prompt(prompt[:, :4])
     with pytest.raises(InPlaceTTTError, match="written for good"):
         state.cache.crop(-1)
+    known = state.tokens.shape[1]
     with pytest.raises(InPlaceTTTError, match="written already"):
         state.write_prompt(prompt)
+    assert state.tokens.shape[1] == known and not any(getattr(layer, "record_past", False) for layer in state.cache.layers)
     with pytest.raises(InPlaceTTTError, match="no prompt_write"):
         FastWeightState(converted("llama")).write_prompt(prompt)
 

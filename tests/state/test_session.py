@@ -294,13 +294,111 @@ def test_generating_when_all_is_read_is_exact_or_refused(llama):
     assert all(stream.tokens == [28] for stream in streams(state.cache).values())
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}, {"return_dict_in_generate": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 4},
+        {"assistant_model": "the same"},
+        {"attention_mask": torch.tensor([[1] * 22 + [0]])},
+    ],
+    ids=lambda options: next(iter(options)),
+)
 def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options):
     """A session is one text for each of its sequences."""
     state = FastWeightState(llama)
     state.read(random_ids(1, 20))
+    if "assistant_model" in options:
+        options = {"assistant_model": llama}
     with pytest.raises(InPlaceTTTError):
         state.generate(random_ids(1, 3), max_new_tokens=3, **options)
     with pytest.raises(InPlaceTTTError):
         state.read(random_ids(2, 3))
     assert_true(llama, state, carry_on(state))
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([1, 2], "got a list"),
+        (torch.tensor([5, 6, 7]), r"got torch.int64 of shape \[3\]"),
+        (torch.rand(1, 4), "got torch.float32"),
+        (torch.tensor([[3, 500]]), "token ids from 0 to 96, got 3 to 500"),
+        (torch.tensor([[3, -1]]), "got -1 to 3"),
+    ],
+    ids=str,
+)
+def test_what_are_no_token_ids_is_refused_and_the_session_stays(llama, ids, says):
+    state = FastWeightState(llama)
+    state.read(random_ids(1, 20))
+    for call in (state.read, lambda x: state.generate(x, max_new_tokens=2)):
+        with pytest.raises(InPlaceTTTError, match=says):
+            call(ids)
+    assert_true(llama, state, carry_on(state))
+
+
+def test_a_refused_batch_leaves_a_session_as_it_was(llama):
+    state = session(llama, random_ids(1, LONG)).forget_attention()
+    with pytest.raises(InPlaceTTTError, match="1 sequences"):
+        state.read(random_ids(2, 9))
+    state.read(random_ids(1, 9))
+    assert state.tokens.shape == (1, 9)
+
+
+def test_whole_numbers_of_any_kind_are_saved_as_one(llama, tmp_path):
+    state = FastWeightState(llama)
+    state.read(random_ids(1, LONG).int())
+    state.save(tmp_path / "s")
+    assert torch.equal(FastWeightState.load(tmp_path / "s", llama).tokens, state.tokens)
+
+
+@pytest.mark.parametrize("how", ["by hand", "a cache alone", "interrupted"])
+def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how, monkeypatch):
+    state = FastWeightState(llama)
+    state.read(random_ids(1, 20))
+    if how == "interrupted":
+        calls = 0
+        forward = llama.forward
+
+        def stopped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 5:
+                raise KeyboardInterrupt
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(llama, "forward", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            state.generate(random_ids(1, 3), max_new_tokens=9, do_sample=False)
+    else:
+        with torch.no_grad():
+            llama(random_ids(1, 9, seed=3), **{CACHE: state.cache})
+    if how == "a cache alone":
+        state = FastWeightState(llama, state.cache)
+    for call in (state.read, state.generate, lambda ids: state.save(tmp_path / "s")):
+        with pytest.raises(InPlaceTTTError, match=r"cache has read \d+ tokens and the session knows \d+"):
+            call(random_ids(1, 12))
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("before", [0, 1, 27, 28])
+def test_the_last_token_of_a_text_is_text(before):
+    """Also where it is all that is left to read when generation starts, and what is generated does not write."""
+    model, ids = converted("llama", decode_updates=False), random_ids(1, 29)
+    state = FastWeightState(model)
+    if before:
+        state.read(ids[:, :before])
+    state.generate(ids[:, before:], max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    assert all(stream.tokens == [29] for stream in streams(state.cache).values())
+
+
+def test_a_refused_crop_changes_nothing():
+    """Of keys behind a window that are no longer there: nor the fast weights beside them."""
+    model, ids = converted("gemma3"), random_ids(1, LONG)
+    state, other = (session(model, ids) for _ in range(2))
+    with pytest.raises(RuntimeError):
+        state.cache.crop(-2)
+    more = random_ids(1, 7, seed=4)
+    assert torch.equal(read(state, more), read(other, more))
