@@ -202,8 +202,9 @@ def _facts_table(facts: dict[str, Any]) -> list[str]:
 
 
 def _shares(kind: dict[str, Any]) -> str:
-    """What is said to a question without an answer is invented."""
-    return " / ".join(f"{kind[name]['share']:.2f}" for name in ("said", "chosen", "invented") if name in kind)
+    """What is said to a question without an answer is invented; of one option alone nothing is chosen."""
+    names = ("said", "invented") if kind["options"] == 1 else ("said", "chosen", "invented")
+    return " / ".join(f"{kind[name]['share']:.2f}" for name in names if name in kind)
 
 
 def _with_error(paired: dict[str, Any]) -> str:

@@ -102,6 +102,7 @@ def _documents(result: dict[str, Any]) -> Any:
             better = sum(value < 0 for value in values)
             axes.plot(values, marker="o", markersize=4, color=colour, label=f"{label}: below zero in {better} of {len(values)}")
     axes.axhline(0, color=_COLOURS["off"], linewidth=1)
+    axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="documents, the most helped first", ylabel="difference (nats a token)", title="Is it the rule, or a few documents?")
     axes.legend(frameon=False)
     return figure
