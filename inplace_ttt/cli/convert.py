@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..calibration.calibrate import CALIBRATION_TOKENS, measured_tensors
+from ..calibration.rows import calibration_rows
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
@@ -20,14 +21,11 @@ from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors,
 from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
 from ..files.settings import override
-from ..files.text import files_in, tokens_of
+from ..files.text import files_in
 from . import Result
 from .arguments import MOST_TOKENS, path, whole
 from .hub import add_push, push, pushed, require_token
 from .loading import tokenizer_of
-
-ROW = 2048
-"""Tokens of a text that are read at once to calibrate."""
 
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> Result:
     checkpoint = Checkpoint.open(args.src)
     plan = plan_conversion(checkpoint, _config(args))
     rows = _rows_to_calibrate_on(args, plan)
-    tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, rows)
+    tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, [row for _, row in rows])
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         base = describe_base(checkpoint, plan)
         if args.adapter_only:
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> Result:
         else:
             write_full(folder, checkpoint, plan, tensors, base)
         form = "adapter" if args.adapter_only else "full"
-        write_card(folder, checkpoint.folder, plan.config, base, form, calibration=None if rows is None else _calibration(args, rows))
+        write_card(folder, checkpoint.folder, plan.config, base, form, calibration=None if rows is None else _calibration(rows))
         identity = _prove(checkpoint, folder) if plan.config.starts_as_base and not args.no_verify else None
     return {
         "output": str(args.out),
@@ -108,26 +106,22 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *pushed(result)])
 
 
-def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[Tensor] | None:
-    """Token ids [1, T] to measure on, the texts' first ones in equal parts; None where the config needs no measurement."""
+def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[tuple[Path, Tensor]] | None:
+    """Files, and token ids [1, T] of them to measure on; None where the config needs no measurement."""
     if not plan.config.needs_calibration:
         if args.calibrate:
             raise InPlaceTTTError("--calibrate has no effect on these settings, which measure nothing; leave it out.")
         return None
     if not args.calibrate:
         raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
-    files = files_in(args.calibrate)
-    files = files[:: max(1, len(files) // max(1, args.calibrate_tokens // ROW))]
-    tokenizer = tokenizer_of(args.src)
-    rows = [tokens_of(file, tokenizer, min(ROW, -(-args.calibrate_tokens // len(files)))) for file in files]
-    return rows[: -(-args.calibrate_tokens // min(ROW, max(row.shape[1] for row in rows)))]
+    return calibration_rows(files_in(args.calibrate), tokenizer_of(args.src), args.calibrate_tokens)
 
 
-def _calibration(args: argparse.Namespace, rows: list[Tensor]) -> dict[str, Any]:
+def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
     """What the card says of the text that was measured on."""
-    tokens = torch.cat([row[0] for row in rows]).to(torch.int64)
+    tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    return {"files": [Path(file).name for file in args.calibrate], "tokens": len(tokens), "sha256": digest}
+    return {"files": list(dict.fromkeys(file.name for file, _ in rows)), "tokens": len(tokens), "sha256": digest}
 
 
 def _config(args: argparse.Namespace) -> InPlaceTTTConfig:
