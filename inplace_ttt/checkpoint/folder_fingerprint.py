@@ -1,12 +1,14 @@
-"""The fingerprint of the model in a folder, without loading it."""
+"""Fingerprints of the model in a folder, without loading it."""
 
 from __future__ import annotations
 
 import os
 
 from ..errors import InPlaceTTTError
-from .fingerprint import fingerprint, looked_at
+from .adapter import is_adapter, read_adapter
+from .fingerprint import PIECE, fingerprint, looked_at
 from .reading import Checkpoint
+from .saved_tensors import as_saved
 from .writing import empty_model
 
 
@@ -18,3 +20,10 @@ def fingerprint_in(folder: str | os.PathLike[str]) -> str:
     _, model = empty_model(checkpoint)
     names = ((checkpoint.find(name), most) for name, _, most in looked_at(model))
     return fingerprint(checkpoint.tensor(name) if most is None else checkpoint.first(name, most) for name, most in names)
+
+
+def base_fingerprint_in(folder: str | os.PathLike[str]) -> str:
+    """The fingerprint of what LoRA stands on, the same for a base, its conversion and an adapter: a piece of every weight outside `ttt`."""
+    checkpoint = Checkpoint.open(read_adapter(folder)[1]["name_or_path"] if is_adapter(folder) else folder)
+    names = (name for name in as_saved(empty_model(checkpoint)[1]) if ".ttt." not in name)
+    return fingerprint(checkpoint.first(checkpoint.find(name), PIECE) for name in names)

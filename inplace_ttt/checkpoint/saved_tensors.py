@@ -23,7 +23,7 @@ def lacking(folder: Path, model: PreTrainedModel) -> str | None:
     """What keeps a checkpoint from being `model`, on any device, as the end of a sentence; None where nothing does."""
     saved = Checkpoint.open(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    for name, tensor in _as_saved(model).items():
+    for name, tensor in as_saved(model).items():
         if name not in saved.weight_map:
             if name in tied:
                 continue
@@ -34,7 +34,7 @@ def lacking(folder: Path, model: PreTrainedModel) -> str | None:
     return None
 
 
-def _as_saved(model: PreTrainedModel) -> dict[str, Tensor]:
+def as_saved(model: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters on the meta device, whole, as transformers writes them: some under other names, experts one by one."""
     whole = {name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for name, p in model.named_parameters()}
     written: dict[str, Tensor] = revert_weight_conversion(model, whole)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..checkpoint.folder_fingerprint import base_fingerprint_in
 from ..errors import InPlaceTTTError, shown
 from ..surgery import config_of
 from .recipe import Recipe
@@ -61,6 +62,9 @@ _PASSING = ("_name_or_path", "transformers_version", "dtype", "architectures", "
 DOCUMENTS = "data.train.sha256"
 """The key of what the documents are known by."""
 
+WEIGHTS = "model.path.sha256"
+"""The key of what weights are known by that LoRA stands on and no checkpoint holds."""
+
 Facts = dict[str, Any]
 """A recipe, plain and flat by `section.key`, with what stands behind the names in it."""
 
@@ -72,14 +76,18 @@ def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
     values["architecture"] = {key: value for key, value in model.config.to_dict().items() if key not in _PASSING}
     values["deepspeed"] = recipe.deepspeed_settings()
     values["parallel"] = {**values["parallel"], "processes x nodes": recipe.parallel.world, "processes": None, "nodes": None}
-    return dict(_flat(json.loads(json.dumps(values, default=str))))
+    facts = dict(_flat(json.loads(json.dumps(values, default=str))))
+    if recipe.optimisation.train == "lora" and recipe.model.path is not None:
+        facts[WEIGHTS] = base_fingerprint_in(recipe.model.path)
+    return facts
 
 
 def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
     """Settings that differ and take effect, as {"setting", "from", "to"}. `where`: what was made by `old`.
-    Documents that are not known yet pass. Raises InPlaceTTTError naming the settings that cannot change within a run.
+    Documents that are not known yet pass, and weights that were not known then. Raises InPlaceTTTError naming the settings that cannot
+    change within a run.
     """
-    new = {DOCUMENTS: old.get(DOCUMENTS), **new}
+    old, new = {WEIGHTS: new.get(WEIGHTS), **old}, {DOCUMENTS: old.get(DOCUMENTS), **new}
     by_content = _BY_CONTENT if new.get("data.streaming") else (*_BY_CONTENT, *_BY_TOKENS)  # of a stream only the start is known
     different = list(_differing(old, new, (*NO_EFFECT, *by_content)))
     resharded = new.get("deepspeed.checkpoint.load_universal") and _rows_a_step(old) == _rows_a_step(new)

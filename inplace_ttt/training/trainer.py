@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from ..checkpoint.lora import tie_to_base
 from ..checkpoint.saved_tensors import verify_saved
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import put_in_place
@@ -31,6 +32,7 @@ from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
 from .parameters import group_settings, parameter_groups, schedule
 from .recipe import Recipe
+from .recipe_changes import WEIGHTS
 from .row_order import save_position
 from .run_state import FINAL, Saved, Start, files_in, last_checkpoint, mark_complete
 from .speed import Clock
@@ -237,6 +239,8 @@ class FastWeightTrainer(Trainer):
             (staging / "training_args.bin").unlink(missing_ok=True)
             if isinstance(self.model, PreTrainedModel):
                 verify_saved(staging, self.model)
+            if (fingerprint := self.made_by.facts.get(WEIGHTS)) is not None:
+                tie_to_base(staging, fingerprint)
             describe(staging)
             put_in_place(staging, final)
         return final

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, load, revert, save_ad
 from inplace_ttt.surgery import config_of, fast_weights
 from inplace_ttt.training.model import build_model, meta_model
 from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.recipe_changes import Facts, changes, facts_of
 from inplace_ttt.training.worker import read_tokenizer
 
 from . import zero3_worker
@@ -177,6 +179,33 @@ def test_lora_merges_and_keeps_the_trained_writer(saved: dict[str, Path], tmp_pa
         kept = list(writers[index])[-2:]  # PEFT keeps the untrained copy first
         assert all(torch.equal(a, b) for a, b in zip(layer.ttt.parameters(), kept, strict=True))
         assert not torch.equal(layer.ttt.conv, before[index].ttt.conv)
+
+
+def other_attention(model: Path, folder: Path) -> Path:
+    """The same model with other weights in its attention alone, under the same W0."""
+    other = load(model)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "q_proj" in name:
+                parameter.mul_(1.5)
+    other.save_pretrained(folder)
+    return folder
+
+
+def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Its checkpoints hold the adapter alone, so that the rest comes from model.path at every start."""
+
+    def facts(path: Path, **settings: Any) -> Facts:
+        recipe = tiny_recipe(tmp_path, **at(path), optimisation={**LORA, **settings})
+        return facts_of(recipe, meta_model(recipe))
+
+    first = facts(saved["full"])
+    for same in (shutil.copytree(saved["full"], tmp_path / "moved"), saved["adapter"]):
+        assert changes(first, facts(same), "here") == []
+    with pytest.raises(InPlaceTTTError, match=r"here was trained with model.path.sha256 '.*', not '.*': that cannot change within a run"):
+        changes(first, facts(other_attention(saved["full"], tmp_path / "other")), "here")
+    whole = {"train": "ttt", "lora": None}
+    assert changes(facts(saved["full"], **whole), facts(tmp_path / "other", **whole), "here") == []  # all weights are in the checkpoint
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,19 @@ def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None
     assert (logits(merged, ids) - logits(load(made / "model", dtype=torch.float32), ids)).abs().max() > 1e-3
 
 
+def assert_only_on_its_base(final: Path, base: Path, folder: Path) -> None:
+    """On other weights an adapter of a run is refused; on its base's, and where it does not say which, it loads in any dtype."""
+    other = load(base)
+    with torch.no_grad():
+        next(parameter for name, parameter in other.named_parameters() if "o_proj" in name).mul_(1.5)
+    other.save_pretrained(folder / "other")
+    with pytest.raises(InPlaceTTTError, match=r"was trained on other weights than .*other .fingerprint .*, found .*; load it onto those"):
+        load(final, base=str(folder / "other"))
+    load(final, base=str(shutil.copytree(base, folder / "moved")), dtype=torch.float16)
+    (final / "inplace_ttt_base.json").unlink()
+    load(final, base=str(folder / "other"))
+
+
 def test_a_lora_is_evaluated_as_any_run(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what cannot be loaded says why."""
     final = Path(trained(recipe_file(tmp_path, made / "model", made / "text", optimisation={"train": "lora"}))[0]["output"])
@@ -96,6 +109,8 @@ def test_a_lora_is_evaluated_as_any_run(made: Path, tmp_path: Path, capsys: pyte
         (final / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base and str(base)}))
         assert cli.main(["evaluate", str(final), *how]) == 2
         assert said in capsys.readouterr().out
+    (final / "adapter_config.json").write_text(json.dumps(settings))
+    assert_only_on_its_base(final, made / "model", tmp_path)
     (final / "adapter_model.safetensors").unlink()
     with pytest.raises(InPlaceTTTError, match="cannot load"):
         load(final, base=str(made / "model"))
