@@ -7,6 +7,7 @@ import torch
 from models import COMPACT, LAYERS, converted, distance, logits, random_ids
 
 from inplace_ttt import load
+from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.parameters import parameter_groups
 from inplace_ttt.training.recipe import Optimisation
@@ -46,3 +47,14 @@ def test_it_is_saved(tmp_path: Path) -> None:
     model = converted("llama", **COMPACT)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path), IDS), logits(model, IDS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_is_accurate_under_autocast(dtype: torch.dtype) -> None:
+    """As the sums that it weighs are, which autocast leaves alone."""
+    gate, keys = WriteGate(64), torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) / 8
+    gate.gate.data.normal_(generator=torch.Generator().manual_seed(1))
+    expected = gate(keys)
+    with torch.autocast("cpu", dtype):
+        found = gate(keys)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import state_dtype
+from ..ops.precision import without_autocast
 
 
 class WriteGate(nn.Module):
@@ -25,4 +26,5 @@ class WriteGate(nn.Module):
         """β [...] of keys [..., r], in the dtype of states."""
         accurate = state_dtype(keys.dtype)
         weight, bias = self.gate.to(accurate).split([keys.shape[-1], 1])
-        return 2 * torch.sigmoid(keys.to(accurate) @ weight * keys.shape[-1] ** 0.5 + bias)
+        with without_autocast(keys.device):
+            return 2 * torch.sigmoid(keys.to(accurate) @ weight * keys.shape[-1] ** 0.5 + bias)
