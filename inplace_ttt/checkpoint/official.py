@@ -138,6 +138,8 @@ def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
         "it has no delta clip": config.clip is not None,
         "it has neither whitened keys nor standardised targets": config.whitening is not None or config.standardised,
         "it has no least squares": config.damping is not None,
+        "its gradients pass through the target into its source, those of this one do not": config.detach_target,
+        "its generated tokens write, those of this one do not": not config.decode_updates,
         "it norms neither writes nor rows": config.write_norm is not None or config.keep_row_norms,
     }
     if held := [reason for reason, holds in reasons.items() if holds]:

@@ -1,17 +1,21 @@
 """The public reference format: its tensors and keys in and out, against the formulation its code runs."""
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from families import build
 from models import distance, logits, random_ids, turn_writer_on
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoint.folders import save_base, tensors_of
-from inplace_ttt import cli, load
+from inplace_ttt import InPlaceTTTConfig, calibrate, cli, convert, load
+from inplace_ttt.checkpoint.reading import Checkpoint
 from inplace_ttt.ops.benchmark import materialising
 from inplace_ttt.surgery import config_of
 
@@ -161,3 +165,50 @@ def test_export_refuses_what_the_format_cannot_hold(
     code = cli.main(["export", str(tmp_path / "full"), str(tmp_path / "out"), "--format", "official"])
     assert code == (2 if reason else 0)
     assert (reason or "") in capsys.readouterr().err
+
+
+LEAST_SQUARES = {"rule": "least_squares", "damping": 1.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "layers": {"layers": (2,)},
+    "chunk_size": {"chunk_size": 16},
+    "eta": {"eta": 0.25},
+    "target": {"target": "hidden_states"},
+    "conv": {"conv": "causal"},
+    "kernel_size": {"kernel_size": 3},
+    "clip": {"clip": {"tau": 1.0}},
+    "detach_target": {"detach_target": True},
+    "decode_updates": {"decode_updates": False},
+    "rule": LEAST_SQUARES,
+    "damping": LEAST_SQUARES,
+    "whitening": {"whitening": {"rank": 8}},
+    "write_gate": {**LEAST_SQUARES, "whitening": {"rank": 8}, "write_gate": True},
+    "standardised": {"standardised": True},
+    "calibrated_proj": {"calibrated_proj": True},
+    "proj_init": {"proj_init": "identity"},
+    "write_norm": {"write_norm": "spectral"},
+    "keep_row_norms": {"keep_row_norms": True},
+    "prompt_write": {"conv": "next", "prompt_write": {}},
+}
+"""Each setting at another value than the default, with what that needs."""
+OF_THE_START = {"calibrated_proj", "proj_init"}
+"""What P began as: its tensor holds what came of it."""
+
+
+def test_every_setting_is_tried() -> None:
+    assert list(SETTINGS) == [field.name for field in dataclasses.fields(InPlaceTTTConfig)]
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "eta a layer"])
+def test_a_setting_comes_back_or_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = InPlaceTTTConfig(**{"layers": (0, 2), "chunk_size": CHUNK, **SETTINGS.get(name, {"eta": (0.5, 0.25)})})
+    model = convert(build("llama"), config)
+    if config.needs_calibration:
+        calibrate(model, [random_ids(1, 64)])
+    model.save_pretrained(tmp_path / "ours")
+    code = cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "official"), "--format", "official"])
+    if code:
+        assert code == 2 and "the official format cannot hold this checkpoint: " in capsys.readouterr().err
+        return
+    assert cli.main(["import-official", str(tmp_path / "official"), str(tmp_path / "back")]) == 0
+    back = Checkpoint.open(tmp_path / "back").ttt_config
+    assert dataclasses.replace(back, **{start: getattr(config, start) for start in OF_THE_START}) == config
