@@ -18,6 +18,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported, shown
 from ..files.folders import save_tensors
 from ..files.json_files import read_json, write_json
+from ..files.paths import name_problem
 from ..files.schema import from_values
 from ..surgery import config_of, fast_weights
 from .fingerprint import fingerprint
@@ -87,6 +88,13 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[InPlaceTTTConfig, dict[s
     config, tensors = ttt_config_in(described.config, file), _read_tensors(Path(path) / TTT_SHARD)
     check_tensors(tensors, config, str(path))
     return config, dataclasses.asdict(described.base), tensors
+
+
+def located(path: str | os.PathLike[str], base: str, remedy: str = "say where it is now by --base, in Python by base=") -> str:
+    """The base that an adapter names. Raises InPlaceTTTError where that was a folder and nothing is there now."""
+    if base.startswith((".", "/", "~")) and not os.path.lexists(base) and name_problem(base) is None:
+        raise InPlaceTTTError(f"{path} is an adapter of {base}, which does not exist; {remedy}.")
+    return base
 
 
 def _read_tensors(shard: Path) -> LayerTensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import InPlaceTTTError
-from .adapter import is_adapter, read_adapter
+from .adapter import is_adapter, located, read_adapter
 from .fingerprint import PIECE, fingerprint, looked_at
 from .reading import Checkpoint
 from .saved_tensors import as_saved
@@ -24,6 +24,6 @@ def fingerprint_in(folder: str | os.PathLike[str]) -> str:
 
 def base_fingerprint_in(folder: str | os.PathLike[str]) -> str:
     """The fingerprint of what LoRA stands on, the same for a base, its conversion and an adapter: a piece of every weight outside `ttt`."""
-    checkpoint = Checkpoint.open(read_adapter(folder)[1]["name_or_path"] if is_adapter(folder) else folder)
+    checkpoint = Checkpoint.open(located(folder, read_adapter(folder)[1]["name_or_path"]) if is_adapter(folder) else folder)
     names = (name for name in as_saved(empty_model(checkpoint)[1]) if ".ttt." not in name)
     return fingerprint(checkpoint.first(checkpoint.find(name), PIECE) for name in names)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..errors import InPlaceTTTError, reported
 from ..layer.zero3 import whole
 from ..surgery import convert, fast_weights
-from .adapter import is_adapter, read_adapter
+from .adapter import is_adapter, located, read_adapter
 from .fingerprint import fingerprint
 from .lora import base_of, merged, refuse_other_base
 from .reading import Checkpoint, is_peft_adapter, read_config
@@ -36,13 +36,14 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
     config, described, tensors = read_adapter(path)
     if base is None and described["revision"] is not None:
         kwargs = {"revision": described["revision"], **kwargs}
-    model = convert(load_base(base or described["name_or_path"], **kwargs), config)
+    source = base or located(path, described["name_or_path"])
+    model = convert(load_base(source, **kwargs), config)
     layers = fast_weights(model)
     found = fingerprint(whole(module.weight) for module in layers.values() if module.matrix() is not None)  # type: ignore[arg-type]
     if all(module.matrix() is not None for module in layers.values()) and found != described["fingerprint"]:
         raise InPlaceTTTError(
-            f"{path} was made for a base with other weights than {base or described['name_or_path']} "
-            f"(fingerprint {described['fingerprint'][:12]}…, found {found[:12]}…); load it onto that base."
+            f"{path} was made for a base with other weights than {source} (fingerprint {described['fingerprint'][:12]}…, "
+            f"found {found[:12]}…); load it onto that base."
         )
     if sorted(tensors) != sorted(layers):
         raise InPlaceTTTError(
@@ -50,7 +51,7 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
         )
     for index, layer in layers.items():
         layer.ttt.load_state_dict(tensors[index])
-    model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": base or described["name_or_path"]}}
+    model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": source}}
     return model
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import InPlaceTTTError, reported
 from ..files.json_files import read_json, write_json
 from ..files.schema import from_values
+from .adapter import located
 from .folder_fingerprint import base_fingerprint_in
 from .reading import PEFT_CONFIG
 
@@ -46,7 +47,7 @@ def base_of(path: str | os.PathLike[str]) -> str:
     base = read_json(Path(path) / PEFT_CONFIG, f"{path} is not an adapter of PEFT").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InPlaceTTTError(f"{path}/{PEFT_CONFIG} names no base_model_name_or_path; put the converted checkpoint's folder there.")
-    return base
+    return located(path, base)
 
 
 def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:

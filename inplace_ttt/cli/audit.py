@@ -18,7 +18,8 @@ from ..audit.report import Report, for_card
 from ..checkpoint.adapter import is_adapter
 from ..checkpoint.card import add_to_card, require_card
 from ..checkpoint.loading import load
-from ..checkpoint.reading import Checkpoint
+from ..checkpoint.lora import base_of
+from ..checkpoint.reading import Checkpoint, is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
 from ..training.audit import audit_recipe
@@ -40,7 +41,7 @@ _FORMATS = ("md", "html", "json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", type=path, metavar="PATH_OR_RECIPE", help="converted checkpoint, adapter folder, or a training recipe (YAML)"
+        "path", type=path, metavar="PATH_OR_RECIPE", help="converted checkpoint, adapter folder, of PEFT too, or a training recipe (YAML)"
     )
     parser.add_argument(
         "--profile", metavar="P", help=f"what it is held against: {' or '.join(PROFILES)} (default: paper, or the recipe's)"
@@ -109,14 +110,15 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
 def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Report:
     """In float32, so that what is measured is the method and not the rounding of this machine's arithmetic."""
     declared: Any = ()
-    if not is_adapter(path):
-        checkpoint = Checkpoint.open(path)
+    source = base_of(path) if is_peft_adapter(path) else path
+    if not is_adapter(source):
+        checkpoint = Checkpoint.open(source)
         checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
         checkpoint.ttt_tensors()  # refuses half a checkpoint
         assert checkpoint.section is not None
         declared = checkpoint.section.get("declared_deviations", ())
         if not isinstance(declared, (list, tuple)):
-            raise InPlaceTTTError(f"{path} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
+            raise InPlaceTTTError(f"{source} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
     of_recipes = {item.id for item in RECIPE}  # one list of declarations may serve a checkpoint and its training
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

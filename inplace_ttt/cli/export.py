@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.adapter import is_adapter, read_adapter, write_adapter
+from ..checkpoint.adapter import is_adapter, located, read_adapter, write_adapter
 from ..checkpoint.card import write_card
 from ..checkpoint.official import write_official
 from ..checkpoint.overwriting import new_checkpoint_folder
@@ -70,7 +70,7 @@ def _full(args: argparse.Namespace) -> None:
     if not is_adapter(args.path):
         raise InPlaceTTTError(f"{args.path} is a full checkpoint already.")
     config, base, tensors = read_adapter(args.path)
-    checkpoint = Checkpoint.open(args.base or base["name_or_path"])
+    checkpoint = Checkpoint.open(args.base or located(args.path, base["name_or_path"]))
     plan = plan_conversion(checkpoint, config)
     if checkpoint.fingerprint(plan.down_proj.values()) != base["fingerprint"]:
         raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")

@@ -6,8 +6,11 @@ import argparse
 import math
 from typing import Any
 
-from ..checkpoint.adapter import is_adapter, read_adapter
-from ..checkpoint.reading import Checkpoint, parameters_of
+from transformers import PreTrainedModel
+
+from ..checkpoint.adapter import is_adapter, located, read_adapter
+from ..checkpoint.lora import base_of, refuse_other_base
+from ..checkpoint.reading import Checkpoint, LayerTensors, is_peft_adapter, parameters_of
 from ..checkpoint.writing import empty_model, plan_conversion
 from ..config import InPlaceTTTConfig
 from ..families import features
@@ -21,24 +24,15 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too")
     parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
 
 
 def run(args: argparse.Namespace) -> Result:
-    base: dict[str, Any] | None
-    if adapter := is_adapter(args.path):
-        config, base, tensors = read_adapter(args.path)
-        checkpoint = Checkpoint.open(args.base or base["name_or_path"])
-        model = plan_conversion(checkpoint, config).model
-    else:
-        checkpoint = Checkpoint.open(args.path)
-        config, tensors, model = checkpoint.ttt_config, checkpoint.ttt_tensors(), empty_model(checkpoint)[1]
-        assert checkpoint.section is not None
-        base = checkpoint.section.get("base")
+    form, config, base, tensors, model = _read(args.path, args.base)
     sizes = [(d, h) for h, d in map(features, fast_weights(model).values())]  # on disk they may be quantised
     return {
-        "form": "adapter" if adapter else "full",
+        "form": form,
         "layers": list(config.layers),
         "config": config.to_dict(),
         "base": base,
@@ -69,6 +63,22 @@ def render(result: dict[str, Any]) -> str:
             f"state            {result['state_bytes_per_sequence'] / 2**20:.1f} MiB a sequence (float32)",
         ]
     )
+
+
+def _read(path: str, base: str | None) -> tuple[str, InPlaceTTTConfig, Any, LayerTensors, PreTrainedModel]:
+    """Form, config, what it says of its base, new tensors, and the model on the meta device. base: where an adapter's is now."""
+    if is_peft_adapter(path):
+        source = base or base_of(path)
+        refuse_other_base(path, source)
+        return "lora", *_read(source, None)[1:]
+    if is_adapter(path):
+        config, described, tensors = read_adapter(path)
+        checkpoint = Checkpoint.open(base or located(path, described["name_or_path"]))
+        return "adapter", config, described, tensors, plan_conversion(checkpoint, config).model
+    checkpoint = Checkpoint.open(path)
+    config, tensors = checkpoint.ttt_config, checkpoint.ttt_tensors()
+    assert checkpoint.section is not None
+    return "full", config, checkpoint.section.get("base"), tensors, empty_model(checkpoint)[1]
 
 
 def _mixing(config: dict[str, Any]) -> str:

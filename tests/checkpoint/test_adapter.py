@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import logits, random_ids, turn_writer_on
+from training.recipes import write_recipe
 from transformers import AutoModelForCausalLM
 
 from checkpoint.folders import bytes_of, save_base
@@ -48,7 +49,7 @@ def test_convert_adapter_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
     cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(InPlaceTTTError, match="cannot load"):
+    with pytest.raises(InPlaceTTTError, match="which does not exist"):
         load(tmp_path / "adapter")
     save_base(tmp_path / "base", vocab_size=101)  # the same shapes where it matters, other weights
     with pytest.raises(InPlaceTTTError, match="other weights"):
@@ -86,14 +87,22 @@ def test_saved_from_python(trained: Path, tmp_path: Path) -> None:
         save_adapter(model, tmp_path / "no")
 
 
-def test_base_in_another_place(trained: Path, tmp_path: Path) -> None:
+def test_base_in_another_place(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])
     (tmp_path / "base").rename(tmp_path / "moved")
     model = load(tmp_path / "adapter", base=str(tmp_path / "moved"))
     assert torch.equal(logits(model, random_ids(1, 30)), logits(load(trained), random_ids(1, 30)))
     for verb in (["info", "ADAPTER"], ["export", "ADAPTER", str(tmp_path / "full2"), "--format", "full"]):
         command = [str(tmp_path / "adapter") if a == "ADAPTER" else a for a in verb]
+        capsys.readouterr()
         assert cli.main(command) == 2
+        said = f"adapter is an adapter of {tmp_path / 'base'}, which does not exist; say where it is now by --base"
+        assert said in capsys.readouterr().err
         assert cli.main([*command, "--base", str(tmp_path / "moved")]) == 0
+    recipe = write_recipe(tmp_path, model={"path": str(tmp_path / "adapter")}, surgery=None)
+    assert cli.main(["plan", str(recipe)]) == 2
+    assert "which does not exist; put both together by `inplace-ttt export" in capsys.readouterr().err
+    with pytest.raises(InPlaceTTTError, match="which does not exist; say where it is now by --base, in Python by base="):
+        load(tmp_path / "adapter")
     with pytest.raises(InPlaceTTTError, match="has no effect"):
         load(trained, base="x")

@@ -103,9 +103,20 @@ def test_a_lora_is_evaluated_as_any_run(made: Path, tmp_path: Path, capsys: pyte
     assert torch.equal(logits(load(tmp_path / "merged"), ids), logits(load(final), ids))
     assert AutoTokenizer.from_pretrained(tmp_path / "merged") and cli.main(["info", str(tmp_path / "merged")]) == 0
     capsys.readouterr()
-    assert cli.main(["info", str(final)]) == 2 and "is an adapter of PEFT; merge it" in capsys.readouterr().err
+    assert cli.main(["info", str(final), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert cli.main(["info", str(made / "model"), "--json"]) == 0
+    assert told == {**json.loads(capsys.readouterr().out), "form": "lora"}
+    verdicts = []
+    for model in (final, tmp_path / "merged"):
+        assert cli.main(["audit", str(model), "--json"]) in (0, 1)
+        verdicts.append(json.loads(capsys.readouterr().out)["counts"])
+    assert verdicts[0] == verdicts[1]
     settings = json.loads((final / "adapter_config.json").read_text())
-    for base, said in ((tmp_path / "gone", "gone"), (None, "names no base_model_name_or_path")):
+    for base, said in (
+        (tmp_path / "gone", "gone, which does not exist; say where it is now by --base"),
+        (None, "names no base_model_name_or_path"),
+    ):
         (final / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base and str(base)}))
         assert cli.main(["evaluate", str(final), *how]) == 2
         assert said in capsys.readouterr().out
