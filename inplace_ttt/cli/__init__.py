@@ -105,7 +105,8 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
     for verb, summary in VERBS.items():
         parser = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if verb == wanted:
-            module = importlib.import_module(f".{verb.replace('-', '_')}", __name__)
+            with redirect_stdout(sys.stderr):
+                module = importlib.import_module(f".{verb.replace('-', '_')}", __name__)
             parser.epilog = module.EXAMPLES
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(parser)
