@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,14 @@ from ..surgery import fast_weights
 from .keys import participation
 from .precision import UpdateLost, rounding_of_output, running_sums
 
+IGNORED = -100
+"""A label that is none."""
 Observer = Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext], None]
 
 
 @dataclass(frozen=True)
 class WriteHealth:
-    """One layer's writes over the longest document of a forward.
+    """One layer's writes over the longest document of a forward; where it has labels, the longest with one, which padding is not.
 
     chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest η‖c_jV_jᵀZ_j‖/‖W0‖. With least
     squares, and where row norms are kept, M stands in S's place, and what a chunk changes of it in a write's; with whitened keys
@@ -90,34 +93,61 @@ def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
 @contextmanager
 def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
     """Within it every forward of a converted model leaves its writes' health in `found`, layer by layer."""
+    with _labels_noted(model) as labels:
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
-        found[layer.fast.layer] = write_health(layer, z, v, gate, context)
+        def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+            found[layer.fast.layer] = write_health(layer, z, v, gate, context, labels(v))
 
-    with observing(model, observe):
-        yield
+        with observing(model, observe):
+            yield
 
 
 @contextmanager
 def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
-    """Within it the first forward leaves the `state_ratio` of every layer in `found`, and nothing waits for the device."""
+    """Within it the first forward leaves the `state_ratio` of every layer in `found`; only its labels are waited for."""
+    with _labels_noted(model) as labels:
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
-        if layer.fast.layer not in found:
-            found[layer.fast.layer] = state_ratio(layer, z, v, gate, context)
+        def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+            if layer.fast.layer not in found:
+                found[layer.fast.layer] = state_ratio(layer, z, v, gate, context, labels(v))
 
-    with observing(model, observe):
-        yield
+        with observing(model, observe):
+            yield
+
+
+@contextmanager
+def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None]]:
+    """Within it a call that, of an activation [B, T, …] of a forward, gives that forward's labels [B, T] on the CPU, or None."""
+    last: dict[str, Any] = {}
+
+    def note(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        last.clear()
+        last.update({name: given.get(name) for name in ("labels", "logits_to_keep")})
+
+    def labels(of: Tensor) -> Tensor | None:
+        given, kept = last.get("labels"), last.pop("logits_to_keep", None)
+        if isinstance(given, Tensor) and isinstance(kept, Tensor):  # they stand where logits are kept alone
+            given = given.new_full(of.shape[:2], IGNORED).index_copy(1, kept, given)
+        last["labels"] = given = given.cpu() if isinstance(given, Tensor) and given.shape == of.shape[:2] else None
+        return given
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield labels
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()
-def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> Tensor:
-    """η‖S‖/‖W0‖ after the longest document, float32 []: infinite where S is not finite, 0 where W0 does not show.
+def state_ratio(
+    layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext, labels: Tensor | None = None
+) -> Tensor:
+    """η‖S‖/‖W0‖ after the longest document (with a label): infinite where S is not finite, 0 where W0 does not show.
 
     Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in the model's own dtype, and
     accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and has no factor where the damping is small.
     """
-    layout, w0, damping = context.part(layer.chunk_size), layer.matrix(), layer.fast.config.damping
+    layout, w0, damping = labelled(context.part(layer.chunk_size), labels), layer.matrix(), layer.fast.config.damping
     accurate = state_dtype(z.dtype)
     if layer.tau() is None and layer.fast.config.write_norm is None and z.dtype != torch.float16:
         row, (start, stop) = longest_document(layout)
@@ -136,17 +166,19 @@ def state_ratio(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, co
 
 
 @torch.no_grad()
-def write_health(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> WriteHealth:
+def write_health(
+    layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext, labels: Tensor | None = None
+) -> WriteHealth:
     """Health of a layer's writes with keys [B, T, h], targets [B, T, d] and, with least squares, a gate [B, T], while its weight is at
-    hand."""
-    accurate = state_dtype(z.dtype)
+    hand; over the longest document, of those with a label where labels [B, T] are given."""
+    layout, accurate = labelled(context.part(layer.chunk_size), labels), state_dtype(z.dtype)
     largest, last, clipped, chunks = z.new_zeros((), dtype=accurate), z.new_zeros((), dtype=accurate), 0, 0
-    for write in _chunk_by_chunk(layer, z, v, gate, context.part(layer.chunk_size)):
+    for write in _chunk_by_chunk(layer, z, v, gate, layout):
         largest, last = torch.maximum(largest, _size(layer, write.delta)), _size(layer, write.read)
         clipped, chunks = clipped + int(write.factor < 1), chunks + 1
     scale, size = _scale(layer, accurate), float(last)
     ratio = scale * size if math.isfinite(size) else math.inf
-    return WriteHealth(chunks, ratio, scale * float(largest), clipped / max(1, chunks), *gate_health(gate, context.part(layer.chunk_size)))
+    return WriteHealth(chunks, ratio, scale * float(largest), clipped / max(1, chunks), *gate_health(gate, layout))
 
 
 @torch.no_grad()
@@ -180,6 +212,15 @@ def gate_health(gate: Tensor | None, layout: ChunkLayout) -> tuple[float, float]
         return 1.0, 0.0
     own = gate[row, start:stop]
     return float(own.mean()), float(own.std(correction=0))
+
+
+def labelled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
+    """Only its documents that have a label [B, T]: what fills a packed row up is a document without. All of them without labels."""
+    if labels is None:
+        return layout
+    learnt = labels.ne(IGNORED)
+    rows = (tuple(span for span in spans if bool(learnt[row, slice(*span)].any())) for row, spans in enumerate(layout.documents))
+    return ChunkLayout(tuple(rows), layout.length, layout.chunk_size)
 
 
 def longest_document(layout: ChunkLayout) -> tuple[int, Span]:

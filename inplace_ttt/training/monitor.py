@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from ..diagnostics.diagnosis import diagnose
 from ..diagnostics.gradients import Rates
 from ..diagnostics.report import write_report
-from ..diagnostics.writes import WriteHealth, longest_document, observed, watched
+from ..diagnostics.writes import WriteHealth, labelled, longest_document, observed, watched
 from ..errors import InPlaceTTTError
 from ..evaluation.comparison import compare
 from ..evaluation.protocol import Protocol
@@ -177,9 +177,9 @@ def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Ten
 
 
 def _longest_document(row: dict[str, Any], chunk_size: int) -> Tensor:
-    """The token ids [T], int64, of a row's longest document."""
-    layout = ChunkLayout.from_position_ids(torch.as_tensor(row["position_ids"])[None], chunk_size)
-    _, (start, stop) = longest_document(layout)
+    """The token ids [T], int64, of a row's longest document, which its padding is not."""
+    positions, labels = (torch.as_tensor(row[name])[None] for name in ("position_ids", "labels"))
+    _, (start, stop) = longest_document(labelled(ChunkLayout.from_position_ids(positions, chunk_size), labels))
     return torch.as_tensor(row["input_ids"], dtype=torch.int64)[start:stop]
 
 

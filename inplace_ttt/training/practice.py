@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from ..diagnostics.writes import longest_document
+from ..diagnostics.writes import labelled, longest_document
 from ..layout import ChunkLayout
 from ..tasks.facts import Encode
 from .data_settings import Data
@@ -51,9 +51,13 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
 
 
 def practise(row: Row, data: Data, encode: Encode) -> Row:
-    """The row itself, or one whose longest document tells facts or has a passage twice; input_ids, position_ids and labels are lists."""
+    """The row itself, or one whose longest document tells facts or has a passage twice; input_ids, position_ids and labels are lists.
+
+    Padding, which has no label, is no document.
+    """
     generator = random.Random(data.seed ^ crc32(torch.tensor(row["input_ids"]).numpy().tobytes()))
-    _, (start, stop) = longest_document(ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"])))
+    layout = ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"]))
+    _, (start, stop) = longest_document(labelled(layout, torch.tensor([row["labels"]])))
     document = slice(start, stop)
     drawn = generator.random()
     if data.facts is not None:

@@ -13,6 +13,7 @@ from inplace_ttt.evaluation.comparison import compare
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.training.data import build_data
 from inplace_ttt.training.monitor import document_to_diagnose, documents_to_compare
+from inplace_ttt.training.packing import pack
 from inplace_ttt.training.recipe import load_recipe
 
 from .recipes import tiny_recipe
@@ -70,7 +71,7 @@ def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ..
 def test_a_comparison_needs_documents(tmp_path: Path) -> None:
     with pytest.raises(InPlaceTTTError, match=r"compare_every needs held-out documents; set data\.validation"):
         tiny_recipe(tmp_path, "monitor.compare_every=2")
-    row = {"input_ids": list(range(17)), "position_ids": list(range(17))}
+    row = {name: list(range(17)) for name in ("input_ids", "position_ids", "labels")}
     with pytest.raises(InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so that monitor\.compare_every"):
         documents_to_compare([row], CHUNK)
 
@@ -78,11 +79,22 @@ def test_a_comparison_needs_documents(tmp_path: Path) -> None:
 def test_the_longest_document_is_diagnosed() -> None:
     lengths = [(5, 40, 3), (20, 28), (48,)]
     rows = [
-        {"input_ids": torch.arange(48) + 100 * n, "position_ids": torch.cat([torch.arange(length) for length in row])}
+        {
+            "input_ids": torch.arange(48) + 100 * n,
+            "position_ids": torch.cat([torch.arange(length) for length in row]),
+            "labels": torch.arange(48),
+        }
         for n, row in enumerate(lengths)
     ]
     assert document_to_diagnose(rows[:2], CHUNK).tolist() == [list(range(5, 45))]
     assert document_to_diagnose(rows, CHUNK).tolist() == [list(range(200, 248))]
-    long = {"input_ids": torch.zeros(5000, dtype=torch.int64), "position_ids": torch.arange(5000)}
+    long = {name: torch.arange(5000) for name in ("input_ids", "position_ids", "labels")}
     assert document_to_diagnose([long], CHUNK).shape == (1, 2048)
     assert document_to_diagnose([long], 1024).shape == (1, 4097)
+
+
+def test_padding_is_no_document() -> None:
+    """It fills most of the row, and the packed documents are all shorter."""
+    (row,) = pack([list(range(1000, 1020)), list(range(2000, 2060))], 256, 7)
+    assert documents_to_compare([row], CHUNK)[0].tolist() == list(range(2000, 2060))
+    assert document_to_diagnose([row], CHUNK).tolist() == [list(range(2000, 2060))]

@@ -16,8 +16,10 @@ from inplace_ttt.diagnostics import precision
 from inplace_ttt.diagnostics.writes import WriteHealth, observed, watched
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
+from inplace_ttt.training.batches import collate, where_learnt
 from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
 from inplace_ttt.training.monitor import EtaWarmup, LayerMonitor
+from inplace_ttt.training.packing import pack
 from inplace_ttt.training.parameters import parameter_groups, schedule
 from inplace_ttt.training.recipe import Data, Model, Optimisation, Recipe
 from inplace_ttt.training.speed import Clock, Speed, SpeedLog
@@ -114,6 +116,29 @@ def test_a_healthy_memory_in_half_precision_is_not_stopped() -> None:
     assert {index: float(ratio) for index, ratio in ratios.items()} == pytest.approx(
         {index: health.state_ratio for index, health in measured.items()}, rel=0.02
     )
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_padding_is_not_measured(kept: bool) -> None:
+    """A row of which most is padding, in a forward with all labels or with those of the logits that are kept: its document is as alone."""
+    model = converted("llama", eta=0.5).eval()
+    ids = random_ids(1, 30)
+    (row,) = pack([ids[0].tolist()], 100, 0)
+    batch = collate([row])
+    with torch.no_grad():
+        measured: list[Any] = []
+        for given in ({"input_ids": ids, "labels": ids}, where_learnt(batch) if kept else batch):
+            health: dict[int, WriteHealth] = {}
+            ratios: dict[int, torch.Tensor] = {}
+            with observed(model, health):
+                model(**given, use_cache=False)
+            with watched(model, ratios):
+                model(**given, use_cache=False)
+            measured.append(([h.chunks for h in health.values()], [h.state_ratio for h in health.values()], [*map(float, ratios.values())]))
+    alone, padded = measured
+    assert padded[0] == alone[0] == [4, 4]
+    assert padded[1] == pytest.approx(alone[1], rel=1e-4) and padded[2] == pytest.approx(alone[2], rel=1e-4)
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from inplace_ttt import InPlaceTTTError
 from inplace_ttt.attention_window import attention_reach
 from inplace_ttt.training.data_settings import Data, Facts, Repeat
 from inplace_ttt.training.model import build_model
+from inplace_ttt.training.packing import pack
 from inplace_ttt.training.practice import practise, seen_anyway, with_practice
 from inplace_ttt.training.sources import find
 from inplace_ttt.training.streams import Documents, RowStream, open_stream
@@ -59,6 +60,17 @@ def test_a_passage_stands_again_inside_the_longest_document(documents: list[int]
         assert any(ids[first : first + 10] == ids[first + 25 : first + 35] for first in range(start, start + max(documents) - 34))
         assert after["labels"] == [-100 if old == -100 else new for old, new in zip(before["labels"], ids, strict=True)]
     assert 10 <= changed <= 30, "half of the rows"
+
+
+def test_facts_and_passages_are_not_put_into_padding() -> None:
+    """A row that is mostly padding: the document tells what it has room for, and the padding is as it was."""
+    (packed,) = pack([list(range(1000, 1600))], 2048, 7)
+    before = {name: values.tolist() for name, values in packed.items()}
+    for practice in ({"facts": Facts(1.0, 3, 40, others=0.0)}, {"repeat": Repeat(1.0, 100, 100)}):
+        after = changed_row(before, **practice)
+        assert after["input_ids"][:600] != before["input_ids"][:600]
+        assert after["input_ids"][600:] == before["input_ids"][600:] and after["labels"][600:] == before["labels"][600:]
+        assert any(label != -100 for label in after["labels"])
 
 
 def test_no_document_has_room() -> None:
