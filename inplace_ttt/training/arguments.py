@@ -86,18 +86,18 @@ def accumulates_in_float32(recipe: Recipe) -> bool:
 
     Under ZeRO 2 and 3 unless the DeepSpeed settings say otherwise. ZeRO 0 cannot, and ZeRO 1 would keep all gradients on each device.
     """
-    types = recipe.deepspeed_settings().get("data_types")
+    types = recipe.deepspeed_settings.get("data_types")
     asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else "fp32"
     return recipe.model.dtype == "float32" or (recipe.zero_stage >= 2 and asked in ("fp32", "float32", "float"))
 
 
 def deepspeed_config(recipe: Recipe, one_disk: bool = True) -> dict[str, Any]:
     """The recipe's DeepSpeed settings, with what follows from the recipe filled in."""
-    settings = json.loads(json.dumps(recipe.deepspeed_settings()))
+    settings = json.loads(json.dumps(recipe.deepspeed_settings))
     zero = settings.setdefault("zero_optimization", {"stage": 0})
     for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
         settings.setdefault(name, "auto")
-    settings.setdefault("bf16", {"enabled": "auto"})
+    settings.setdefault("bf16", {}).setdefault("enabled", "auto")
     if accumulates_in_float32(recipe):
         settings.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     if zero.get("stage", 0) == 3:

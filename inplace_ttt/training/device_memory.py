@@ -73,7 +73,7 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
 
     evaluation: bytes of one batch of held-out rows beside the weights; 0 where nothing is held out.
     """
-    settings: Mapping[str, Any] = recipe.deepspeed_settings().get("zero_optimization", {})
+    settings: Mapping[str, Any] = recipe.deepspeed_settings.get("zero_optimization", {})
     stage, ranks = recipe.zero_stage, recipe.parallel.world
     size = 4 if recipe.model.dtype == "float32" else 2
     own_gradients = (4 if accumulates_in_float32(recipe) else size) * model.trained // (ranks if stage >= 2 else 1)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from ..config import InPlaceTTTConfig
 from ..surgery import config_of, fast_weights
+from .deepspeed_settings import without_effect
 from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory, saved_by_quantisation
 from .flops import attention_flops, fast_weight_flops, fast_weight_sizes
 from .meta_step import StepCost, evaluation_cost, step_cost
@@ -154,7 +155,7 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
         value = getattr(o, name)
         if value and value >= recipe.steps:
             found.append(f"The warm-up optimisation.{name} of {value} steps is no shorter than the run of {recipe.steps}; lower it.")
-    return [*found, *sharing_problems(recipe, chunk, text)]
+    return [*found, *without_effect(recipe.deepspeed_settings), *sharing_problems(recipe, chunk, text)]
 
 
 def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, available: int | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ..files.paths import name_problem, require_regular
 from ..files.schema import WrongSetting, at_least, at_most, require
 from ..files.settings import read_settings
 from .data_settings import MOST, Data
+from .deepspeed_settings import check_deepspeed
 
 _MOST_LAYERS = 4096
 _LAYERS = re.compile(r"(^|_)layers?$")
@@ -259,13 +261,15 @@ class Recipe:
             )
         held_out = self.data.validation or self.data.validation_documents
         require(not self.monitor.compare_every or bool(held_out), "monitor", "compare_every needs held-out documents; set data.validation")
-        checkpoint = self.deepspeed_settings().get("checkpoint")
+        checkpoint = self.deepspeed_settings.get("checkpoint")
         universal = isinstance(checkpoint, dict) and bool(checkpoint.get("load_universal"))
         require(
             not universal or stage in (1, 2),
             "deepspeed",
             "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; go on with the number of processes that the run had",
         )
+        if not isinstance(self.deepspeed, int):
+            check_deepspeed(self)
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
         require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
 
@@ -274,6 +278,7 @@ class Recipe:
         here = Path(name)
         return here if here.is_absolute() or self.path is None else self.path.parent / here
 
+    @functools.cached_property
     def deepspeed_settings(self) -> dict[str, Any]:
         """The DeepSpeed config as written (HF's "auto" values still open)."""
         if isinstance(self.deepspeed, Mapping):
@@ -293,7 +298,7 @@ class Recipe:
 
     @property
     def zero_stage(self) -> int:
-        zero = self.deepspeed_settings().get("zero_optimization", {})
+        zero = self.deepspeed_settings.get("zero_optimization", {})
         stage = zero.get("stage", 0) if isinstance(zero, dict) else None
         if type(stage) is not int or not 0 <= stage <= 3:
             raise WrongSetting("deepspeed", f"zero_optimization must be a table with a stage from 0 to 3, got {shown(zero)}")

@@ -74,7 +74,7 @@ def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
     values = recipe.to_dict()
     values["surgery"] = config_of(model).to_dict()
     values["architecture"] = {key: value for key, value in model.config.to_dict().items() if key not in _PASSING}
-    values["deepspeed"] = recipe.deepspeed_settings()
+    values["deepspeed"] = recipe.deepspeed_settings
     values["parallel"] = {**values["parallel"], "processes x nodes": recipe.parallel.world, "processes": None, "nodes": None}
     facts = dict(_flat(json.loads(json.dumps(values, default=str))))
     if recipe.optimisation.train == "lora" and recipe.model.path is not None:

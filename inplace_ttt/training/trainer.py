@@ -55,7 +55,7 @@ class FastWeightTrainer(Trainer):
             settings = self.recipe.optimisation
             groups = parameter_groups(model or self.model, settings)
             options: dict[str, Any] = {"betas": tuple(settings.betas), "eps": settings.epsilon}
-            offload = self.recipe.deepspeed_settings().get("zero_optimization", {}).get("offload_optimizer")
+            offload = self.recipe.deepspeed_settings.get("zero_optimization", {}).get("offload_optimizer")
             optimizer: torch.optim.Optimizer
             if offload and offload.get("device") == "cpu" and torch.cuda.is_available():
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -154,7 +154,7 @@ class FastWeightTrainer(Trainer):
     @property
     def _divided_by(self) -> int:
         """What DeepSpeed divides the sum of all ranks' gradients by: the ranks of one row count once, except where ZeRO-3 scatters."""
-        zero = self.recipe.deepspeed_settings().get("zero_optimization", {})
+        zero = self.recipe.deepspeed_settings.get("zero_optimization", {})
         scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
         return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel)
 

@@ -26,6 +26,7 @@ from .audit import audit_recipe, write_report
 from .batches import collate
 from .card import write_run_card
 from .data import TrainingData, build_data
+from .deepspeed_settings import without_effect
 from .flops import device_peak, model_flops
 from .guards import FirstStep, GradientTap
 from .meeting import Meeting
@@ -150,7 +151,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
         ulysses_in_evaluation()
     window = recipe.model.window
     reach = attention_reach(shape.config.get_text_config(), None if window is None else window.size)
-    warnings = [*data.report.warnings, *seen_anyway(recipe.data, reach)]
+    warnings = [*data.report.warnings, *seen_anyway(recipe.data, reach), *without_effect(recipe.deepspeed_settings)]
     for warning in warnings if main else ():
         logger.warning(warning)
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
