@@ -8,9 +8,12 @@ changed; and as much is asked of a place that nothing was told of.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from ..errors import InPlaceTTTError
 
 VERBATIM, PARAPHRASED, REVERSED, TWO_HOPS, CHANGED, NEVER_TOLD = KINDS = (
     "verbatim",
@@ -34,6 +37,7 @@ MOST = len(PEOPLE) // 3
 _BEGIN = ("B", "Br", "D", "Dr", "F", "G", "Gr", "H", "K", "Kr", "L", "M", "N", "P", "Pr", "R", "S", "St", "T", "Tr", "V", "W", "Z")
 _VOWEL = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _END = ("b", "ck", "d", "l", "lm", "ld", "m", "n", "nd", "r", "rk", "rt", "s", "sk", "st", "t", "v", "x")
+_SYLLABLES = frozenset(map("".join, itertools.product(_BEGIN, _VOWEL, _END)))
 
 Encode = Callable[[str], list[int]]
 """Token ids of a text that stands within another, without special tokens."""
@@ -114,10 +118,14 @@ def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
 
 
 def names(generator: random.Random) -> Iterator[str]:
-    """Words of two syllables, none of which begins as another does, so that one is known by its beginning."""
+    """Words of two syllables, none of which begins as another does, so that one is known by its beginning.
+
+    Raises InPlaceTTTError where there is no other one.
+    """
     known: set[str] = set()
-    while True:
+    while len(known) < len(_SYLLABLES):
         first = generator.choice(_BEGIN) + generator.choice(_VOWEL) + generator.choice(_END)
         if first not in known:
             known.add(first)
             yield first + generator.choice(_VOWEL) + generator.choice(_END)
+    raise InPlaceTTTError(f"the {len(known):,} invented names are used up; ask for fewer facts.")

@@ -2,8 +2,12 @@
 
 import random
 import re
+from itertools import islice
 
-from inplace_ttt.tasks.facts import PEOPLE, invent
+import pytest
+
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.tasks.facts import PEOPLE, invent, names
 from inplace_ttt.tasks.statements import statements
 
 
@@ -28,3 +32,12 @@ def test_relations_are_none_of_those_that_are_asked_for() -> None:
     assert len(trained) == 25, trained
     assert told == {"The captain of _ is", "The keeper of _ is", "_ was born in", "The number of the vault at _ is"}
     assert not trained & (told | asked)
+
+
+def test_names_run_out_with_a_word() -> None:
+    invented = names(random.Random(0))
+    with pytest.raises(InPlaceTTTError, match="the 3,312 invented names are used up; ask for fewer facts"):
+        for name in islice(invented, 4000):
+            assert name.isalpha()
+    for seed in range(5):
+        assert len(statements(1000, random.Random(seed))) == 1000, "as many as a recipe may ask for"

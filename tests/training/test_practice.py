@@ -142,6 +142,7 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
         ("data.repeat={length: 40, gap: 0}", "takes 80 tokens"),
         ("data.facts={share: 1.5}", "at most 1"),
         ("data.facts={number: 0}", "at least 1"),
+        ("data.facts={number: 3000}", "facts.number: must be at most 1,000"),
         ("data.facts={others: 2}", "from 0 to 1"),
         ("model.window={size: 0}", "at least 1"),
         ("model.window={size: 4, sinks: 4}", "below size"),
