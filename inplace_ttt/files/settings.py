@@ -86,11 +86,15 @@ class _Reader:
             raise self.refuse(keys, f"{shown(node.value)} cannot be read as a value of YAML") from None
         if not isinstance(value, (str, int, float, type(None))):  # a date is text here
             return node.value
-        return _number(value) if node.style is None else value  # what is in quotes is text
+        return _number(value, node.value) if node.style is None else value  # what is in quotes is text
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as text; here it is a number."""
+def _number(value: Any, text: str) -> Any:
+    """YAML 1.1 reads 1e-5 as text, 010 as 8 and 1:30 as 90; here they are a number, 10, and text."""
+    if type(value) in (int, float) and ":" in text:
+        return text
+    if type(value) is int and text.lstrip("+-").replace("_", "").isdecimal():
+        return int(text)
     if isinstance(value, str) and value[:1] in "+-.0123456789":
         try:
             return float(value)
