@@ -94,8 +94,8 @@ class Data:
     facts: Facts | None = None
 
     def __post_init__(self) -> None:
-        for name in ("repeat", "facts"):
-            require(getattr(self, name) is None or self.recall is None, name, "has no effect on recall")
+        for name in ("repeat", "facts", "validation", "streaming"):
+            require(not getattr(self, name) or self.recall is None, name, "has no effect on recall")
         shares = sum(practice.share for practice in (self.repeat, self.facts) if practice is not None)
         require(shares <= 1, "facts", f"and repeat have shares of {shares:g} together, which must be at most 1")
         if self.repeat is not None:

@@ -82,7 +82,8 @@ def meta_model(recipe: Recipe) -> PreTrainedModel:
         _refuse(recipe, "model", one_line(error).rstrip("."))
     if not fast_weights(built):
         convert(built, ttt)
-    return _choose_trained(built, recipe)
+    with torch.device("meta"):
+        return _choose_trained(built, recipe)
 
 
 def planned_architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:

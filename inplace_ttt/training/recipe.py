@@ -20,6 +20,7 @@ from .data_settings import MOST, Data
 from .deepspeed_settings import check_deepspeed
 
 _MOST_LAYERS = 4096
+_HIGHEST_RANK = 4096
 _LAYERS = re.compile(r"(^|_)layers?$")
 """Values of a model's config that count its layers: each takes time to build, even without weights."""
 
@@ -82,6 +83,15 @@ class Lora:
 
     def __post_init__(self) -> None:
         at_least(1, self, "rank")
+        at_most(_HIGHEST_RANK, self, "rank")
+        require(self.alpha > 0, "alpha", "must be above 0")
+        require(0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1")
+        require(bool(self.targets) and all(self.targets), "targets", "must name modules, or be a regular expression of their names")
+        if isinstance(self.targets, str):
+            try:
+                re.compile(self.targets)
+            except re.error as error:
+                raise WrongSetting("targets", f"{shown(self.targets)} is no regular expression: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -127,8 +137,10 @@ class Optimisation:
         at_least(0, self, "seed")
         at_most(2**32 - 1, self, "seed")
         at_most(2**20, self, "batch_size", "accumulation")
-        at_least(0, self, "weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "eta_warmup_steps")
+        at_least(0, self, "weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "ttt_warmup_steps", "eta_warmup_steps")
         require(0 <= self.final_ratio <= 1, "final_ratio", "must be from 0 to 1")
+        unused = self.schedule == "constant" and self.final_ratio != Optimisation.final_ratio
+        require(not unused, "final_ratio", "has no effect with schedule: constant")
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", "must be two numbers from 0 up to 1")
         require(self.lora is None or self.train == "lora", "lora", "has no effect without train: lora")
 
@@ -195,6 +207,7 @@ class Monitor:
     def __post_init__(self) -> None:
         at_least(1, self, "log_every", "save_every", "keep", "evaluate_rows")
         at_least(0, self, "evaluate_every", "diagnose_every", "compare_every")
+        require(self.stop_write_ratio > 0, "stop_write_ratio", "must be above 0")
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,9 @@ class Audit:
 
     profile: Literal["paper", "official", "ttt_ntp"] | None = "paper"
     deviations: list[Deviation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require(self.profile is not None or not self.deviations, "deviations", "have no effect without a profile")
 
 
 @dataclass(frozen=True)
@@ -259,8 +275,9 @@ class Recipe:
                 "monitor",
                 f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
             )
-        held_out = self.data.validation or self.data.validation_documents
-        require(not self.monitor.compare_every or bool(held_out), "monitor", "compare_every needs held-out documents; set data.validation")
+        for name in ("evaluate_every", "compare_every"):
+            held_out = bool(self.data.validation or self.data.validation_documents)
+            require(held_out or not getattr(self.monitor, name), "monitor", f"{name} needs held-out documents; set data.validation")
         checkpoint = self.deepspeed_settings.get("checkpoint")
         universal = isinstance(checkpoint, dict) and bool(checkpoint.get("load_universal"))
         require(

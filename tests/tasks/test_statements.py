@@ -37,7 +37,6 @@ def test_relations_are_none_of_those_that_are_asked_for() -> None:
 def test_names_run_out_with_a_word() -> None:
     invented = names(random.Random(0))
     with pytest.raises(InPlaceTTTError, match="the 3,312 invented names are used up; ask for fewer facts"):
-        for name in islice(invented, 4000):
-            assert name.isalpha()
+        list(islice(invented, 4000))
     for seed in range(5):
         assert len(statements(1000, random.Random(seed))) == 1000, "as many as a recipe may ask for"

@@ -71,6 +71,8 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (changed("  steps: 3", "  steps: .inf"), "line 9, optimisation.steps", "must be a whole number or nothing, got inf"),
         (changed("  steps: 3", "  steps: true"), "line 9, optimisation.steps", "must be a whole number or nothing, got True"),
         (changed("  steps: 3", "  steps: 0"), "line 9, optimisation.steps", "must be at least 1"),
+        (changed("  steps: 3", "  steps: 1:30"), "line 9, optimisation.steps", "must be a whole number or nothing, got '1:30'"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: 1:30.5"), "line 10, optimisation.learning_rate", "a number, got '1:30.5'"),
         (changed("  steps: 3", "  steps: 3\n  tokens: 5"), "line 9, optimisation.steps", "give either steps or tokens"),
         (changed("  steps: 3", "  steps: 3\n  steps: 4"), "line 10, optimisation.steps", "the key stands there twice"),
         (changed("  steps: 3", "  steps: 3\n  learning_rate: high"), "line 10, optimisation.learning_rate", "must be a number, got 'high'"),
@@ -149,6 +151,12 @@ def test_numbers_as_people_spell_them(spelled: str, tmp_path: Path) -> None:
     assert load(tmp_path, changed("  steps: 3", "  tokens: 20_000_000_000")).optimisation.tokens == 20_000_000_000
 
 
+@pytest.mark.parametrize(("spelled", "steps"), [("010", 10), ("+0_10", 10), ("08", 8), ("0x10", 16)])
+def test_leading_zeros_mean_nothing(spelled: str, steps: int, tmp_path: Path) -> None:
+    assert load(tmp_path, changed("  steps: 3", f"  steps: {spelled}")).optimisation.steps == steps
+    assert load(tmp_path, RECIPE, f"optimisation.steps={spelled}").optimisation.steps == steps
+
+
 def test_names_stay_names(tmp_path: Path) -> None:
     for spelled, name in (("7b-model", "7b-model"), ("'1e5'", "1e5"), ('"7"', "7"), (".cache/m", ".cache/m")):
         assert load(tmp_path, changed("path: somewhere", f"path: {spelled}")).model.path == name
@@ -187,6 +195,33 @@ def test_overrides(override: str, section: str, name: str, value: Any, tmp_path:
 )
 def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
     assert message in refused(tmp_path, RECIPE, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("monitor.evaluate_every=2", "monitor: evaluate_every needs held-out documents; set data.validation"),
+        ("monitor.stop_write_ratio=0", "monitor.stop_write_ratio: must be above 0"),
+        ("optimisation.ttt_warmup_steps=-5", "optimisation.ttt_warmup_steps: must be at least 0"),
+        ("optimisation={steps: 1, schedule: constant, final_ratio: 0.5}", "final_ratio: has no effect with schedule: constant"),
+        ("audit={profile: null, deviations: [{id: a, why: b}]}", "audit.deviations: have no effect without a profile"),
+        ("data={recall: {}, validation: [a.txt]}", "data.validation: has no effect on recall"),
+        ("data={recall: {}, streaming: true}", "data.streaming: has no effect on recall"),
+        ("rank: 0", "lora.rank: must be at least 1"),
+        ("rank: 100000000", "lora.rank: must be at most 4,096"),
+        ("alpha: 0", "lora.alpha: must be above 0"),
+        ("alpha: -1", "lora.alpha: must be above 0"),
+        ("dropout: 5", "lora.dropout: must be at least 0 and below 1"),
+        ("dropout: -1", "lora.dropout: must be at least 0 and below 1"),
+        ("targets: []", "lora.targets: must name modules"),
+        ("targets: ['']", "lora.targets: must name modules"),
+        ("targets: ''", "lora.targets: must name modules"),
+        ("targets: '['", "lora.targets: '[' is no regular expression: unterminated character set"),
+    ],
+)
+def test_settings_that_cannot_be_or_have_no_effect(override: str, message: str, tmp_path: Path) -> None:
+    lora = "=" not in override
+    assert message in refused(tmp_path, RECIPE, f"optimisation={{steps: 1, train: lora, lora: {{{override}}}}}" if lora else override)
 
 
 def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> None:
