@@ -5,14 +5,21 @@ import atexit
 import logging
 import os
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from ..errors import InPlaceTTTError
+import torch
+
+from ..errors import InPlaceTTTError, one_line
 from .meeting import OtherFailed
 from .recipe import load_recipe
 from .stopping import end_with_launcher
 from .worker import meet, run
+
+_TRACEBACK = "INPLACE_TTT_TRACEBACK"
+"""Environment variable of the command line: where it is set, an error's traceback is printed above its line."""
 
 
 def main() -> int:
@@ -29,10 +36,11 @@ def main() -> int:
         logging.disable(logging.WARNING)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        recipe = load_recipe(options.recipe, options.set)
-        meeting = meet(recipe)
+        with last_net():
+            recipe = load_recipe(options.recipe, options.set)
+            meeting = meet(recipe)
         speaks = True  # from here on whoever fails first
-        with meeting.failing_together():
+        with meeting.failing_together(), last_net():
             run(recipe, meeting, resume=not options.from_scratch, audit=not options.no_audit)
     except OtherFailed as error:
         return error.exit_code
@@ -41,6 +49,25 @@ def main() -> int:
             print(f"inplace-ttt: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+@contextmanager
+def last_net() -> Iterator[None]:
+    """Within it any error is one sentence, as on the command line: what gets here should have been refused where it was read."""
+    try:
+        yield
+    except InPlaceTTTError:
+        raise
+    except Exception as error:
+        if os.environ.get(_TRACEBACK):
+            traceback.print_exc()
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            raise InPlaceTTTError(
+                f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan says what a run takes."
+            ) from None
+        raise InPlaceTTTError(
+            f"unexpected {type(error).__name__}: {one_line(error)}; set {_TRACEBACK}=1 to see where, and please report it."
+        ) from None
 
 
 def end(code: int) -> NoReturn:

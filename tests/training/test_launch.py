@@ -10,14 +10,17 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
 from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.training import __main__ as process
 from inplace_ttt.training import launch
+from inplace_ttt.training.meeting import Meeting
 from inplace_ttt.training.run_state import last_checkpoint
 from inplace_ttt.training.stopping import LAUNCHER, end_with_launcher
 
 from .forked import Forked
-from .recipes import tiny_recipe
+from .recipes import tiny_recipe, write_recipe
 from .runs import checkpoint, documents, finish, logged, recipe_file, start
 
 
@@ -109,3 +112,22 @@ def test_several_nodes_are_those_of_the_hostfile(tmp_path: Path) -> None:
         "tiny.yaml",
     ]
     assert line[-9:] == wanted
+
+
+@pytest.mark.parametrize("where", ["load_recipe", "run"])
+def test_what_nobody_foresaw_is_one_line(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("nobody")
+
+    def met(_: Any) -> Meeting:
+        return Meeting(HashStore(), 0, 1)
+
+    monkeypatch.setattr(process, "meet", met)
+    monkeypatch.setattr(process, where, fails)
+    monkeypatch.setattr(process, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["training", str(write_recipe(tmp_path))])
+    assert process.main() == 2
+    line = "inplace-ttt: error: unexpected KeyError: KeyError: 'nobody'; set INPLACE_TTT_TRACEBACK=1 to see where, and please report it."
+    assert capsys.readouterr().err.splitlines() == [line]
