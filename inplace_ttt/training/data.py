@@ -239,12 +239,13 @@ def _rows(job: _Job, documents: Dataset, order: np.ndarray, lengths: np.ndarray,
 
 
 def _pack_rows(plan: Mapping[str, list[int]], documents: Dataset, length: int, pad_token: int, align: int) -> dict[str, np.ndarray]:
-    """Rows [batch, length], each of documents first:stop, from token `start` of the first on."""
+    """Rows [batch, length], one after another, each of documents first:stop, from token `start` of the first on."""
     import numpy as np
 
-    rows = []
+    rows, before = [], plan["first"][0]
+    held = documents[before : plan["stop"][-1]][TOKENS]  # once each: a book may go through all of the rows
     for first, start, stop in zip(plan["first"], plan["start"], plan["stop"], strict=True):
-        head, *others = documents[first:stop][TOKENS]
+        head, *others = held[first - before : stop - before]
         rows.append(next(pack([head[start:], *others], length, pad_token, align)))
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 

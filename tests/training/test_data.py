@@ -36,6 +36,21 @@ def test_rows_are_lists_of_the_right_length(build: Any, folder: Path) -> None:
             assert {(type(value), type(value[0]), len(value)) for value in row.values()} == {(list, int, LENGTH)}
 
 
+def test_a_document_of_many_rows_is_read_once(build: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each batch of rows, not for each row."""
+    taken: list[tuple[int, int]] = []
+    read = Dataset.__getitem__
+
+    def noted(self: Dataset, key: Any) -> Any:
+        if isinstance(key, slice) and self.column_names == ["input_ids"]:
+            taken.append((key.start, key.stop))
+        return read(self, key)
+
+    monkeypatch.setattr(Dataset, "__getitem__", noted)
+    rows = len(build(folder).train)
+    assert rows > 10 and taken == [(0, len(LENGTHS))]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_usual_collator_makes_a_batch(build: Any, folder: Path, streaming: bool, workers: int) -> None:
