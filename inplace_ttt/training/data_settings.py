@@ -70,7 +70,8 @@ class Data:
     train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
     weights: of the tokens, what share each entry of `train` is to have; without, every document is read once a pass.
     validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
-    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text.
+    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text; without, "text", or
+    the tokens in "input_ids" where it has them.
     repeat, facts: rows with a passage that comes again, or with facts that are told and said again, beyond the attention window, which
     teach the fast weight to recall; training rows only.
     sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
@@ -81,7 +82,7 @@ class Data:
     validation: list[str] = field(default_factory=list)
     validation_documents: int = 0
     format: Literal["auto", "text", "json", "parquet", "arrow", "hub"] = "auto"
-    text_field: str = "text"
+    text_field: str | None = None
     split: str = "train"
     sequence_length: int = 32768
     streaming: bool = False

@@ -59,6 +59,9 @@ _BY_TOKENS = ("data.train", "data.format", "data.text_field", "data.split", "dat
 _PASSING = ("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache", "auto_map", "inplace_ttt", "layer_types")
 """Of a model's config: where it was read, how, and what `surgery` says already. (A converted model's layer types are a note.)"""
 
+_FORMER_DEFAULTS = {"data.text_field": "text"}
+"""Of settings that are none now where they are not given, with the same meaning."""
+
 DOCUMENTS = "data.train.sha256"
 """The key of what the documents are known by."""
 
@@ -117,6 +120,8 @@ def refuse_other_results(old: Mapping[str, Any], recipe: Recipe, where: str) -> 
 def _differing(old: Facts, new: Facts, passed_over: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for key in sorted(old.keys() | new.keys()):
         before, now = old.get(key), new.get(key)
+        if now is None and before == _FORMER_DEFAULTS.get(key):
+            continue
         if before != now and not _matches(key, passed_over):
             yield {"setting": key, "from": before, "to": now}
 

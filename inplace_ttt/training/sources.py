@@ -6,6 +6,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     Records: TypeAlias = Dataset | IterableDataset
 
-TOKENS = "input_ids"
+TOKENS, _TEXT = "input_ids", "text"
 KINDS = {
     "txt": "text",
     "text": "text",
@@ -110,7 +111,7 @@ def _common_kind(name: str, files: list[Path], format: str, key: str) -> str:
 
 
 def open_source(source: Source, data: Data, streaming: bool) -> tuple[Records, str]:
-    """Its records with one column, and that column: "input_ids" where they hold tokens already, else the text field."""
+    """Its records with one column, and that column: the text field that is given, else "input_ids" where they hold tokens, else "text"."""
     try:
         records = _open(source, data, streaming)
         columns = records.column_names
@@ -118,13 +119,14 @@ def open_source(source: Source, data: Data, streaming: bool) -> tuple[Records, s
             columns = list(next(iter(records), {}))
     except Exception as error:
         raise read_error([source], data, error) from None
-    column = next((column for column in (TOKENS, data.text_field) if column in columns), None)
+    wanted = (TOKENS, _TEXT) if data.text_field is None else (data.text_field,)
+    column = next((column for column in wanted if column in columns), None)
     if column is not None:
         return records.select_columns([column]), column
     if not columns:
         raise InPlaceTTTError(f"{source.name} holds no records; name files that hold documents.")
     raise InPlaceTTTError(
-        f"the records of {source.name} have no field {data.text_field!r} (they have {', '.join(map(repr, columns))}); set data.text_field."
+        f"the records of {source.name} have no field {wanted[-1]!r} (they have {', '.join(map(repr, columns))}); set data.text_field."
     )
 
 
@@ -158,7 +160,12 @@ def read_error(sources: Sequence[Source], data: Data, error: BaseException) -> I
             f"{sources[0].name} is no file or folder here, and no dataset that can be read from the hub ({_first_line(error)}); "
             "correct the path, or the name (owner/name:config@split)."
         )
-    where, error = _culprit(sources, data) or (", ".join(source.name for source in sources), root_cause(error))
+    culprit = _culprit(sources, data)
+    if culprit is None and (differing := _differing_field(sources, data)) is not None:
+        return InPlaceTTTError(f"{differing}; make them alike, or leave that field out of the files.")
+    where, error = culprit or (", ".join(source.name for source in sources), root_cause(error))
+    if isinstance(error, StopIteration):
+        return InPlaceTTTError(f"{where} holds no records; leave it out.")
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
         return InPlaceTTTError(f"{where} is not UTF-8 text ({_first_line(error)}); convert it, or leave it out.")
     return InPlaceTTTError(f"{where} cannot be read: {_first_line(error)}; mend it, or leave it out.")
@@ -173,6 +180,19 @@ def _culprit(sources: Sequence[Source], data: Data) -> tuple[str, BaseException]
                     pass
             except Exception as error:
                 return str(file), root_cause(error)
+    return None
+
+
+def _differing_field(sources: Sequence[Source], data: Data) -> str | None:
+    """Of files that can be read on their own and not together: two whose first records have other types in a field, and which."""
+    for source in sources:
+        seen: dict[str, tuple[str, Path]] = {}
+        for file in source.files if source.kind not in ("saved", "hub") else ():
+            with suppress(Exception):
+                for column, value in next(iter(_open_files(source.kind, [file], data, streaming=True)), {}).items():
+                    kind, first = seen.setdefault(column, (type(value).__name__, file))
+                    if value is not None and kind not in ("NoneType", type(value).__name__):
+                        return f"the field {column!r} is {kind} in {first} and {type(value).__name__} in {file}"
     return None
 
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, shown
 from .sources import TOKENS
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, so
 
 def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator[Sequence[int]]:
     for tokens in documents:
-        if tokens and not (isinstance(tokens[0], int) and min(tokens) >= 0 and max(tokens) < vocabulary):
+        if not isinstance(tokens, Sequence | None) or not set(map(type, tokens or ())) <= {int}:
+            raise InPlaceTTTError(f"the input_ids of {source} are no lists of whole numbers: {shown(tokens)}; tokenise the documents anew.")
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
             raise InPlaceTTTError(
                 f"the input_ids of {source} are not those of this tokenizer (ids 0 to {vocabulary - 1}): {min(tokens)} to {max(tokens)}; "
                 "tokenise the documents with it."

@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training.data import build_data
 from inplace_ttt.training.data_settings import Data
+from inplace_ttt.training.recipe_changes import refuse_other_results
 from inplace_ttt.training.streams import RowStream
 
 from .corpus import CHUNK, EOS, LENGTH, LENGTHS, PAD, documents, recipe, texts, tokens
+from .recipes import tiny_recipe
 
 
 def write(path: Path, kind: str) -> Path:
@@ -56,6 +58,25 @@ def test_every_format_gives_the_same_rows(build: Any, folder: Path, tmp_path: Pa
     assert isinstance(found.train, RowStream if streaming else Dataset)
     assert list(found.train) == list(build(folder).train)
     assert documents(found.train) == [tokens(text) for text in texts()]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_field_that_is_given_is_read(build: Any, tmp_path: Path, streaming: bool) -> None:
+    """Else tokens are, where a record has both."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": texts()[0], "input_ids": tokens(texts()[3])}) + "\n")
+    for settings, expected in (({"text_field": "text"}, texts()[0]), ({}, texts()[3])):
+        assert documents(build(tmp_path / "a.jsonl", streaming=streaming, **settings).train) == [tokens(expected)]
+
+
+def test_a_run_from_before_text_field_could_be_left_out_goes_on(tmp_path: Path) -> None:
+    now = tiny_recipe(tmp_path)
+    before = now.to_dict()
+    before["data"]["text_field"] = "text"
+    refuse_other_results(before, now, "out")
+    given = tiny_recipe(tmp_path, "data.text_field=text")
+    refuse_other_results(given.to_dict(), given, "out")
+    with pytest.raises(InPlaceTTTError, match=r"data\.text_field 'body'"):
+        refuse_other_results(tiny_recipe(tmp_path, "data.text_field=body").to_dict(), now, "out")
 
 
 def test_folders_and_patterns_come_in_the_order_of_their_names(build: Any, folder: Path) -> None:
@@ -128,6 +149,11 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
     (path / "body.jsonl").write_text('{"body": "w1"}\n')
     (path / "numbers.jsonl").write_text('{"text": 3}\n')
     (path / "tokens.jsonl").write_text('{"input_ids": [1, 999999]}\n')
+    for name, ids in {"null": "[5, null, 7]", "number": "5", "booleans": "[true, false]", "nested": "[[1, 2]]"}.items():
+        (path / f"{name}.jsonl").write_text(f'{{"input_ids": {ids}}}\n')
+    (path / "unlike").mkdir()
+    (path / "unlike" / "a.jsonl").write_text('{"text": "w1", "id": 3}\n')
+    (path / "unlike" / "b.jsonl").write_text('{"text": "w1", "id": "x"}\n')
     (path / "notparquet.parquet").write_text("hello")
     (path / "mixed").mkdir()
     (path / "mixed" / "a.txt").write_text("w1")
@@ -142,11 +168,17 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "empty folder": (path / "empty", {}, r"holds no documents \(0 files"),
         "no such format": (path / "mixed", {"format": "parquet"}, r"holds no documents \(2 files, none ending in parquet\)"),
         "empty file": (path / "empty.txt", {}, r"no document to train on .*\(1 empty"),
-        "empty records": (path / "empty.jsonl", {}, r"empty\.jsonl"),
+        "empty records": (path / "empty.jsonl", {}, r"empty\.jsonl holds no records; leave it out"),
         "broken": (path / "broken.jsonl", {}, r"broken\.jsonl cannot be read"),
         "field": (path / "body.jsonl", {}, r"no field 'text' \(they have 'body'\); set data\.text_field"),
         "no text": (path / "numbers.jsonl", {}, r"holds int, not text"),
         "foreign tokens": (path / "tokens.jsonl", {}, r"not those of this tokenizer .*1 to 999999"),
+        "null": (path / "null.jsonl", {}, r"null\.jsonl are no lists of whole numbers: \[5, None, 7\]"),
+        "number": (path / "number.jsonl", {}, r"number\.jsonl are no lists of whole numbers: 5"),
+        "booleans": (path / "booleans.jsonl", {}, r"are no lists of whole numbers: \[True, False\]"),
+        "nested": (path / "nested.jsonl", {}, r"are no lists of whole numbers: \[\[1, 2\]\]"),
+        "unlike": (path / "unlike", {}, r"the field 'id' is int in .*/a\.jsonl and str in .*/b\.jsonl; make them alike"),
+        "text beside tokens": (path / "tokens.jsonl", {"text_field": "text"}, r"no field 'text' \(they have 'input_ids'\)"),
         "no parquet": (path / "notparquet.parquet", {}, r"notparquet\.parquet cannot be read"),
         "mixed": (path / "mixed", {}, r"several formats \(1 text, 1 json\); set data\.format"),
         "hub": ("nobody/nothing-here", {}, r"nobody/nothing-here is no file or folder here, and no dataset .* hub"),
@@ -172,6 +204,12 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "field",
         "no text",
         "foreign tokens",
+        "null",
+        "number",
+        "booleans",
+        "nested",
+        "unlike",
+        "text beside tokens",
         "no parquet",
         "mixed",
         "hub",
