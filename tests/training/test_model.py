@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from models import distance, logits, random_ids, turn_writer_on
@@ -280,3 +281,12 @@ def under_zero3(*recipes: Recipe) -> list[dict[str, Any]]:
     code, log = Forked(functools.partial(zero3_worker.main, [str(recipe.path) for recipe in recipes]), [environment]).wait()
     assert code == 0, log[-3000:]
     return json.loads(log.split("RESULT ")[1].splitlines()[0])
+
+
+def test_a_plan_makes_no_weights_of_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for a moment: PEFT makes them where tensors are made, and moves them to the base's device."""
+    made_on = []
+    wrap = peft.get_peft_model
+    monkeypatch.setattr(peft, "get_peft_model", lambda *args, **kwargs: made_on.append(torch.get_default_device()) or wrap(*args, **kwargs))
+    model = meta_model(tiny_recipe(tmp_path, optimisation=LORA))
+    assert made_on == [torch.device("meta")] and all(parameter.is_meta for parameter in model.parameters())
