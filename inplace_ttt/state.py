@@ -181,7 +181,8 @@ class FastWeightState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the session to one safetensors file, with the model's fingerprint and a checksum; replaces the file in one step."""
-        self._refuse_unknown()
+        if self.tokens is not None:  # a session without them keeps what a cache has read by hand
+            self._refuse_unknown()
         tensors: dict[str, Tensor] = {}
         attention: dict[int, dict[str, int | None]] = {}
         for index, layer in enumerate(self.cache.layers):
