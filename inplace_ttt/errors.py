@@ -21,6 +21,9 @@ class NotSoError(InPlaceTTTError):
     exit_code = 1
 
 
+TRACEBACK = "INPLACE_TTT_TRACEBACK"
+"""Environment variable: where it is set, an error's traceback is printed above its line."""
+
 _LONGEST = 400
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -21,6 +21,7 @@ from ..errors import InPlaceTTTError
 from ..families import locate
 from ..language_head import head_logits, tokens_at_once
 from ..surgery import fast_weights, ttt_disabled
+from ..tasks import IGNORED
 from .activations import probing, seeing
 
 RIDGE = 0.1
@@ -51,7 +52,7 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
 def _loss_gradient(model: Any, read: Any, row: Tensor) -> Tensor:
     """Gradient [1, T, d] of the summed loss of a row [1, T] at the base model's output, for a few hundred tokens at a time."""
     size, parts = tokens_at_once(model, len(row)), list[Tensor]()
-    wanted = torch.nn.functional.pad(row[:, 1:], (0, 1), value=-100)  # nothing comes after the last token; `cross_entropy` leaves it out
+    wanted = torch.nn.functional.pad(row[:, 1:], (0, 1), value=IGNORED)  # nothing comes after the last token; `cross_entropy` leaves it out
     for hidden, ids, targets in zip(*(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), row, wanted)), strict=True):
         logits = head_logits(model, read, hidden.requires_grad_(), ids)
         loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")

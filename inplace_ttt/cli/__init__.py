@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import __version__
-from ..errors import InPlaceTTTError, one_line
+from ..errors import TRACEBACK, InPlaceTTTError, one_line
 from ..files.json_files import json_text
 from . import messages
 
@@ -36,10 +36,6 @@ VERBS = {
     "import-official": "read a checkpoint of the public reference code",
     "bench": "time the op against the plain linear and the public formulation",
 }
-
-
-TRACEBACK = "INPLACE_TTT_TRACEBACK"
-"""Environment variable: where it is set, an error's traceback is printed above its line."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,7 +6,6 @@ import argparse
 import re
 from typing import Any
 
-from ..checkpoint.adapter import is_adapter, located, read_adapter
 from ..errors import InPlaceTTTError, shown
 from ..training.plan import make_plan
 from ..training.recipe import load_recipe
@@ -28,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     memory = None if args.device_memory is None else _bytes(args.device_memory)
-    recipe = load_recipe(args.recipe, args.set)
-    if (model := recipe.model.path) is not None and is_adapter(model):
-        remedy = f"put both together by `inplace-ttt export {model} OUT --format full --base B`, and give OUT as model.path"
-        located(model, read_adapter(model)[1]["name_or_path"], remedy)
-    return make_plan(recipe, memory).to_dict(), 0
+    return make_plan(load_recipe(args.recipe, args.set), memory).to_dict(), 0
 
 
 def render(result: dict[str, Any]) -> str:

@@ -16,12 +16,11 @@ from ..layer.quantised import is_encoded
 from ..layer.zero3 import is_partitioned
 from ..layout import document_starts
 from ..surgery import fast_weights
+from ..tasks import IGNORED
 
 GENERATOR = ("conv", "proj")
 Key = tuple[int | None, str]
 """A parameter: TTT layer and "conv", "proj" or "weight"; or None and "embeddings"."""
-
-_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class DiagnosedModel:
     @property
     def next_tokens(self) -> Tensor:
         """What each position predicts, int64 [B, T]; -100 where nothing."""
-        return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=_IGNORED)
+        return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED)
 
     def without(self, *names: str) -> DiagnosedModel:
         """The same with inputs left out."""
@@ -103,8 +102,8 @@ def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None)
     """The labels of plain text: the ids, without pads and without each document's first token, which nothing of its own predicts."""
     labels = ids.clone()
     if mask is not None:
-        labels[mask == 0] = _IGNORED
-        labels[:, 1:][mask[:, :-1] == 0] = _IGNORED
+        labels[mask == 0] = IGNORED
+        labels[:, 1:][mask[:, :-1] == 0] = IGNORED
     elif positions is not None:
-        labels[:, 1:][document_starts(positions.expand(len(ids), -1))[:, 1:]] = _IGNORED
+        labels[:, 1:][document_starts(positions.expand(len(ids), -1))[:, 1:]] = IGNORED
     return labels

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..layer.overrides import with_config
 from ..layout import ChunkLayout
 from ..surgery import initial_std
+from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel
 from .findings import Finding, named, times
 from .gradients import Gradients, Rates, gradients
@@ -223,7 +224,7 @@ CAUSES: tuple[Cause, ...] = (
         _no_label_reads,
         lambda s: (DiagnosedModel.of(s.module, s.inputs), contextlib.nullcontext()),
         lambda s, g, layers: (
-            f"all {int((s.next_tokens != -100).sum())} tokens that are predicted stand in first chunks, which read no write"
+            f"all {int((s.next_tokens != IGNORED).sum())} tokens that are predicted stand in first chunks, which read no write"
         ),
     ),
     Cause(

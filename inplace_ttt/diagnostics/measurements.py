@@ -14,6 +14,7 @@ from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layout import ChunkLayout
 from ..surgery import causal_lm, config_of
+from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel, Key
 from .first_step import FirstStep, loss_slope, try_first_step
 from .gradients import Gradients, Rates, first_step, gradients
@@ -107,7 +108,7 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
         states=_states(model, baseline.layout),
         sweeps=tuple(sweeps),
         chance=math.log(causal_lm(model.module).config.get_text_config().vocab_size),
-        loss_off=float(off.losses[model.next_tokens != -100].mean()),
+        loss_off=float(off.losses[model.next_tokens != IGNORED].mean()),
     )
 
 

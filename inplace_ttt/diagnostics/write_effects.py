@@ -13,6 +13,7 @@ from torch import Tensor
 from ..layout import ChunkLayout
 from ..reports.statistics import Mean
 from ..surgery import ttt_disabled
+from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel
 from .overrides import with_eta
 
@@ -64,7 +65,7 @@ class Scored:
                 mask[row, start + layout.chunk_size : stop - 1] = True  # the last token predicts another document's first
         ids = layout.chunk_ids(labels.device).long()
         rows = torch.arange(len(ids), device=labels.device)[:, None] * (int(ids.max()) + 1)
-        return cls(mask & (labels != -100), ids + rows)
+        return cls(mask & (labels != IGNORED), ids + rows)
 
     def change(self, on: Reading, off: Reading) -> Change:
         """Mean of on − off, its error from the means of the chunks."""

@@ -17,11 +17,10 @@ from ..layer.overrides import overriding
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype, write_factor
 from ..surgery import fast_weights
+from ..tasks import IGNORED
 from .keys import participation
 from .precision import UpdateLost, rounding_of_output, running_sums
 
-IGNORED = -100
-"""A label that is none."""
 Observer = Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext], None]
 
 

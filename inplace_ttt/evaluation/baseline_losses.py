@@ -66,18 +66,18 @@ class BaselineLosses:
 
     def _key(self, model: PreTrainedModel, rows: Tensor, attention: dict[str, Any]) -> str:
         if model not in self._keys:
-            self._keys[model] = digest_without_writes(model)
+            by = [model.config._attn_implementation, model.device.type, torch.__version__, transformers.__version__, __version__]
+            self._keys[model] = f"{digest_without_writes(model)} {by}"
         how = [self._keys[model], list(rows.shape), sorted(attention.items())]
         return hashlib.sha256(json.dumps(how).encode() + rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
 
 
 def digest_without_writes(model: PreTrainedModel) -> str:
-    """sha256 of all that the model computes with when it does not write, to the bit."""
+    """sha256 of the config and weights that the model computes with when it does not write, to the bit."""
     generators = [layer.ttt for layer in fast_weights(model).values()]
     ttt = {id(tensor) for generator in generators for tensor in chain(generator.parameters(), generator.buffers())}
     config = {key: value for key, value in of_the_base(model.config.to_dict()).items() if key not in _SAYS_NOTHING}
-    how = [model.config._attn_implementation, str(model.device.type), torch.__version__, transformers.__version__, __version__]
-    digest = hashlib.sha256(json.dumps([config, how], sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for tensor in chain(model.parameters(), model.buffers()):
         if id(tensor) not in ttt:
             digest.update(str(tensor.dtype).encode())

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from ..errors import InPlaceTTTError
+from . import IGNORED
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
-
-IGNORED = -100
 
 
 def recall_data(rows: int, pairs: int, vocabulary: int, length: int, seed: int, held_out: bool = False) -> Dataset:

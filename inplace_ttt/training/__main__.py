@@ -12,14 +12,11 @@ from typing import NoReturn
 
 import torch
 
-from ..errors import InPlaceTTTError, one_line
+from ..errors import TRACEBACK, InPlaceTTTError, one_line
 from .meeting import OtherFailed
 from .recipe import load_recipe
 from .stopping import end_with_launcher
 from .worker import meet, run
-
-_TRACEBACK = "INPLACE_TTT_TRACEBACK"
-"""Environment variable of the command line: where it is set, an error's traceback is printed above its line."""
 
 
 def main() -> int:
@@ -59,14 +56,14 @@ def last_net() -> Iterator[None]:
     except InPlaceTTTError:
         raise
     except Exception as error:
-        if os.environ.get(_TRACEBACK):
+        if os.environ.get(TRACEBACK):
             traceback.print_exc()
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise InPlaceTTTError(
                 f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan says what a run takes."
             ) from None
         raise InPlaceTTTError(
-            f"unexpected {type(error).__name__}: {one_line(error)}; set {_TRACEBACK}=1 to see where, and please report it."
+            f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please report it."
         ) from None
 
 

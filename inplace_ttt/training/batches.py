@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..layout import document_starts
-from .packing import IGNORED
+from ..tasks import IGNORED
 from .recipe import Recipe
 
 

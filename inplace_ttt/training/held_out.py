@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from ..families import locate
 from ..language_head import head_logits, tokens_at_once
 from ..surgery import causal_lm
-from .packing import IGNORED
+from ..tasks import IGNORED
 
 
 @torch.no_grad()

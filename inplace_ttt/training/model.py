@@ -13,7 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..attention_window import set_attention_window
-from ..checkpoint.adapter import is_adapter, read_adapter
+from ..checkpoint.adapter import is_adapter, located, read_adapter
 from ..checkpoint.loading import load, load_base
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, one_line
@@ -101,7 +101,8 @@ def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrain
         values = dict(model.config or {})
     elif is_adapter(path):
         adapter, base, _ = read_adapter(path)
-        values = _read_config(recipe, base["name_or_path"], configs)
+        remedy = f"put both together by `inplace-ttt export {path} OUT --format full --base B`, and give OUT as model.path"
+        values = _read_config(recipe, located(path, base["name_or_path"], remedy), configs)
     else:
         values = _read_config(recipe, path, configs)
     converted = adapter is not None or values.get("model_type") == MODEL_TYPE

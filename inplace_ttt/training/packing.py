@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..tasks import IGNORED
+
 if TYPE_CHECKING:
     import numpy as np
-
-IGNORED = -100
 
 
 class Piece(NamedTuple):

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import InPlaceTTTError
+from ..tasks import IGNORED
 from ..tasks.facts import Encode, apart
 from ..tasks.statements import Statement, statements
 from .data_settings import Facts
-from .packing import IGNORED
 from .streams import Row
 
 

@@ -27,6 +27,7 @@ from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import put_in_place
 from ..layer.sequence_parallel import ulysses_group
 from ..surgery import share_sequence, ttt_disabled
+from ..tasks import IGNORED
 from .batches import held_out_batches, needs_document_lengths, where_learnt, with_document_lengths
 from .guards import SkippedSteps, clip_finite
 from .held_out import held_out_sums
@@ -118,7 +119,7 @@ class FastWeightTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: Any) -> Tensor:
         """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted already."""
         count = sum(
-            (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(-100).sum() for batch in batch_samples
+            (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(IGNORED).sum() for batch in batch_samples
         )
         return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
 

@@ -18,7 +18,7 @@ from inplace_ttt.evaluation.from_scratch.settings import Model, Recall, Scratch,
 from inplace_ttt.evaluation.from_scratch.tasks import TextTask, task_of
 from inplace_ttt.files.settings import read_settings
 from inplace_ttt.memories import MEMORIES
-from inplace_ttt.tasks.recall import IGNORED
+from inplace_ttt.tasks import IGNORED
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "memories"
 RECIPES = sorted(FOLDER.glob("scratch-*.yaml"))

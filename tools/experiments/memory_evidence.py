@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -370,6 +371,7 @@ def with_error(mean: float, error: float) -> str:
     return f"{mean:+.4f} ± {error:.4f}"
 
 
+@functools.cache
 def _digest(folder: Path) -> str:
     total = hashlib.sha256()
     for file in sorted(folder.iterdir()):

@@ -11,7 +11,8 @@ from torch import Tensor
 from ...errors import InPlaceTTTError
 from ...files.paths import require_regular
 from ...files.text import files_in
-from ...tasks.recall import IGNORED, recall_data
+from ...tasks import IGNORED
+from ...tasks.recall import recall_data
 from .settings import Recall, Scratch, Text
 
 Rows = tuple[Tensor, Tensor]

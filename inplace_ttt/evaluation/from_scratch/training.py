@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ...errors import InPlaceTTTError
 from ...reports.statistics import Mean
-from ...tasks.recall import IGNORED
+from ...tasks import IGNORED
 from .model import CausalModel, matching_width
 from .settings import NONE, Scratch, Training
 from .tasks import Task, task_of

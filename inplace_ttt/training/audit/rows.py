@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...audit.outcome import Outcome, judged
+from ...tasks import IGNORED
 from .. import batches
 from ..data import TrainingData
-from ..packing import IGNORED
 from ..recipe import Recipe
 from ..row_order import rows_to_come
 from ..streams import RowStream
