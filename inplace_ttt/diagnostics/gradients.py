@@ -101,13 +101,13 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
     by_chunk = {}
     for index, d_v in zip(targets, found[len(wanted) :], strict=True):
         chunks = layout[0].chunks(document)
-        by_chunk[index] = [0.0 if d_v is None else float(_norm(d_v[row, start:stop])) for start, stop in chunks]
+        by_chunk[index] = [0.0 if d_v is None else float(norm_of(d_v[row, start:stop])) for start, stop in chunks]
     reached = {key: g for key, g in by_parameter.items() if g is not None}
     return Gradients(
         float(loss.detach()),
         layout[0],
-        {key: float(_norm(g)) for key, g in reached.items()},
-        {key: rates.of(key) * float(_norm(g.float() / (g.float().abs() + ADAM_EPSILON))) for key, g in reached.items()},
+        {key: float(norm_of(g)) for key, g in reached.items()},
+        {key: rates.of(key) * float(norm_of(g.float() / (g.float().abs() + ADAM_EPSILON))) for key, g in reached.items()},
         by_chunk,
         tuple(sorted(set(cut))),
         clipped,
@@ -127,5 +127,6 @@ def summed(values: Mapping[Key, float], name: str) -> float | None:
     return sum(squares) ** 0.5 if squares else None
 
 
-def _norm(x: Tensor) -> Tensor:
+def norm_of(x: Tensor) -> Tensor:
+    """‖x‖, in float32 at least."""
     return torch.linalg.vector_norm(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -48,8 +48,8 @@ def key_health(z: Tensor) -> KeyHealth:
 
 def participation(gram: Tensor) -> float:
     """(Σλ)² / Σλ² of a symmetric matrix: how many of its directions carry its weight; 0 for nothing."""
-    square = float(gram.square().sum())
-    return float(gram.trace()) ** 2 / square if square > 0 else 0.0
+    trace = gram.trace()
+    return 1 / float((gram / trace).square().sum()) if trace > 0 else 0.0  # of shares, so that no square is too large or small to hold
 
 
 @contextmanager

@@ -244,7 +244,7 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         said = "" if change is None else f"; its writes change the loss by {change.loss:+.3g} nats a token"
         if writes.state_ratio > EXCEEDS_WEIGHT:
             helps = _helps(m) or (change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance)
-            safe = next((s.safe for s in m.sweeps if s.name == "eta"), None)
+            safe = next((s.safe for s in m.sweeps if s.name == "eta" and s.safe is not None and s.now is not None and s.safe < s.now), None)
             advice = "" if safe is None or helps else f"; up to eta {safe:.2g} the loss is not above that without writes"
             message = f"layer {index}: a document's writes add up to {writes.state_ratio:.3g} of ‖W0‖{said}{advice}"
             numbers = {"state_ratio": writes.state_ratio, "loss_change": change and change.loss, "safe_eta": safe}
