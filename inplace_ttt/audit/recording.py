@@ -98,12 +98,18 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
     for index, layer in fast_weights(lm).items():
         mlp = decoder.layers[index].mlp
         handles.append(mlp.register_forward_pre_hook(functools.partial(keep, f"mlp {index}"), with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(_for_the_layer_alone))
         handles.append(layer.register_forward_hook(functools.partial(note, index)))
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _for_the_layer_alone(down: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """The same input as a tensor of the layer's own: a gradient by it leaves out what else reads it, as LoRA around the layer does."""
+    return (args[0].view_as(args[0]),)
 
 
 def base_output(layer: FastWeight, z: Tensor) -> Tensor:

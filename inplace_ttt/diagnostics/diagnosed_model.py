@@ -17,6 +17,7 @@ from ..layer.zero3 import is_partitioned
 from ..layout import document_starts
 from ..surgery import fast_weights
 from ..tasks import IGNORED
+from .overrides import seeded
 
 GENERATOR = ("conv", "proj")
 Key = tuple[int | None, str]
@@ -55,7 +56,7 @@ class DiagnosedModel:
             labels = _own_next_tokens(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
         diagnosed = cls(model, inputs, labels, layers)
         if not bool((diagnosed.next_tokens != IGNORED).any()):
-            raise InPlaceTTTError("these rows predict no token, so that there is no loss; give longer rows, or labels that are not all -100.")
+            raise InPlaceTTTError("these rows predict no token, so that there is no loss; give longer rows, or labels other than -100.")
         return diagnosed
 
     @property
@@ -82,9 +83,7 @@ class DiagnosedModel:
     def mode(self, training: bool) -> Iterator[None]:
         """Train or eval mode under a fixed seed; modes and generators are put back."""
         before = [(module, module.training) for module in self.module.modules()]
-        devices = sorted({p.device.index for p in self.module.parameters() if p.device.type == "cuda" and p.device.index is not None})
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(0)
+        with seeded(self.module, 0):
             self.module.train(training)
             try:
                 yield

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, calibrate, convert, revert
+from inplace_ttt.attention_window import set_attention_window
 from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
 from inplace_ttt.audit.catalogue import METHOD
 from inplace_ttt.training.audit.catalogue import RECIPE
@@ -130,8 +131,33 @@ def test_it_says_the_same_twice() -> None:
 
 
 def test_a_low_rank_adapter() -> None:
-    adapted = get_peft_model(converted("llama"), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    assert not [r.item.id for r in audit_model(adapted).items if "quantised or wrapped" in r.outcome.found]
+    """Beside the TTT layers too, with dropout, which draws: no gradient of LoRA's is the layer's, and the generator is as before."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3, init_lora_weights=False)
+    adapted, random = get_peft_model(converted("llama"), adapter), torch.random.get_rng_state()
+    report = audit_model(adapted)
+    assert report.undeclared == TINY and torch.equal(torch.random.get_rng_state(), random)
+    assert not [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found]
+
+
+def test_a_kernel_of_one_tap() -> None:
+    report = audit_model(converted("llama", kernel_size=1))
+    assert [id for id in report.undeclared if id not in TINY] == ["conv-size", "conv-lookahead"]
+
+
+def test_behind_an_attention_window() -> None:
+    """Which refuses padded rows."""
+    model = converted("llama")
+    set_attention_window(model, 12, 2)
+    report = audit_model(model)
+    assert report.undeclared == TINY and report["in-batches"].verdict == report["in-training"].verdict == "conforms"
+
+
+def test_a_later_layer_that_reads_nothing() -> None:
+    assert audit_model(converted("llama", eta=(1.0, 0.0)))["every-layer"].outcome.found == "layers 2 differ from layer 0"
+
+
+def test_an_eta_that_float16_cannot_make_up_for() -> None:
+    assert audit_model(converted("llama", eta=1e-5))["precisions"].verdict == "conforms"
 
 
 def test_a_four_bit_base(tmp_path: Path) -> None:

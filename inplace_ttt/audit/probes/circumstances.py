@@ -6,6 +6,7 @@ items name what is wrong with a rule; these decide whether anything is, also whe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ from .twin import twin
 _TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.04, torch.float16: 0.005}
 """By the model's dtype, of what a token reads. Half precision rounds outputs: ten roundings, where sound models show two to seven."""
 _GRADIENT_TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.05, torch.float16: 0.03}
+
+_LEAST_ETA = 1e-3
+"""Targets that make up for a smaller one are beyond float16."""
 
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
@@ -128,7 +132,7 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
     """A small model with these settings in each precision, over many chunks in one call and in pieces."""
     found: dict[torch.dtype, Outcome] = {}
-    with twin(whole.config) as model:
+    with twin(dataclasses.replace(whole.config, eta=max(whole.config.eta_of(0), _LEAST_ETA))) as model:
         for dtype in _TOLERANCE:
             try:
                 with Probed.of(model.to(dtype), whole.seed) as probed:
