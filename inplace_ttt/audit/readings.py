@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..config import DeltaClip, InPlaceTTTConfig
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import CACHE, locate
 from ..layer.fast_linear import FastWeight
@@ -59,11 +59,11 @@ class Probed:
         with small_chunks(lm, chunk, seed), torch.no_grad():
             probed = cls(lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed)
             record = probed.read(probed.ids(1, 4 * chunk))
-            norms = probed._strengthen(record)
+            norms = probed._strengthen(record, relative=declared.clip is not None and declared.clip.relative)
             if declared.clip is None:
                 yield probed
                 return
-            clip = DeltaClip(median(norms), when=declared.clip.when)
+            clip = dataclasses.replace(declared.clip, tau=median(norms))
             with with_config(probed.layers.values(), clip=clip):
                 yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
 
@@ -74,8 +74,8 @@ class Probed:
         with with_config(self.layers.values(), chunk_size=chunk):
             yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training)
 
-    def _strengthen(self, record: Recording) -> list[float]:
-        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that."""
+    def _strengthen(self, record: Recording, relative: bool) -> list[float]:
+        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over ‖W0‖."""
         norms = []
         for index, layer in self.layers.items():
             z, source, _, writes = record.of(index, record.whole()[0])
@@ -84,8 +84,9 @@ class Probed:
             factor = float(_STRENGTH * base.norm() / reads.norm().clamp(min=1e-30))
             if self.config.write_norm is None:
                 layer.ttt.proj.data = layer.ttt.proj.data * factor
+            one = float(rule.tensors["w0"].norm()) if relative else 1.0
             for k, x in zip(rule.keys(z).split(self.chunk), source.split(self.chunk), strict=True):
-                norms.append(factor * float((rule.targets(x).T @ rule.counted(k)).norm()))
+                norms.append(factor * float((rule.targets(x).T @ rule.counted(k)).norm()) / one)
         return norms
 
     def rule(self, index: int, config: InPlaceTTTConfig | None = None) -> DeclaredRule:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..errors import InPlaceTTTError
 from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layer.overrides import overriding
@@ -22,11 +23,16 @@ LOW, VANISHED = 1e-1, 1e-2
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of conv and P, and of everything else."""
+    """Learning rates of conv and P, and of everything else. Raises InPlaceTTTError for what is no rate."""
 
     conv: float
     proj: float
     rest: float
+
+    def __post_init__(self) -> None:
+        for rate in (self.conv, self.proj, self.rest):
+            if not 0 <= rate < float("inf"):
+                raise InPlaceTTTError(f"a learning rate to diagnose with must be a number of at least 0, got {rate!r}.")
 
     def of(self, key: Key) -> float:
         return {"conv": self.conv, "proj": self.proj, "gate": self.proj}.get(key[1], self.rest)

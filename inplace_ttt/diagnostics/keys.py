@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..families import locate
 from ..layer.fast_linear import FastWeight
-from ..surgery import causal_lm
+from ..surgery import causal_lm, fast_weights
 
 _AT_MOST = 1024
 """Tokens of a row that are compared with each other."""
@@ -65,8 +65,9 @@ def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, K
 
         return hook
 
-    layers = locate(causal_lm(model)).layers
-    handles = [parts.down_proj.register_forward_pre_hook(hook_of(i)) for i, parts in layers.items()]  # type: ignore[arg-type]
+    own = fast_weights(model)  # LoRA may stand around them
+    layers = {i: own.get(i, parts.down_proj) for i, parts in locate(causal_lm(model)).layers.items()}
+    handles = [down.register_forward_pre_hook(hook_of(i)) for i, down in layers.items()]  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, calibrate,
 from inplace_ttt.attention_window import set_attention_window
 from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
 from inplace_ttt.audit.catalogue import METHOD
+from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.training.audit.catalogue import RECIPE
 
 # Tests' models: 3 layers, TTT in 0 and 2, chunks of 7.
@@ -154,6 +155,13 @@ def test_behind_an_attention_window() -> None:
 
 def test_a_later_layer_that_reads_nothing() -> None:
     assert audit_model(converted("llama", eta=(1.0, 0.0)))["every-layer"].outcome.found == "layers 2 differ from layer 0"
+
+
+def test_a_relative_clip_by_another_norm_in_a_later_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = FastWeight.w0_norm
+    monkeypatch.setattr(FastWeight, "w0_norm", lambda layer: right(layer) * (10 if layer.fast.layer else 1))
+    report = audit_model(converted("llama", clip=DeltaClip(0.1, relative=True)))
+    assert [id for id in report.undeclared if id not in TINY] == ["every-layer"]
 
 
 def test_an_eta_that_float16_cannot_make_up_for() -> None:

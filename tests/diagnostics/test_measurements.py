@@ -4,19 +4,23 @@ import copy
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import CHUNK, converted, random_ids
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError
 from inplace_ttt.config import KeyWhitening
 from inplace_ttt.diagnostics import plots
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
-from inplace_ttt.diagnostics.keys import key_health
+from inplace_ttt.diagnostics.gradients import Rates
+from inplace_ttt.diagnostics.keys import key_health, keys_of_all_layers
 from inplace_ttt.diagnostics.precision import running_sums
+from inplace_ttt.diagnostics.report import write_report
 from inplace_ttt.diagnostics.write_effects import Change, Reading, Scored
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.layer.cache import streams
@@ -203,6 +207,20 @@ def test_a_model_in_double_precision() -> None:
     assert found.sizes[0, "proj"] == pytest.approx(fast_weights(model)[0].ttt.proj.detach().norm().item())
 
 
+def test_a_weight_that_is_no_number_is_reported(tmp_path: Path) -> None:
+    model = converted("llama", layers=(0,))
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
+    found = diagnose(model, {"input_ids": random_ids(1, 17)})
+    page = write_report(found, tmp_path / "out") / "report.html"
+    assert [finding.id for finding in found.of("severe")] == ["not-finite"] and "<td>–</td>" in page.read_text()
+
+
+def test_rates_that_are_none() -> None:
+    for rate in (math.nan, math.inf, -1e-3):
+        with pytest.raises(InPlaceTTTError, match="a learning rate to diagnose with must be a number of at least 0"):
+            Rates(1e-3, rate, 1e-3)
+
+
 def test_eta_of_zero_is_swept_around_one() -> None:
     found = diagnose(converted("llama", layers=(0,), eta=0.0), {"input_ids": random_ids(1, 17)})
     (sweep,) = (s for s in found.measured.sweeps if s.name == "eta")
@@ -236,6 +254,10 @@ def test_whitened_keys_are_those_that_count() -> None:
     written = key_health(caught[0].flatten(0, 1))
     assert found.keys[2].collision == pytest.approx(written.collision, rel=0.02)  # layer 0's writes are off where keys are measured
     assert found.writes[2].lost.output is None, "its output is not that of these keys"
+    beside = get_peft_model(model, LoraConfig(r=2, target_modules=["down_proj"]))  # type: ignore[arg-type]
+    with keys_of_all_layers(beside, None, lora := {}), torch.no_grad():
+        beside(**rows(), use_cache=False)
+    assert lora[2].collision == pytest.approx(written.collision, rel=0.02)
 
 
 def test_padding_is_no_key_and_no_token() -> None:
