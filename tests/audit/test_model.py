@@ -15,6 +15,9 @@ from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, calibrate,
 from inplace_ttt.attention_window import set_attention_window
 from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
 from inplace_ttt.audit.catalogue import METHOD
+from inplace_ttt.audit.probes.circumstances import declared_rule
+from inplace_ttt.audit.whole_model import WholeModel
+from inplace_ttt.layer import prompt_stream
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.training.audit.catalogue import RECIPE
 
@@ -162,6 +165,14 @@ def test_a_relative_clip_by_another_norm_in_a_later_layer(monkeypatch: pytest.Mo
     monkeypatch.setattr(FastWeight, "w0_norm", lambda layer: right(layer) * (10 if layer.fast.layer else 1))
     report = audit_model(converted("llama", clip=DeltaClip(0.1, relative=True)))
     assert [id for id in report.undeclared if id not in TINY] == ["every-layer"]
+
+
+def test_a_prompt_that_is_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, model = prompt_stream.ridge_write, converted("llama", **{**InPlaceTTTConfig.preset("ttt_ntp").to_dict(), "layers": [0, 2]})
+    assert declared_rule(WholeModel(model), None).verdict == "conforms"
+    for wrong in (lambda k, v, *rest: right(k[1:], v[1:], *rest), lambda *given: 0.9 * right(*given)):
+        monkeypatch.setattr(prompt_stream, "ridge_write", wrong)
+        assert "a written prompt" in declared_rule(WholeModel(model), None).found
 
 
 def test_an_eta_that_float16_cannot_make_up_for() -> None:

@@ -16,6 +16,7 @@ import torch
 from ...errors import one_line
 from ...layer.overrides import overriding
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..prompts import prompt_deviations
 from ..readings import (
     Probed,
     Reading,
@@ -43,10 +44,13 @@ _LEAST_ETA = 1e-3
 
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
-    """A plain reading by every TTT layer that the first one does not differ from."""
-    errors = whole.once(plain_deviations)
+    """A plain reading by the first TTT layer, which `every-layer` holds the others against; what every layer writes at a prompt's end."""
+    errors, settings = whole.once(plain_deviations), whole.config.prompt_write
     first = next(iter(errors))
-    return _judged(whole.lm.dtype, {"one row in one call": {first: errors[first]}}, "a reading computes what the settings declare")
+    readings = {"one row in one call": {first: errors[first]}}
+    if settings is not None:
+        readings |= prompt_deviations(whole.lm, settings, whole.seed)
+    return _judged(whole.lm.dtype, readings, "a reading computes what the settings declare")
 
 
 def in_batches(whole: WholeModel, expected: Any) -> Outcome:
