@@ -9,7 +9,7 @@ from families import build
 from models import converted, random_ids, seven_layers
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, calibrate, convert, revert
 from inplace_ttt.attention_window import set_attention_window
@@ -173,6 +173,13 @@ def test_a_prompt_that_is_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
     for wrong in (lambda k, v, *rest: right(k[1:], v[1:], *rest), lambda *given: 0.9 * right(*given)):
         monkeypatch.setattr(prompt_stream, "ridge_write", wrong)
         assert "a written prompt" in declared_rule(WholeModel(model), None).found
+
+
+def test_settings_of_generation_play_no_part() -> None:
+    model = converted("llama")
+    model.generation_config = GenerationConfig(use_cache=False, num_beams=2, stop_strings=["x"], eos_token_id=list(range(97)))
+    reading, own = WholeModel(model).after_reading, model.generation_config
+    assert reading.layers == [0, 2] and reading.changed == [] and own.stop_strings == ["x"]
 
 
 def test_an_eta_that_float16_cannot_make_up_for() -> None:
