@@ -76,6 +76,12 @@ class Gradients:
     def total_of_generators(self) -> float:
         return sum(norm**2 for (_, name), norm in self.norms.items() if name in GENERATOR) ** 0.5
 
+    def shares(self) -> dict[int, float]:
+        """Each layer's part in the squared norm of all conv and P; empty where that is 0."""
+        total = self.total_of_generators() ** 2
+        own = {i: sum(self.norms.get((i, name), 0.0) ** 2 for name in GENERATOR) for i in self.by_chunk}
+        return {i: square / total for i, square in own.items()} if total > 0 else {}
+
 
 def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -> Gradients:
     """A backward pass in training mode, frozen parameters included; every `.grad` and generator stays as it was.

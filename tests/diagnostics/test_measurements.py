@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
 from inplace_ttt.diagnostics.gradients import Rates
 from inplace_ttt.diagnostics.keys import key_health, keys_of_all_layers
 from inplace_ttt.diagnostics.precision import running_sums
-from inplace_ttt.diagnostics.report import write_report
+from inplace_ttt.diagnostics.report import page
 from inplace_ttt.diagnostics.write_effects import Change, Reading, Scored
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.layer.cache import streams
@@ -207,18 +206,29 @@ def test_a_model_in_double_precision() -> None:
     assert found.sizes[0, "proj"] == pytest.approx(fast_weights(model)[0].ttt.proj.detach().norm().item())
 
 
-def test_a_weight_that_is_no_number_is_reported(tmp_path: Path) -> None:
+def test_a_weight_that_is_no_number_is_reported() -> None:
     model = converted("llama", layers=(0,))
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
     found = diagnose(model, {"input_ids": random_ids(1, 17)})
-    page = write_report(found, tmp_path / "out") / "report.html"
-    assert [finding.id for finding in found.of("severe")] == ["not-finite"] and "<td>–</td>" in page.read_text()
+    assert [finding.id for finding in found.of("severe")] == ["not-finite"] and "<td>–</td>" in page(found, [])
 
 
 def test_rates_that_are_none() -> None:
     for rate in (math.nan, math.inf, -1e-3):
         with pytest.raises(InPlaceTTTError, match="a learning rate to diagnose with must be a number of at least 0"):
             Rates(1e-3, rate, 1e-3)
+
+
+def test_a_layers_share_is_of_conv_and_p(found: Diagnosis) -> None:
+    norms = {(0, "conv"): 3.0, (0, "proj"): 4.0, (2, "conv"): 0.3, (2, "proj"): 0.4, (0, "weight"): 9.0}
+    gradients = dataclasses.replace(found.measured.gradients, norms=norms)
+    assert gradients.shares() == pytest.approx({0: 25 / 25.25, 2: 0.25 / 25.25})
+
+
+def test_what_least_squares_read_is_no_sum_of_writes() -> None:
+    model = converted("llama", layers=(0,), rule="least_squares", damping=0.5)
+    lost = diagnose(model, {"input_ids": random_ids(1, 17)}).measured.writes[0].lost
+    assert lost.state is None and lost.weight is not None
 
 
 def test_eta_of_zero_is_swept_around_one() -> None:
