@@ -28,15 +28,12 @@ from ..state import FastWeightState
 from ..surgery import config_of, fast_weights
 from .converted import probe_chunk, small_chunks
 from .declared_rule import DeclaredRule
-from .recording import Document, Piece, Recording, base_output, deviation, recording
+from .recording import STRENGTH, Document, Piece, Recording, base_output, deviation, recording
 
 Documents = Sequence[Document]
 Reading = tuple[str, Recording, Documents]
 Scene = Callable[["Probed"], Iterator[Reading]]
 """Runs a model; for each way of reading its name, what the layers saw, and the documents in it."""
-
-_STRENGTH = 0.5
-"""What tokens read over what W0 gives them, as the probes set P: large beside rounding, and beside what clips let through."""
 
 
 class Probed:
@@ -81,7 +78,7 @@ class Probed:
             z, source, _, writes = record.of(index, record.whole()[0])
             rule = self.rule(index)
             reads, base = rule.reads(z, source, writes), base_output(layer, z)
-            factor = float(_STRENGTH * base.norm() / reads.norm().clamp(min=1e-30))
+            factor = float(STRENGTH * base.norm() / reads.norm().clamp(min=1e-30))
             if self.config.write_norm is None:
                 layer.ttt.proj.data = layer.ttt.proj.data * factor
             one = float(rule.tensors["w0"].norm()) if relative else 1.0

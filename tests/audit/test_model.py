@@ -175,6 +175,12 @@ def test_a_prompt_that_is_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
         assert "a written prompt" in declared_rule(WholeModel(model), None).found
 
 
+def test_spectral_writes_in_half_precision() -> None:
+    """Which no P makes larger: they are small beside the rounding of outputs."""
+    model = converted("llama", target="hidden_states", conv="next", write_norm="spectral", keep_row_norms=True, eta=0.02)
+    assert declared_rule(WholeModel(model.to(torch.bfloat16)), None).verdict == "conforms"
+
+
 def test_settings_of_generation_play_no_part() -> None:
     model = converted("llama")
     model.generation_config = GenerationConfig(use_cache=False, num_beams=2, stop_strings=["x"], eos_token_id=list(range(97)))
