@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config import InPlaceTTTConfig
+from ..diagnostics.overrides import seeded
 from ..errors import InPlaceTTTError, one_line
 from ..families import features
 from ..surgery import config_of, fast_weights
@@ -55,13 +56,20 @@ def audit_model(
     progress: Progress | None = None,
     extra: Sequence[tuple[Item, Any]] = (),
 ) -> Report:
-    """Audit a converted model in memory. Its weights, modes and settings are the same bits afterwards.
+    """Audit a converted model in memory. Its weights, modes and settings, and random generators, are the same bits afterwards.
 
     tokenizer: to read real text; random ids without one. declared: deviations that are known and stood by.
     seed: of the probes' inputs. extra: further items, as a recipe's, each with what its probe measures.
     Raises InPlaceTTTError for a model that is not converted, or whose weights are not in this process.
     """
-    whole = WholeModel(model, tokenizer, seed)
+    with seeded(model, seed):  # dropout in training mode draws
+        return _audit_model(WholeModel(model, tokenizer, seed), profile, declared, progress, extra)
+
+
+def _audit_model(
+    whole: WholeModel, profile: str, declared: Sequence[Declaration], progress: Progress | None, extra: Sequence[tuple[Item, Any]]
+) -> Report:
+    model, seed = whole.model, whole.seed
     lm, config = whole.lm, config_of(whole.lm)
     refuse_unreachable(lm)
     for layer in fast_weights(lm).values():

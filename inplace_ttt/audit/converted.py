@@ -34,8 +34,8 @@ from .probes.law import key_size
 
 
 def probe_chunk(kernel: int) -> int:
-    """A short chunk with a middle that no padding of the convolution reaches."""
-    return 2 * (kernel - 1) + 4
+    """A short chunk with a middle that no padding of the convolution reaches, and room for pieces of it."""
+    return max(8, 2 * (kernel - 1) + 4)
 
 
 @contextmanager

@@ -47,8 +47,7 @@ class DeclaredRule:
 
     def targets(self, x: Tensor) -> Tensor:
         """V [n, d] of one chunk of target source [n, d]."""
-        if "mean" in self.tensors:
-            x = (x - self.tensors["mean"]) * self.tensors["gain"]
+        x = self.standardised(x)
         if self.config.conv == "next":
             return self._rounded(torch.cat([x[1:], torch.zeros_like(x[:1])]) @ self.tensors["proj"])
         taps = self.tensors["conv"][:, 0]
@@ -57,6 +56,10 @@ class DeclaredRule:
         padded = torch.nn.functional.pad(x, (0, 0, before, width))
         mixed = torch.stack([taps[:, j] * padded[j : j + len(x)] for j in range(width)]).sum(0)
         return self._rounded(mixed @ self.tensors["proj"])
+
+    def standardised(self, x: Tensor) -> Tensor:
+        """The target source [n, d] as the layer takes it."""
+        return (x - self.tensors["mean"]) * self.tensors["gain"] if "mean" in self.tensors else x
 
     def keys(self, z: Tensor) -> Tensor:
         """K [n, r] of the down-projection's input [n, h]."""

@@ -11,6 +11,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..config import DeltaClip, InPlaceTTTConfig
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
 from ..families import CACHE, locate
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import with_config
@@ -26,15 +28,12 @@ from ..state import FastWeightState
 from ..surgery import config_of, fast_weights
 from .converted import probe_chunk, small_chunks
 from .declared_rule import DeclaredRule
-from .recording import Document, Piece, Recording, base_output, deviation, recording
+from .recording import STRENGTH, Document, Piece, Recording, base_output, deviation, recording
 
 Documents = Sequence[Document]
 Reading = tuple[str, Recording, Documents]
 Scene = Callable[["Probed"], Iterator[Reading]]
 """Runs a model; for each way of reading its name, what the layers saw, and the documents in it."""
-
-_STRENGTH = 0.5
-"""What tokens read over what W0 gives them, as the probes set P: large beside rounding, and beside what clips let through."""
 
 
 class Probed:
@@ -57,11 +56,11 @@ class Probed:
         with small_chunks(lm, chunk, seed), torch.no_grad():
             probed = cls(lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed)
             record = probed.read(probed.ids(1, 4 * chunk))
-            norms = probed._strengthen(record)
+            norms = probed._strengthen(record, relative=declared.clip is not None and declared.clip.relative)
             if declared.clip is None:
                 yield probed
                 return
-            clip = DeltaClip(median(norms), when=declared.clip.when)
+            clip = dataclasses.replace(declared.clip, tau=median(norms))
             with with_config(probed.layers.values(), clip=clip):
                 yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
 
@@ -72,18 +71,19 @@ class Probed:
         with with_config(self.layers.values(), chunk_size=chunk):
             yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training)
 
-    def _strengthen(self, record: Recording) -> list[float]:
-        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that."""
+    def _strengthen(self, record: Recording, relative: bool) -> list[float]:
+        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over ‖W0‖."""
         norms = []
         for index, layer in self.layers.items():
             z, source, _, writes = record.of(index, record.whole()[0])
             rule = self.rule(index)
             reads, base = rule.reads(z, source, writes), base_output(layer, z)
-            factor = float(_STRENGTH * base.norm() / reads.norm().clamp(min=1e-30))
+            factor = float(STRENGTH * base.norm() / reads.norm().clamp(min=1e-30))
             if self.config.write_norm is None:
                 layer.ttt.proj.data = layer.ttt.proj.data * factor
+            one = float(rule.tensors["w0"].norm()) if relative else 1.0
             for k, x in zip(rule.keys(z).split(self.chunk), source.split(self.chunk), strict=True):
-                norms.append(factor * float((rule.targets(x).T @ rule.counted(k)).norm()))
+                norms.append(factor * float((rule.targets(x).T @ rule.counted(k)).norm()) / one)
         return norms
 
     def rule(self, index: int, config: InPlaceTTTConfig | None = None) -> DeclaredRule:
@@ -106,6 +106,15 @@ class Probed:
     def takes_documents(self) -> bool:
         """Whether the model is told by position_ids where documents begin; others read a row as one."""
         return "position_ids" in inspect.signature(locate(self.lm).base.forward).parameters
+
+    @cached_property
+    def takes_padding(self) -> bool:
+        """Whether padded rows are read; behind an attention window they are refused."""
+        try:
+            self.read(self.ids(2, 2), attention_mask=torch.tensor([[0, 1], [1, 1]], device=self.ids(1, 1).device))
+        except InPlaceTTTError:
+            return False
+        return True
 
     def cache(self) -> DynamicCache:
         return DynamicCache(config=self.lm.config.get_text_config())
@@ -130,6 +139,24 @@ def batches(probed: Probed) -> Iterator[Reading]:
     chunk = probed.chunk
     if probed.takes_documents:
         yield "rows of documents", *_packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]])
+    if probed.takes_padding:
+        yield from _padded_batches(probed)
+    order = torch.tensor([2, 0, 0])
+    first = probed.ids(3, 2 * chunk + 3).split([chunk + 1, chunk + 2], 1)
+    second = _cut(probed.ids(3, 3 * chunk + 3, 1), _over_an_edge(2 * chunk + 3, chunk))
+    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
+    yield "rows reordered", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)]
+    chosen = torch.tensor([2, 1], device=first[0].device)
+    second = tuple(ids[:2] for ids in second)
+    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
+    yield "rows chosen", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)]
+    first, second = tuple(ids[:2] for ids in first), tuple(ids.repeat(2, 1) for ids in second)
+    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_repeat_interleave(2))
+    yield "rows repeated", record, [[*documents[row // 2][: len(first)], *documents[row][-len(second) :]] for row in range(4)]
+
+
+def _padded_batches(probed: Probed) -> Iterator[Reading]:
+    chunk = probed.chunk
     lengths = [4 * chunk + 1, 2 * chunk + 3, chunk + 5]
     for left in (False, True):
         yield f"padded on the {'left' if left else 'right'}", *_padded(probed, lengths, left)
@@ -147,18 +174,6 @@ def batches(probed: Probed) -> Iterator[Reading]:
                     documents[row].append(Piece(number, row, max(start - begin, 0), size, _writes(probed, size, begin)))
             begin += size
     yield "padded on the left, in pieces", record, documents
-    order = torch.tensor([2, 0, 0])
-    first = probed.ids(3, 2 * chunk + 3).split([chunk + 1, chunk + 2], 1)
-    second = _cut(probed.ids(3, 3 * chunk + 3, 1), _over_an_edge(2 * chunk + 3, chunk))
-    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
-    yield "rows reordered", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)]
-    chosen = torch.tensor([2, 1], device=first[0].device)
-    second = tuple(ids[:2] for ids in second)
-    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
-    yield "rows chosen", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)]
-    first, second = tuple(ids[:2] for ids in first), tuple(ids.repeat(2, 1) for ids in second)
-    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_repeat_interleave(2))
-    yield "rows repeated", record, [[*documents[row // 2][: len(first)], *documents[row][-len(second) :]] for row in range(4)]
 
 
 def pieces(probed: Probed) -> Iterator[Reading]:
@@ -232,8 +247,11 @@ def training_rows(probed: Probed) -> Reading:
 
 
 def padded_training_rows(probed: Probed) -> Reading:
-    """Rows of unequal lengths."""
+    """Rows of unequal lengths, or of one where the model takes no padding."""
     chunk = probed.chunk
+    if not probed.takes_padding:
+        record = probed.read(probed.ids(2, 3 * chunk + 4))
+        return f"rows, chunks of {chunk} tokens", record, record.whole()
     return f"padded rows, chunks of {chunk} tokens", *_padded(probed, [3 * chunk + 4, 2 * chunk + 1], left=True)
 
 

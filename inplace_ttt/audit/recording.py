@@ -21,6 +21,9 @@ from ..layer.fast_linear import FastWeight, plain_class
 from ..surgery import fast_weights
 from .declared_rule import DeclaredRule
 
+STRENGTH = 0.5
+"""What tokens read over what W0 gives them, as the probes set P: large beside rounding, and beside what clips let through."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -98,12 +101,18 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
     for index, layer in fast_weights(lm).items():
         mlp = decoder.layers[index].mlp
         handles.append(mlp.register_forward_pre_hook(functools.partial(keep, f"mlp {index}"), with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(_for_the_layer_alone))
         handles.append(layer.register_forward_hook(functools.partial(note, index)))
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _for_the_layer_alone(down: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """The same input as a tensor of the layer's own: a gradient by it leaves out what else reads it, as LoRA around the layer does."""
+    return (args[0].view_as(args[0]),)
 
 
 def base_output(layer: FastWeight, z: Tensor) -> Tensor:
@@ -121,17 +130,22 @@ def base_output(layer: FastWeight, z: Tensor) -> Tensor:
 def deviation(record: Recording, index: int, layer: FastWeight, documents: Sequence[Document], rule: DeclaredRule) -> float:
     """How far the layer's outputs are from what it declares, as a share of what a token that reads something reads.
 
-    Of each document's chunks the worst one counts, root mean square over its tokens.
+    Of each document's chunks the worst one counts, root mean square over its tokens. Half precision rounds outputs, beside which writes
+    of one norm stay as small as η makes them: there it is a share of `STRENGTH` of the outputs at least.
     """
     off: list[Tensor] = []
     sizes: list[Tensor] = []
+    bases: list[Tensor] = []
     for document in documents:
         z, source, out, writes = record.of(index, document)
-        reads = rule.reads(z, source, writes)
-        off += (out - base_output(layer, z) - reads).square().sum(-1).split(rule.config.chunk_size)
+        reads, base = rule.reads(z, source, writes), base_output(layer, z)
+        off += (out - base - reads).square().sum(-1).split(rule.config.chunk_size)
         sizes.append(reads.square().sum(-1))
+        bases.append(base.square().sum(-1))
     size = torch.cat(sizes)
     size = size[size > 0].mean() if bool((size > 0).any()) else torch.tensor(float("nan"), dtype=torch.float64)
+    if rule.config.write_norm is not None and torch.finfo(rule.dtype).bits < 32:
+        size = torch.maximum(size, STRENGTH**2 * torch.cat(bases).mean())
     return float(torch.stack([part.mean() for part in off]).max().div(size).sqrt())
 
 

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from ..config import InPlaceTTTConfig
 from ..families import CACHE, features, locate
 from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
+from ..layer.overrides import overriding
 from ..layer.quantised import readable_parameters
 from ..surgery import causal_lm, config_of, fast_weights
 from .converted import probe_chunk, small_chunks
@@ -84,40 +85,31 @@ class WholeModel:
 
     @cached_property
     def after_reading(self) -> AfterReading:
-        """What reading the text through a cache, and generating a chunk and more, leaves behind."""
-        with small_chunks(self.model, self.chunk, self.seed), torch.no_grad():
+        """What reading the text through a cache, and generating a chunk and more, leaves behind, by no settings of the model's own."""
+        length = self.chunk + 2
+        plain = GenerationConfig(max_new_tokens=length, do_sample=False, pad_token_id=0)
+        with small_chunks(self.model, self.chunk, self.seed), overriding([self.lm], generation_config=plain), torch.no_grad():
             before = fingerprints(self.lm)
             cache = DynamicCache(config=self.lm.config.get_text_config())
             self.lm(self.ids, **{CACHE: cache}, use_cache=True)
             wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state[:, : features(self.layers[i])[1]].any())]
-            length = self.chunk + 2
-            out = self.lm.generate(
-                self.ids,
-                attention_mask=torch.ones_like(self.ids),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=False,
-                return_dict_in_generate=True,
-                pad_token_id=0,
-            )
-            counts = [sum(s.written) for s in streams(out[CACHE]).values()]
+            self.lm.generate(self.ids, attention_mask=torch.ones_like(self.ids), use_cache=True)
             after = fingerprints(self.lm)
         changed = [name for name, value in after.items() if before.get(name) != value]
-        return AfterReading(sorted(wrote), changed, self.ids.shape[1], length, counts)
+        return AfterReading(sorted(wrote), changed, self.ids.shape[1], length)
 
 
 @dataclass(frozen=True)
 class AfterReading:
     """layers: those that hold a state after reading. changed: tensors of the model that are not as before.
 
-    written: chunks that each TTT layer has written after `read` tokens and `generated` ones.
+    read, generated: tokens.
     """
 
     layers: list[int]
     changed: list[str]
     read: int
     generated: int
-    written: list[int]
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:

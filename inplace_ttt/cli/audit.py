@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ..checkpoint.lora import base_of
 from ..checkpoint.reading import Checkpoint, is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
+from ..files.json_files import json_text
 from ..training.audit import audit_recipe
 from ..training.audit.catalogue import RECIPE
 from . import Result
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Result:
         add_to_card(args.path, audit=for_card(result))
     if other is not None:
         result["compare"] = report.compared(other)
-    write = {"md": report.to_markdown, "html": report.to_html, "json": lambda other: json.dumps(result, indent=1) + "\n"}[args.format]
+    write = {"md": report.to_markdown, "html": report.to_html, "json": lambda other: json_text(result, indent=1) + "\n"}[args.format]
     text = write(other)
     if args.out is not None:
         with new_file(args.out) as file:

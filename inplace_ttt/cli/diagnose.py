@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> Result:
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     chunk = config_of(model).chunk_size
     ids = tokens_of(args.text, tokenizer, args.tokens or max(_TOKENS, 2 * chunk))
-    if ids.shape[1] <= chunk:
+    if ids.shape[1] <= chunk + 1:
         asked = f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""
         raise InPlaceTTTError(
-            f"{args.text} gives {ids.shape[1]} tokens{asked}, which is no more than one chunk of {chunk}: nothing is written that a "
-            f"later token reads; give a text of more than {chunk} tokens, better several chunks."
+            f"{args.text} gives {ids.shape[1]} tokens{asked}, which is no more than one chunk of {chunk} and a token: no prediction "
+            f"reads what is written; give a text of more than {chunk + 1} tokens, better several chunks."
         )
     _choose_trained(model, args.train)
     say_now()

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, reported
 from ..layer.fast_linear import FastWeight
 from ..layer.quantised import is_encoded
 from ..layer.zero3 import is_partitioned
 from ..layout import document_starts
 from ..surgery import fast_weights
 from ..tasks import IGNORED
+from .overrides import seeded
 
 GENERATOR = ("conv", "proj")
 Key = tuple[int | None, str]
@@ -42,15 +43,10 @@ class DiagnosedModel:
             raise InPlaceTTTError("the weights are partitioned (ZeRO-3), so that no single process can diagnose them; use ZeRO 2 or less.")
         if any(layer.hooks.model.group is not None for layer in layers.values()):
             raise InPlaceTTTError("the ranks share these rows, so that no single process can diagnose them; diagnose the checkpoint.")
-        if unknown := sorted(set(batch) - {"input_ids", "attention_mask", "position_ids", "labels"}):
-            raise InPlaceTTTError(f"a batch to diagnose has no {unknown[0]!r}; give input_ids, attention_mask, position_ids, labels.")
-        device = next(model.parameters()).device
-        inputs = {name: torch.as_tensor(value).to(device) for name, value in batch.items() if value is not None}
+        inputs = _as_tensors(batch, next(model.parameters()).device)
         labels = inputs.pop("labels", None)
         ids = inputs["input_ids"]
         rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        if ids.dim() != 2 or ids.numel() == 0:
-            raise InPlaceTTTError(f"input_ids must be [B, T] with at least one token, got {list(ids.shape)}.")
         if not 0 <= int(ids.min()) <= int(ids.max()) < rows:
             raise InPlaceTTTError(
                 f"token ids go from {int(ids.min())} to {int(ids.max())}, but the model has {rows} embeddings: "
@@ -58,7 +54,10 @@ class DiagnosedModel:
             )
         if labels is None:
             labels = _own_next_tokens(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
-        return cls(model, inputs, labels, layers)
+        diagnosed = cls(model, inputs, labels, layers)
+        if not bool((diagnosed.next_tokens != IGNORED).any()):
+            raise InPlaceTTTError("these rows predict no token, so that there is no loss; give longer rows, or labels other than -100.")
+        return diagnosed
 
     @property
     def next_tokens(self) -> Tensor:
@@ -84,9 +83,7 @@ class DiagnosedModel:
     def mode(self, training: bool) -> Iterator[None]:
         """Train or eval mode under a fixed seed; modes and generators are put back."""
         before = [(module, module.training) for module in self.module.modules()]
-        devices = sorted({p.device.index for p in self.module.parameters() if p.device.type == "cuda" and p.device.index is not None})
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(0)
+        with seeded(self.module, 0):
             self.module.train(training)
             try:
                 yield
@@ -96,6 +93,26 @@ class DiagnosedModel:
 
     def forward(self, **kwargs: Any) -> Any:
         return self.module(**self.inputs, use_cache=False, **kwargs)
+
+
+def _as_tensors(batch: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """A batch's tensors on a device, each of the rows' shape."""
+    if unknown := sorted(set(batch) - {"input_ids", "attention_mask", "position_ids", "labels"}):
+        raise InPlaceTTTError(f"a batch to diagnose has no {unknown[0]!r}; give input_ids, attention_mask, position_ids, labels.")
+    found = {}
+    for name, value in batch.items():
+        if value is not None:
+            with reported(f"{name} of a batch to diagnose is no tensor of rows"):
+                found[name] = torch.as_tensor(value).to(device)
+    ids = found.get("input_ids")
+    if ids is None:
+        raise InPlaceTTTError("a batch to diagnose needs input_ids [B, T].")
+    if ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
+        raise InPlaceTTTError(f"input_ids must be whole numbers [B, T] with at least one token, got {ids.dtype} {list(ids.shape)}.")
+    for name, tensor in found.items():
+        if tensor.shape != ids.shape and not (name == "position_ids" and tensor.shape == (1, ids.shape[1])):
+            raise InPlaceTTTError(f"{name} must be {list(ids.shape)} as input_ids, got {list(tensor.shape)}.")
+    return found
 
 
 def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:

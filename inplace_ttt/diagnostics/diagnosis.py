@@ -22,15 +22,12 @@ _GROUPS = ("conv", "proj", "weight", "embeddings")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was measured and found, in order of severity. tokens: of the longest document; rows: [B, T]."""
+    """What was measured and found, in order of severity. rows: [B, T]."""
 
     subject: str
     measured: Measurements
     findings: tuple[Finding, ...]
     rows: tuple[int, int]
-
-    def worst(self) -> str | None:
-        return self.findings[0].severity if self.findings else None
 
     def of(self, severity: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == severity]

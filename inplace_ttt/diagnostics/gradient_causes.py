@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..layer.overrides import with_config
@@ -17,7 +16,7 @@ from ..surgery import initial_std
 from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel
 from .findings import Finding, named, times
-from .gradients import Gradients, Rates, gradients
+from .gradients import Gradients, Rates, gradients, norm_of
 from .overrides import paper_p, random_like, with_eta, with_values
 from .write_effects import Scored
 
@@ -156,16 +155,21 @@ def _no_source(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 def _no_label_reads(model: DiagnosedModel, found: Gradients) -> list[int]:
     """Rows in which what is predicted stands in first chunks alone, while documents go on."""
-    return list(model.layers) if found.layout.writes() and not bool(Scored.of(model, found.layout).mask.any()) else []
+    return list(model.layers) if _teaches(found.layout) and not bool(Scored.of(model, found.layout).mask.any()) else []
 
 
 def _no_document_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
     """Rows that would write if pads and borders between documents were text."""
-    return list(model.layers) if not found.layout.writes() and _whole_rows(model, found).writes() else []
+    return list(model.layers) if not _teaches(found.layout) and _teaches(_whole_rows(model, found)) else []
 
 
 def _no_row_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
-    return list(model.layers) if not _whole_rows(model, found).writes() else []
+    return list(model.layers) if not _teaches(_whole_rows(model, found)) else []
+
+
+def _teaches(layout: ChunkLayout) -> bool:
+    """Whether some token reads a write and predicts one: behind a document's first chunk, and not the last."""
+    return any(stop - start > layout.chunk_size + 1 for row in layout.documents for start, stop in row)
 
 
 def _whole_rows(model: DiagnosedModel, found: Gradients) -> ChunkLayout:
@@ -174,7 +178,7 @@ def _whole_rows(model: DiagnosedModel, found: Gradients) -> ChunkLayout:
 
 
 def _size(model: DiagnosedModel, layer: int, name: str) -> float:
-    return float(torch.linalg.vector_norm(model.parameters()[layer, name].detach(), dtype=torch.float32))
+    return float(norm_of(model.parameters()[layer, name].detach()))
 
 
 def _usual_p(model: DiagnosedModel, layer: int) -> float:
@@ -209,15 +213,18 @@ CAUSES: tuple[Cause, ...] = (
         _no_document_is_long,
         lambda s: (s.without("attention_mask", "position_ids"), contextlib.nullcontext()),
         lambda s, g, layers: (
-            f"no document is longer than a chunk of {g.layout.chunk_size} tokens (the longest has {_document(g)}), "
-            f"though rows have {_longest(s)}"
+            f"no document is longer than a chunk of {g.layout.chunk_size} tokens and a last one, which predicts nothing (the longest has "
+            f"{_document(g)}), though rows have {_longest(s)}"
         ),
     ),
     Cause(
         "one-chunk",
         _no_row_is_long,
         lambda s: (s, with_config(s.layers.values(), chunk_size=max(1, (_longest(s) - 1) // 2))),
-        lambda s, g, layers: f"rows of {_longest(s)} tokens are one chunk of {g.layout.chunk_size}, so that nothing reads a write",
+        lambda s, g, layers: (
+            f"rows of {_longest(s)} tokens are no more than one chunk of {g.layout.chunk_size} and a last token, which predicts nothing: "
+            "no prediction reads a write"
+        ),
     ),
     Cause(
         "labels-unread",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..errors import InPlaceTTTError
 from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layer.overrides import overriding
@@ -22,11 +23,16 @@ LOW, VANISHED = 1e-1, 1e-2
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of conv and P, and of everything else."""
+    """Learning rates of conv and P, and of everything else. Raises InPlaceTTTError for what is no rate."""
 
     conv: float
     proj: float
     rest: float
+
+    def __post_init__(self) -> None:
+        for rate in (self.conv, self.proj, self.rest):
+            if not 0 <= rate < float("inf"):
+                raise InPlaceTTTError(f"a learning rate to diagnose with must be a number of at least 0, got {rate!r}.")
 
     def of(self, key: Key) -> float:
         return {"conv": self.conv, "proj": self.proj, "gate": self.proj}.get(key[1], self.rest)
@@ -70,6 +76,12 @@ class Gradients:
     def total_of_generators(self) -> float:
         return sum(norm**2 for (_, name), norm in self.norms.items() if name in GENERATOR) ** 0.5
 
+    def shares(self) -> dict[int, float]:
+        """Each layer's part in the squared norm of all conv and P; empty where that is 0."""
+        total = self.total_of_generators() ** 2
+        own = {i: sum(self.norms.get((i, name), 0.0) ** 2 for name in GENERATOR) for i in self.by_chunk}
+        return {i: square / total for i, square in own.items()} if total > 0 else {}
+
 
 def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -> Gradients:
     """A backward pass in training mode, frozen parameters included; every `.grad` and generator stays as it was.
@@ -101,13 +113,13 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
     by_chunk = {}
     for index, d_v in zip(targets, found[len(wanted) :], strict=True):
         chunks = layout[0].chunks(document)
-        by_chunk[index] = [0.0 if d_v is None else float(_norm(d_v[row, start:stop])) for start, stop in chunks]
+        by_chunk[index] = [0.0 if d_v is None else float(norm_of(d_v[row, start:stop])) for start, stop in chunks]
     reached = {key: g for key, g in by_parameter.items() if g is not None}
     return Gradients(
         float(loss.detach()),
         layout[0],
-        {key: float(_norm(g)) for key, g in reached.items()},
-        {key: rates.of(key) * float(_norm(g.float() / (g.float().abs() + ADAM_EPSILON))) for key, g in reached.items()},
+        {key: float(norm_of(g)) for key, g in reached.items()},
+        {key: rates.of(key) * float(norm_of(g.float() / (g.float().abs() + ADAM_EPSILON))) for key, g in reached.items()},
         by_chunk,
         tuple(sorted(set(cut))),
         clipped,
@@ -127,5 +139,6 @@ def summed(values: Mapping[Key, float], name: str) -> float | None:
     return sum(squares) ** 0.5 if squares else None
 
 
-def _norm(x: Tensor) -> Tensor:
+def norm_of(x: Tensor) -> Tensor:
+    """‖x‖, in float32 at least."""
     return torch.linalg.vector_norm(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..families import locate
 from ..layer.fast_linear import FastWeight
-from ..surgery import causal_lm
+from ..surgery import causal_lm, fast_weights
 
 _AT_MOST = 1024
 """Tokens of a row that are compared with each other."""
@@ -48,8 +48,8 @@ def key_health(z: Tensor) -> KeyHealth:
 
 def participation(gram: Tensor) -> float:
     """(Σλ)² / Σλ² of a symmetric matrix: how many of its directions carry its weight; 0 for nothing."""
-    square = float(gram.square().sum())
-    return float(gram.trace()) ** 2 / square if square > 0 else 0.0
+    trace = gram.trace()
+    return 1 / float((gram / trace).square().sum()) if trace > 0 else 0.0  # of shares, so that no square is too large or small to hold
 
 
 @contextmanager
@@ -65,8 +65,9 @@ def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, K
 
         return hook
 
-    layers = locate(causal_lm(model)).layers
-    handles = [parts.down_proj.register_forward_pre_hook(hook_of(i)) for i, parts in layers.items()]  # type: ignore[arg-type]
+    own = fast_weights(model)  # LoRA may stand around them
+    layers = {i: own.get(i, parts.down_proj) for i, parts in locate(causal_lm(model)).layers.items()}
+    handles = [down.register_forward_pre_hook(hook_of(i)) for i, down in layers.items()]  # type: ignore[arg-type]
     try:
         yield
     finally:

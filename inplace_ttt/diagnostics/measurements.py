@@ -17,7 +17,7 @@ from ..surgery import causal_lm, config_of
 from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel, Key
 from .first_step import FirstStep, loss_slope, try_first_step
-from .gradients import Gradients, Rates, first_step, gradients
+from .gradients import Gradients, Rates, first_step, gradients, norm_of
 from .keys import KeyHealth, keys_of_all_layers
 from .overrides import with_values
 from .precision import states_in_reading, states_in_training
@@ -94,7 +94,7 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     return Measurements(
         layout=baseline.layout,
         etas={index: layer.eta for index, layer in model.layers.items()},
-        sizes={key: float(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)) for key, p in model.parameters().items()},
+        sizes={key: float(norm_of(p.detach())) for key, p in model.parameters().items()},
         trained={key: p.requires_grad for key, p in model.parameters().items()},
         gradients=baseline,
         after_step=after_step,

@@ -67,7 +67,9 @@ def _colour(order: int, count: int) -> Any:
     return matplotlib.colormaps["viridis"](0.85 - 0.8 * order / max(1, count - 1))
 
 
-def _lines(axes: Any, series: dict[int, list[float]]) -> None:
+def _lines(axes: Any, series: dict[int, list[float]], legend: bool = True) -> None:
+    """One line a layer; of many layers the legend has the first and the last."""
+    last = len(series) - 1
     for order, (index, values) in enumerate(series.items()):
         axes.plot(
             range(1, len(values) + 1),
@@ -76,11 +78,11 @@ def _lines(axes: Any, series: dict[int, list[float]]) -> None:
             marker="o",
             markersize=3,
             linewidth=1.6,
-            label=f"layer {index}",
+            label=f"layer {index}" if last < 12 or order in (0, last) else None,
         )
     axes.xaxis.get_major_locator().set_params(integer=True)
-    if len(series) <= 12:
-        axes.legend(fontsize=8.5, ncols=1 + len(series) // 6)
+    if legend:
+        axes.legend(fontsize=8.5, ncols=1 + len(axes.get_legend_handles_labels()[0]) // 6)
 
 
 def _log(axes: Any, values: list[float], room: float = 3.0) -> None:
@@ -171,8 +173,7 @@ def _writes(figure: Any, d: Diagnosis) -> None:
             _threshold(left, at, text, colour)
     _lines(left, series)
     left.set(title="What a document's writes add up to", xlabel="chunks written", ylabel="η‖S‖ / ‖W0‖")
-    _lines(right, {i: [float("nan") if c.alignment is None else c.alignment for c in w.by_chunk] for i, w in writes.items()})
-    right.get_legend().remove()
+    _lines(right, {i: [float("nan") if c.alignment is None else c.alignment for c in w.by_chunk] for i, w in writes.items()}, legend=False)
     right.set_ylim(-1.05, 1.05)
     right.axhline(0, color=_LINE)
     right.set(title="Do writes repeat each other?", xlabel="chunk", ylabel="cosine with the write before")

@@ -21,7 +21,8 @@ class UpdateLost:
     """Fractions of the update that rounding takes, in Frobenius norm; None where nothing is written.
 
     dtype: the half precision that is supposed (the model's, or bfloat16 for a full-precision model).
-    state: S summed in it. weight: W0 + ηS summed in it, as the public code does. output: the layer's output in the model's own dtype.
+    state: S summed in it; None where what is read is not that sum (least squares, kept row norms).
+    weight: W0 + ηS summed in it, as the public code does. output: the layer's output in the model's own dtype.
     """
 
     dtype: str

@@ -69,7 +69,6 @@ def _group_row(name: str, group: dict[str, Any]) -> list[str]:
 
 def _layer_row(layer: dict[str, Any]) -> list[str]:
     writes, keys, effect = layer["writes"] or {}, layer["keys"] or {}, layer["effect"] or {}
-    change = "" if not effect else f"{effect['loss_change']:+.2g}" + (f" ± {effect['stderr']:.1g}" if effect["stderr"] is not None else "")
     return [
         str(layer["layer"]),
         _number(layer["eta"]),
@@ -78,7 +77,7 @@ def _layer_row(layer: dict[str, Any]) -> list[str]:
         f"{writes['gate_mean']:.2g} ± {writes['gate_spread']:.2g}" if writes.get("gate_spread") else _number(writes.get("gate_mean")),
         _number(keys.get("effective")),
         _number(keys.get("collision")),
-        change,
+        _change(effect["loss_change"], effect["stderr"]) if effect else "",
         _number(effect.get("logit_change")),
         ", ".join(layer["precision"]["state"]),
     ]
@@ -93,9 +92,12 @@ def _facts(values: dict[str, Any]) -> dict[str, str]:
     }
     if values["effect_of_all_writes"] is not None:
         change = values["effect_of_all_writes"]
-        error = "" if change["stderr"] is None else f" ± {change['stderr']:.1g}"
-        facts["writes on − off"] = f"{_number(change['loss'])}{error} nats a token, over the tokens that can read a write"
+        facts["writes on − off"] = f"{_change(change['loss'], change['stderr'])} nats a token, over the tokens that can read a write"
     return facts
+
+
+def _change(loss: float | None, stderr: float | None) -> str:
+    return "–" if loss is None else f"{loss:+.2g}" + ("" if stderr is None else f" ± {stderr:.1g}")
 
 
 def _number(value: float | None) -> str:

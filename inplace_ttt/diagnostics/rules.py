@@ -216,8 +216,7 @@ def _detached(model: DiagnosedModel, m: Measurements, rates: Rates) -> Finding:
 
 def _dominant(g: Gradients) -> int | None:
     """The layer with nearly all of the target generators' gradient, where there are several."""
-    total = g.total_of_generators() ** 2
-    shares = {index: sum(g.norms.get((index, name), 0.0) ** 2 for name in GENERATOR) / total for index in g.by_chunk} if total > 0 else {}
+    shares = g.shares()
     one = max(shares, key=lambda index: shares[index], default=None)
     return one if one is not None and len(shares) > 1 and shares[one] > DOMINATES else None
 
@@ -225,8 +224,7 @@ def _dominant(g: Gradients) -> int | None:
 def _dominates(model: DiagnosedModel, m: Measurements, layer: int, rates: Rates) -> Finding:
     with with_eta(model.layers, {layer: 0.0}):
         without = gradients(model, rates)
-    total, left = m.gradients.total_of_generators(), without.total_of_generators()
-    share = 1 - (sum(m.gradients.of_generator(i) ** 2 for i in model.layers if i != layer) ** 0.5 / total) ** 2
+    total, left, share = m.gradients.total_of_generators(), without.total_of_generators(), m.gradients.shares()[layer]
     effect = m.effects.get(layer)
     moved = "" if effect is None else f"; its writes move the logits by {effect.logits:.2g} (RMS)"
     message = (
@@ -244,7 +242,7 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         said = "" if change is None else f"; its writes change the loss by {change.loss:+.3g} nats a token"
         if writes.state_ratio > EXCEEDS_WEIGHT:
             helps = _helps(m) or (change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance)
-            safe = next((s.safe for s in m.sweeps if s.name == "eta"), None)
+            safe = next((s.safe for s in m.sweeps if s.name == "eta" and s.safe is not None and s.now is not None and s.safe < s.now), None)
             advice = "" if safe is None or helps else f"; up to eta {safe:.2g} the loss is not above that without writes"
             message = f"layer {index}: a document's writes add up to {writes.state_ratio:.3g} of ‖W0‖{said}{advice}"
             numbers = {"state_ratio": writes.state_ratio, "loss_change": change and change.loss, "safe_eta": safe}
@@ -288,8 +286,9 @@ def _precision(m: Measurements) -> list[Finding]:
     found = []
     low = {i: sorted(str(d).removeprefix("torch.") for d in dtypes if torch.finfo(d).bits < 32) for i, dtypes in m.states.items()}
     if layers := tuple(index for index, names in low.items() if names):
-        lost = max((w.lost.state or 0.0 for i, w in m.writes.items() if i in layers), default=0.0)
-        message = f"{named(layers)}: the state is kept in {low[layers[0]][0]}, where these writes lose {lost:.1%} of what they add up to"
+        lost = max((w.lost.state for i, w in m.writes.items() if i in layers and w.lost.state is not None), default=None)
+        said = "" if lost is None else f", where these writes lose {lost:.1%} of what they add up to"
+        message = f"{named(layers)}: the state is kept in {low[layers[0]][0]}{said}"
         found.append(Finding("state-precision", "severe", message, layers, {"lost": lost}))
     hidden = {i: w.lost.output for i, w in m.writes.items() if w.lost.output is not None and w.lost.output > ROUNDED_AWAY}
     if hidden:

@@ -62,15 +62,16 @@ class Sweep:
 def sweep_eta(model: DiagnosedModel, scored: Scored, on: tuple[Reading, float], off: Reading, tick: Callable[[str], None]) -> Sweep:
     """η of all layers times a factor, with the model's own conv and P. on: the reading as it is, and its largest state ratio.
 
-    The curve is in terms of the largest η of the layers.
+    The curve is in terms of the largest η of the layers. Where that is 0, which no factor raises, it is one of 1 in all of them.
     """
     now = max(layer.eta for layer in model.layers.values())
-    points = [Point(now, scored.change(on[0], off), on[1])]
-    for factor in _ETA_FACTORS:
+    etas = {index: layer.eta if now else 1.0 for index, layer in model.layers.items()}
+    points = [Point(now, scored.change(on[0], off), on[1])] if now else []
+    for factor in _ETA_FACTORS if now else (*_ETA_FACTORS, 1.0):
         tick(f"eta × {factor:g}")
-        etas = {index: layer.eta * factor for index, layer in model.layers.items()}
-        points.append(_point(now * factor, model, scored, off, with_eta(model.layers, etas)))
-    return Sweep("eta", tuple(sorted(points, key=lambda p: p.value)), now)
+        change = with_eta(model.layers, {index: eta * factor for index, eta in etas.items()})
+        points.append(_point((now or 1.0) * factor, model, scored, off, change))
+    return Sweep("eta", tuple(sorted(points, key=lambda p: p.value)), now or None)
 
 
 def sweep_init(model: DiagnosedModel, scored: Scored, off: Reading, tick: Callable[[str], None]) -> Sweep:

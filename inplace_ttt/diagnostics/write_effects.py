@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..layout import ChunkLayout
-from ..reports.statistics import Mean
 from ..surgery import ttt_disabled
 from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel
@@ -23,7 +22,8 @@ _SLICE = 256
 
 @dataclass(frozen=True)
 class Change:
-    """Of the mean loss (nats a token) over the tokens that can read a write, paired by chunk. stderr: None for a single chunk."""
+    """Of the mean loss (nats a token) over the tokens that can read a write. stderr: over chunks, each by its number of tokens; None for
+    a single one."""
 
     loss: float
     stderr: float | None
@@ -68,12 +68,13 @@ class Scored:
         return cls(mask & (labels != IGNORED), ids + rows)
 
     def change(self, on: Reading, off: Reading) -> Change:
-        """Mean of on − off, its error from the means of the chunks."""
+        """Mean of on − off over tokens, its error from the chunks' parts in it: a chunk of few tokens has little."""
         difference, chunk = (on.losses - off.losses)[self.mask].double(), self.chunk[self.mask]
         numbers, place = chunk.unique(return_inverse=True)
-        count = torch.zeros(len(numbers), dtype=torch.float64, device=place.device).index_add_(0, place, torch.ones_like(difference))
-        means = torch.zeros_like(count).index_add_(0, place, difference) / count
-        return Change(float(difference.mean()), Mean.of(means.tolist()).stderr)
+        mean, n = difference.mean(), len(numbers)
+        parts = torch.zeros(n, dtype=torch.float64, device=place.device).index_add_(0, place, difference - mean)
+        stderr = float(parts.square().sum().mul(n / (n - 1)).sqrt() / len(difference)) if n > 1 else None
+        return Change(float(mean), stderr)
 
     def logit_change(self, on: Reading, off: Reading) -> float:
         assert on.logits is not None and off.logits is not None

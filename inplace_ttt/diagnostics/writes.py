@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -200,6 +201,8 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
     read_with_z = None if layer.fast.config.whitening is not None else w0  # of whitened keys, W0's part of the output does not show here
     lost = sums.lost(read, rounding_of_output(tail, read_with_z, layer.eta, read))
+    if layer.fast.config.damping is not None or layer.fast.config.keep_row_norms:
+        lost = dataclasses.replace(lost, state=None)
     growth = _growth([chunk.state_ratio for chunk in found])
     return Writes(tuple(found), participation(read @ read.T), growth, lost, *gate_health(gate, layout))
 

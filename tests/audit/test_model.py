@@ -9,11 +9,16 @@ from families import build
 from models import converted, random_ids, seven_layers
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, calibrate, convert, revert
+from inplace_ttt.attention_window import set_attention_window
 from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
 from inplace_ttt.audit.catalogue import METHOD
+from inplace_ttt.audit.probes.circumstances import declared_rule
+from inplace_ttt.audit.whole_model import WholeModel
+from inplace_ttt.layer import prompt_stream
+from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.training.audit.catalogue import RECIPE
 
 # Tests' models: 3 layers, TTT in 0 and 2, chunks of 7.
@@ -130,8 +135,61 @@ def test_it_says_the_same_twice() -> None:
 
 
 def test_a_low_rank_adapter() -> None:
-    adapted = get_peft_model(converted("llama"), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    assert not [r.item.id for r in audit_model(adapted).items if "quantised or wrapped" in r.outcome.found]
+    """Beside the TTT layers too, with dropout, which draws: no gradient of LoRA's is the layer's, and the generator is as before."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3, init_lora_weights=False)
+    adapted, random = get_peft_model(converted("llama"), adapter), torch.random.get_rng_state()
+    report = audit_model(adapted)
+    assert report.undeclared == TINY and torch.equal(torch.random.get_rng_state(), random)
+    assert not [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found]
+
+
+def test_a_kernel_of_one_tap() -> None:
+    report = audit_model(converted("llama", kernel_size=1))
+    assert [id for id in report.undeclared if id not in TINY] == ["conv-size", "conv-lookahead"]
+
+
+def test_behind_an_attention_window() -> None:
+    """Which refuses padded rows."""
+    model = converted("llama")
+    set_attention_window(model, 12, 2)
+    report = audit_model(model)
+    assert report.undeclared == TINY and report["in-batches"].verdict == report["in-training"].verdict == "conforms"
+
+
+def test_a_later_layer_that_reads_nothing() -> None:
+    assert audit_model(converted("llama", eta=(1.0, 0.0)))["every-layer"].outcome.found == "layers 2 differ from layer 0"
+
+
+def test_a_relative_clip_by_another_norm_in_a_later_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = FastWeight.w0_norm
+    monkeypatch.setattr(FastWeight, "w0_norm", lambda layer: right(layer) * (10 if layer.fast.layer else 1))
+    report = audit_model(converted("llama", clip=DeltaClip(0.1, relative=True)))
+    assert [id for id in report.undeclared if id not in TINY] == ["every-layer"]
+
+
+def test_a_prompt_that_is_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, model = prompt_stream.ridge_write, converted("llama", **{**InPlaceTTTConfig.preset("ttt_ntp").to_dict(), "layers": [0, 2]})
+    assert declared_rule(WholeModel(model), None).verdict == "conforms"
+    for wrong in (lambda k, v, *rest: right(k[1:], v[1:], *rest), lambda *given: 0.9 * right(*given)):
+        monkeypatch.setattr(prompt_stream, "ridge_write", wrong)
+        assert "a written prompt" in declared_rule(WholeModel(model), None).found
+
+
+def test_spectral_writes_in_half_precision() -> None:
+    """Which no P makes larger: they are small beside the rounding of outputs."""
+    model = converted("llama", target="hidden_states", conv="next", write_norm="spectral", keep_row_norms=True, eta=0.02)
+    assert declared_rule(WholeModel(model.to(torch.bfloat16)), None).verdict == "conforms"
+
+
+def test_settings_of_generation_play_no_part() -> None:
+    model = converted("llama")
+    model.generation_config = GenerationConfig(use_cache=False, num_beams=2, stop_strings=["x"], eos_token_id=list(range(97)))
+    reading, own = WholeModel(model).after_reading, model.generation_config
+    assert reading.layers == [0, 2] and reading.changed == [] and own.stop_strings == ["x"]
+
+
+def test_an_eta_that_float16_cannot_make_up_for() -> None:
+    assert audit_model(converted("llama", eta=1e-5))["precisions"].verdict == "conforms"
 
 
 def test_a_four_bit_base(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """The three forms of a report."""
 
+import dataclasses
 import json
 import re
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from models import converted
 
 from inplace_ttt import DeltaClip
-from inplace_ttt.audit import Declaration, Report, audit_model
+from inplace_ttt.audit import Declaration, Outcome, Report, audit_model
+from inplace_ttt.training.audit import write_report
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,16 @@ def test_the_page_is_whole_and_stands_alone(report: Report) -> None:
     ids = re.findall(r' id="([^"]+)"', page)
     assert {result.item.id for result in report.items} <= set(ids)
     assert len(ids) == len(set(ids)), "two charts share an id"
+
+
+def test_numbers_that_are_not_finite(report: Report, tmp_path: Path) -> None:
+    """Are null in the JSON, which stays one; and a `|` is no new column of a comparison."""
+    found = dataclasses.replace(report["sign"], outcome=Outcome("deviates", "a | b", {"value": float("nan")}))
+    other = dataclasses.replace(report, items=[found if r is report["sign"] else r for r in report.items])
+    write_report(other, tmp_path)
+    values = json.loads((tmp_path / "audit.json").read_text(), parse_constant=pytest.fail)
+    assert next(item for item in values["items"] if item["id"] == "sign")["evidence"]["numbers"] == {"value": None}
+    assert "| `sign` | conforms: outputs move towards the target | deviates: a \\| b |" in report.to_markdown(other)
 
 
 def test_without_matplotlib_the_page_says_so(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_only_conv_and_p_are_trained(model: Path, text: Path, tmp_path: Path, ca
 
 
 def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {"empty": b"", "blank": b" \n ", "short": b"t5 " * CHUNK, "latin": "t5 ü".encode("latin-1") * 40}
+    files = {"empty": b"", "blank": b" \n ", "short": b"t5 " * (CHUNK + 1), "latin": "t5 ü".encode("latin-1") * 40}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     base, out = save_base(tmp_path / "base"), tmp_path / "out"
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: 
     cases: list[tuple[list[Any], str]] = [
         ([model, "--text", tmp_path / "empty", "--out", out], "holds no text"),
         ([model, "--text", tmp_path / "blank", "--out", out], "holds no text"),
-        ([model, "--text", tmp_path / "short", "--out", out], "gives 16 tokens, which is no more than one chunk of 16: nothing is written"),
+        ([model, "--text", tmp_path / "short", "--out", out], "gives 17 tokens, which is no more than one chunk of 16 and a token"),
         ([model, "--text", text, "--out", out, "--tokens", "9"], "gives 9 tokens (--tokens 9), which is no more than one chunk of 16"),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
         ([model, "--text", tmp_path / "nowhere", "--out", out], "cannot read the text"),

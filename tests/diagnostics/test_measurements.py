@@ -1,6 +1,7 @@
 """The figures of a diagnosis against sums made another way, and that measuring leaves no trace."""
 
 import copy
+import dataclasses
 import json
 import math
 from typing import Any
@@ -8,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from models import CHUNK, converted, random_ids
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError
 from inplace_ttt.config import KeyWhitening
+from inplace_ttt.diagnostics import plots
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
-from inplace_ttt.diagnostics.keys import key_health
+from inplace_ttt.diagnostics.gradients import Rates
+from inplace_ttt.diagnostics.keys import key_health, keys_of_all_layers
 from inplace_ttt.diagnostics.precision import running_sums
-from inplace_ttt.diagnostics.write_effects import Change
+from inplace_ttt.diagnostics.report import page
+from inplace_ttt.diagnostics.write_effects import Change, Reading, Scored
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.ops import readout
@@ -179,6 +184,74 @@ def test_a_change_counts_when_it_is_above_its_error() -> None:
     assert Change(0.1, 0.01).exceeds(0.05) and not Change(0.1, 0.06).exceeds(0.05) and not Change(0.04, None).exceeds(0.05)
 
 
+def test_a_change_has_the_error_of_its_tokens() -> None:
+    """Two chunks of four tokens and one of a single token: this one weighs a ninth of the mean, and as much of its error."""
+    chunk = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2]])
+    on = torch.tensor([[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 9.0]])
+    change = Scored(torch.ones_like(chunk, dtype=torch.bool), chunk).change(Reading(on), Reading(torch.zeros_like(on)))
+    mean = on.mean().item()
+    parts = [4 * (1 - mean), 4 * (2 - mean), 9 - mean]
+    assert change.loss == pytest.approx(mean) and change.stderr == pytest.approx((3 / 2 * sum(p * p for p in parts)) ** 0.5 / 9)
+
+
+def test_directions_are_counted_at_any_size() -> None:
+    """Squares of squares of tiny or huge numbers are none that a float32 holds."""
+    z = torch.eye(8)[torch.arange(64) % 4]
+    assert [key_health(size * z).effective for size in (1e-14, 1.0, 1e12)] == pytest.approx([4.0, 4.0, 4.0])
+
+
+def test_a_model_in_double_precision() -> None:
+    model = converted("llama", dtype=torch.float64, layers=(0,))
+    found = diagnose(model, {"input_ids": random_ids(1, 17)}).measured
+    assert found.sizes[0, "proj"] == pytest.approx(fast_weights(model)[0].ttt.proj.detach().norm().item())
+
+
+def test_a_weight_that_is_no_number_is_reported() -> None:
+    model = converted("llama", layers=(0,))
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
+    found = diagnose(model, {"input_ids": random_ids(1, 17)})
+    assert [finding.id for finding in found.of("severe")] == ["not-finite"] and "<td>–</td>" in page(found, [])
+
+
+def test_rates_that_are_none() -> None:
+    for rate in (math.nan, math.inf, -1e-3):
+        with pytest.raises(InPlaceTTTError, match="a learning rate to diagnose with must be a number of at least 0"):
+            Rates(1e-3, rate, 1e-3)
+
+
+def test_a_layers_share_is_of_conv_and_p(found: Diagnosis) -> None:
+    norms = {(0, "conv"): 3.0, (0, "proj"): 4.0, (2, "conv"): 0.3, (2, "proj"): 0.4, (0, "weight"): 9.0}
+    gradients = dataclasses.replace(found.measured.gradients, norms=norms)
+    assert gradients.shares() == pytest.approx({0: 25 / 25.25, 2: 0.25 / 25.25})
+
+
+def test_what_least_squares_read_is_no_sum_of_writes() -> None:
+    model = converted("llama", layers=(0,), rule="least_squares", damping=0.5)
+    lost = diagnose(model, {"input_ids": random_ids(1, 17)}).measured.writes[0].lost
+    assert lost.state is None and lost.weight is not None
+
+
+def test_eta_of_zero_is_swept_around_one() -> None:
+    found = diagnose(converted("llama", layers=(0,), eta=0.0), {"input_ids": random_ids(1, 17)})
+    (sweep,) = (s for s in found.measured.sweeps if s.name == "eta")
+    assert sweep.now is None and [p.value for p in sweep.points] == [0.1, 0.3, 1.0, 3.0, 10.0]
+    assert [finding.id for finding in found.of("severe")] == ["eta-too-small"]
+
+
+def test_many_layers_are_drawn(found: Diagnosis) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    one = found.measured.writes[0]
+    many = dataclasses.replace(found.measured, writes=dict.fromkeys(range(13), one))
+    plots._writes(figure, dataclasses.replace(found, measured=many))
+    left, right = figure.axes
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["layer 0", "layer 12"] and right.get_legend() is None
+
+
+def test_a_last_token_that_reads_a_write_predicts_nothing(model: nn.Module) -> None:
+    """A chunk and a token: a write is read, and no prediction reads it."""
+    assert [finding.id for finding in diagnose(model, {"input_ids": random_ids(1, CHUNK + 1)}).of("severe")] == ["one-chunk"]
+
+
 def test_whitened_keys_are_those_that_count() -> None:
     """The keys that a whitening layer writes under, not the down-projection's input."""
     model = converted("llama", whitening=KeyWhitening())
@@ -191,6 +264,10 @@ def test_whitened_keys_are_those_that_count() -> None:
     written = key_health(caught[0].flatten(0, 1))
     assert found.keys[2].collision == pytest.approx(written.collision, rel=0.02)  # layer 0's writes are off where keys are measured
     assert found.writes[2].lost.output is None, "its output is not that of these keys"
+    beside = get_peft_model(model, LoraConfig(r=2, target_modules=["down_proj"]))  # type: ignore[arg-type]
+    with keys_of_all_layers(beside, None, lora := {}), torch.no_grad():
+        beside(**rows(), use_cache=False)
+    assert lora[2].collision == pytest.approx(written.collision, rel=0.02)
 
 
 def test_padding_is_no_key_and_no_token() -> None:
@@ -214,7 +291,15 @@ def test_padding_is_no_key_and_no_token() -> None:
     [
         ({"input_ids": torch.full((1, 20), 97)}, "token ids go from 97 to 97, but the model has 97 embeddings"),
         ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "at least one token"),
-        ({"input_ids": torch.zeros(20, dtype=torch.int64)}, r"must be \[B, T\]"),
+        ({"input_ids": torch.zeros(20, dtype=torch.int64)}, r"must be whole numbers \[B, T\]"),
+        ({"input_ids": torch.zeros(1, 20)}, r"must be whole numbers \[B, T\]"),
+        ({"attention_mask": torch.ones(1, 20)}, r"needs input_ids \[B, T\]"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids of a batch to diagnose is no tensor of rows"),
+        ({"input_ids": random_ids(2, 20), "labels": random_ids(2, 19)}, r"labels must be \[2, 20\] as input_ids, got \[2, 19\]"),
+        ({"input_ids": random_ids(2, 20), "attention_mask": torch.ones(2, 1, 20, 20)}, r"attention_mask must be \[2, 20\]"),
+        ({"input_ids": random_ids(1, 20), "attention_mask": torch.zeros(1, 20)}, "these rows predict no token"),
+        ({"input_ids": random_ids(1, 20), "labels": torch.full((1, 20), -100)}, "these rows predict no token"),
+        ({"input_ids": random_ids(2, 1)}, "these rows predict no token"),
         ({"input_ids": random_ids(1, 20), "tokens": torch.ones(1)}, "has no 'tokens'"),
     ],
 )

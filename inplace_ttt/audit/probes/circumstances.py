@@ -6,6 +6,7 @@ items name what is wrong with a rule; these decide whether anything is, also whe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from ...errors import one_line
 from ...layer.overrides import overriding
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..prompts import prompt_deviations
 from ..readings import (
     Probed,
     Reading,
@@ -37,12 +39,20 @@ _TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.04, to
 """By the model's dtype, of what a token reads. Half precision rounds outputs: ten roundings, where sound models show two to seven."""
 _GRADIENT_TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.05, torch.float16: 0.03}
 
+_BY_A_SOLVE = 3
+"""How much more of a gradient half precision may take where keys that are not whitened, and rounded, go through a solve."""
+_LEAST_ETA = 1e-3
+"""Targets that make up for a smaller one are beyond float16."""
+
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
-    """A plain reading by every TTT layer that the first one does not differ from."""
-    errors = whole.once(plain_deviations)
+    """A plain reading by the first TTT layer, which `every-layer` holds the others against; what every layer writes at a prompt's end."""
+    errors, settings = whole.once(plain_deviations), whole.config.prompt_write
     first = next(iter(errors))
-    return _judged(whole.lm.dtype, {"one row in one call": {first: errors[first]}}, "a reading computes what the settings declare")
+    readings = {"one row in one call": {first: errors[first]}}
+    if settings is not None:
+        readings |= prompt_deviations(whole.lm, settings, whole.seed)
+    return _judged(whole.lm.dtype, readings, "a reading computes what the settings declare")
 
 
 def in_batches(whole: WholeModel, expected: Any) -> Outcome:
@@ -117,6 +127,8 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
     if not errors:
         raise NotChecked("in training the outputs themselves are not what is declared, which `in-training` reports")
     limit = _GRADIENT_TOLERANCE[whole.lm.dtype]
+    if whole.config.damping is not None and whole.config.whitening is None and torch.finfo(whole.lm.dtype).bits < 32:
+        limit *= _BY_A_SOLVE
     worst = max(errors, key=lambda key: errors[key])
     found = "the gradient is that of the whole scan"
     if errors[worst] >= limit:
@@ -128,7 +140,7 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
     """A small model with these settings in each precision, over many chunks in one call and in pieces."""
     found: dict[torch.dtype, Outcome] = {}
-    with twin(whole.config) as model:
+    with twin(dataclasses.replace(whole.config, eta=max(whole.config.eta_of(0), _LEAST_ETA))) as model:
         for dtype in _TOLERANCE:
             try:
                 with Probed.of(model.to(dtype), whole.seed) as probed:

@@ -203,13 +203,13 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
         with borrowed(whole.model, index) as module, module.unclipped():
             bench = Bench(module, whole.seed)
             try:
-                size = bench.kappa() / (module.eta or 1.0)
+                row = (bench.kappa() / (module.eta or 1.0), float(bench.reads.diagonal().abs().max()))
             except NotChecked:
                 if not rows:
                     raise
                 apart.append(index)  # of the first layer writes can be told from what is read, and of this one not
                 continue
-            rows[index] = (size, float(bench.reads.diagonal().abs().max()))
+            rows[index] = row
     errors = whole.once(plain_deviations)
     if errors[next(iter(errors))] < TOLERANCE:  # else the first layer itself is off, which other items report
         apart += [i for i, error in errors.items() if error >= TOLERANCE and i not in apart]

@@ -262,7 +262,7 @@ def _writes_alone(bench: Bench) -> float:
     """What a later chunk reads of tokens that were read one at a time into a stream that holds some already."""
     chunk = bench.chunk
     x, target = bench.tiled(2 * chunk), bench.middle(2 * chunk, 0)
-    start = bench.margin
+    start = max(1, bench.margin)
     with _own_token(bench):
         return bench.size(bench.stream_response(x, target, [start, *[1] * (chunk - start), chunk])[chunk:])
 

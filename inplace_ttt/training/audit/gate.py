@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from ...audit.auditor import Progress, as_declarations, audit_model
 from ...audit.report import Report
 from ...errors import InPlaceTTTError
-from ...files.json_files import read_json
+from ...files.json_files import json_text, read_json
 from ...surgery import config_of
 from ..data import TrainingData
 from ..model import meta_model
@@ -60,7 +59,7 @@ def write_report(report: Report, output: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for ending, text in {
             "md": report.to_markdown(),
-            "json": json.dumps(report.to_dict(), indent=1) + "\n",
+            "json": json_text(report.to_dict(), indent=1) + "\n",
             "html": report.to_html(),
         }.items():
             (folder / f"{REPORT}.{ending}").write_text(text, encoding="utf-8")
