@@ -23,7 +23,7 @@ from ..errors import InPlaceTTTError, NotSoError
 from ..files.settings import override
 from ..files.text import files_in
 from . import Result
-from .arguments import MOST_TOKENS, path, whole
+from .arguments import MOST_TOKENS, path, refuse_without_effect, whole
 from .hub import add_push, push, pushed, require_token
 from .loading import tokenizer_of
 
@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate-tokens",
         type=whole(1, MOST_TOKENS),
-        default=CALIBRATION_TOKENS,
         metavar="N",
         help=f"how much of them to read (default: {CALIBRATION_TOKENS})",
     )
@@ -66,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    refuse_without_effect(args, calibrate_tokens=("calibrate",))
     require_token(args)
     checkpoint = Checkpoint.open(args.src)
     plan = plan_conversion(checkpoint, _config(args))
@@ -114,7 +114,7 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
         return None
     if not args.calibrate:
         raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
-    return calibration_rows(files_in(args.calibrate), tokenizer_of(args.src), args.calibrate_tokens)
+    return calibration_rows(files_in(args.calibrate), tokenizer_of(args.src), args.calibrate_tokens or CALIBRATION_TOKENS)
 
 
 def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:

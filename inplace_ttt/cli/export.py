@@ -16,7 +16,7 @@ from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path
 from .hub import add_push, push, pushed, require_token
-from .loading import load_with_tokenizer
+from .loading import load_with_tokenizer, refuse_base_of_none
 
 EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    refuse_base_of_none(args.path, args.base)
     require_token(args)
     write = _merged if args.format == "full" and is_peft_adapter(args.path) else _WRITERS[args.format]
     write(args)

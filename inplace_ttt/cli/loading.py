@@ -44,6 +44,12 @@ def refuse_other_tokenizer(other: PreTrainedTokenizerBase, tokenizer: PreTrained
         raise InPlaceTTTError(f"{base} has another tokenizer than the converted checkpoint, so that they would read different tokens.")
 
 
+def refuse_base_of_none(path: str, base: str | None) -> None:
+    """Refuse `--base` beside what is no adapter, of PEFT's neither, and has its base in it."""
+    if base is not None and not is_adapter(path) and not is_peft_adapter(path):
+        raise InPlaceTTTError(f"{path} is not an adapter folder, so that --base has no effect; leave it out.")
+
+
 def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:
     """A converted model; base: where an adapter's base is, if not where it was."""
     return _to_device(load(path, base=base, dtype=_dtype(dtype)))
