@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.logger import configure_logging_from_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ..errors import InPlaceTTTError
+from ..files.locks import output_lock
 from .http import SETTINGS
 from .memory import check_writable
 
@@ -36,15 +38,26 @@ def serve(
     given.additional_config = {**_table(given.additional_config), SETTINGS: dict(memories)}
     if keys:
         given.api_key = [*(given.api_key or []), *keys]
-    check_writable(Path(memories["folder"]))
     configure_logging_from_args(given)
     validate_parsed_serve_args(given)
+    with _kept_apart(Path(memories["folder"])):
+        try:
+            uvloop.run(run_server(given))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+                raise
+            raise InPlaceTTTError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port.") from None
+
+
+def _kept_apart(folder: Path) -> ExitStack:
+    """Keeps other servers off a folder of memories, each of which would go by files that the other has replaced meanwhile."""
+    check_writable(folder)
+    held = ExitStack()
     try:
-        uvloop.run(run_server(given))
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
-            raise
-        raise InPlaceTTTError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port.") from None
+        held.enter_context(output_lock(folder / "server"))
+    except InPlaceTTTError:
+        raise InPlaceTTTError(f"another server keeps its memories in {folder}; choose another folder with --memories.") from None
+    return held
 
 
 def _table(given: Any) -> dict[str, Any]:
