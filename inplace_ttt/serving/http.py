@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import uuid
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ _OURS = ("memory", "freeze", "ttt")
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
 """How the events of a stream begin that is at its end, or has failed."""
+_OFF = uuid.uuid4().hex
+"""In the salt of requests with TTT off; none that says its own salt can say this one."""
 _LOG = logging.getLogger(f"vllm.{__name__}")
 
 router = APIRouter(prefix="/v1/memories")
@@ -216,7 +219,7 @@ class Asked:
         told = {name: value for name, value in values.items() if name not in _OURS}
         told["vllm_xargs"] = {**(told.get("vllm_xargs") or {}), **settings.extra_args}
         if self.off or start is not None:
-            told["cache_salt"] = f"{told.get('cache_salt') or ''} ttt {start or 'off'}"
+            told["cache_salt"] = f"{told.get('cache_salt') or ''} ttt {start or _OFF}"
         return told
 
 

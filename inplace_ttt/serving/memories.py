@@ -57,6 +57,8 @@ class Memories:
     def __init__(self, engine: Engine, settings: MemorySettings) -> None:
         self.engine, self.settings, self.folder = engine, settings, Path(settings.folder).resolve()
         check_writable(self.folder)
+        for cut_off in self.folder.glob(f"*/.{'[0-9a-f]' * 32}{SAVED}"):  # what `export` wrote for a server that was killed
+            cut_off.unlink(missing_ok=True)
         self._users: dict[str, dict[str, Memory]] = {}
         self._about: dict[str, Mapping[str, int]] = {}
         self._uses: Counter[str] = Counter()  # of a snapshot: by names, and by requests that started from it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ import pytest
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.files.locks import output_lock
-from inplace_ttt.serving import server
-from inplace_ttt.serving.http import RequestsWithMemory
+from inplace_ttt.serving import benchmark, server
+from inplace_ttt.serving.http import Asked, RequestsWithMemory
 from inplace_ttt.serving.memories import Memories, MemorySettings
 from inplace_ttt.serving.memory import Refused
 
@@ -157,6 +158,66 @@ def test_settings_of_the_engine_are_no_request_s(memories: Memories) -> None:
     given = {"inplace_ttt": '{"off": true, "salted": true}'}
     for values in ({"vllm_xargs": given}, {"sampling_params": {"extra_args": given}}):
         assert asked(memories, "/inference/v1/generate", values)[0] == 400
+
+
+def test_no_request_says_the_salt_of_those_without_ttt() -> None:
+    """Else what it makes of a prefix would be theirs."""
+    salts = {Asked.of({"ttt": "off"}).told({"cache_salt": salt}, None)["cache_salt"] for salt in (None, "", "mine")}
+    assert len(salts) == 2 and not any(salt.endswith("off") for salt in salts)
+
+
+def test_downloads_that_a_kill_cut_off_go(engine: Engine, memories: Memories) -> None:
+    asyncio.run(write(memories, "a"))
+    left = asyncio.run(memories.export("user", "a"))
+    assert left.exists()
+    Memories(engine, memories.settings)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (["--no-such"], "unrecognized arguments: --no-such"),
+        (["--max-num-seqs", "x"], "invalid int value"),
+        (["--additional-config", "{"], "must be a JSON object"),
+        (["--config", "/no/such.yaml"], "cannot take what stands behind --vllm"),
+        (["--model", "other"], "--model is no argument behind --vllm"),
+        (["other"], "--model is no argument behind --vllm"),
+        (["--port", "3"], "--port is no argument behind --vllm"),
+    ],
+)
+def test_arguments_of_vllm(others: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "cli_env_setup", lambda: None)
+    with pytest.raises(InPlaceTTTError, match=message):
+        server.serve("model", "127.0.0.1", 1, [], {"folder": str(tmp_path)}, others)
+
+
+def ends_at_once(pipe: Any, path: str, load: Any) -> None:
+    pipe.send({})
+
+
+def test_a_contender_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = multiprocessing.get_context("fork")  # which imports nothing again
+    monkeypatch.setattr(benchmark, "get_context", lambda method: fork)
+    load = benchmark.Load(requests=1, prompt=1, new=1, dtype="float32", rounds=1)
+    with (
+        pytest.raises(InPlaceTTTError, match="the process of base has ended"),
+        benchmark._contenders({"base": (ends_at_once, "")}, load) as ask,
+    ):
+        multiprocessing.active_children()[0].join(30)
+        ask("base", 1)
+
+
+def test_what_ends_vllm_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(coroutine: Any) -> None:
+        coroutine.close()
+        raise RuntimeError("Engine core initialization failed.")
+
+    monkeypatch.setattr(server, "cli_env_setup", lambda: None)
+    monkeypatch.setattr(server, "validate_parsed_serve_args", lambda given: None)
+    monkeypatch.setattr(server.uvloop, "run", fail)
+    with pytest.raises(InPlaceTTTError, match="vLLM ended with an error: Engine core initialization failed; what it said is above"):
+        server.serve("model", "127.0.0.1", 1, [], {"folder": str(tmp_path)}, [])
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
