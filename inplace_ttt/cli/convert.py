@@ -125,9 +125,12 @@ def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
 
 
 def _config(args: argparse.Namespace) -> InPlaceTTTConfig:
-    given = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
-    values = InPlaceTTTConfig.preset(args.preset, **{name: value for name, value in given.items() if value is not None}).to_dict()
+    options = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
+    given = {name: value for name, value in options.items() if value is not None}
+    values = InPlaceTTTConfig.preset(args.preset, **given).to_dict()
     for text in args.set:
+        if (name := text.partition("=")[0].strip()) in given:
+            raise InPlaceTTTError(f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out.")
         override(values, text)
     return InPlaceTTTConfig.from_dict(values)
 

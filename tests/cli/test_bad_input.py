@@ -64,6 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["bench", "--tokens", "10", "--chunk-size", "4"], "10 tokens are not whole chunks of 4"),
         (["bench", "--d", "1"], "--d must be at least 2"),
         (["convert", "BASE", "OUT", "--calibrate-tokens", "8"], "--calibrate-tokens has no effect without --calibrate"),
+        (["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"], "--chunk-size has no effect beside --set chunk_size=8"),
         (["info", "BASE", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
         (["export", "BASE", "OUT", "--format", "official", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
         (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),
