@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +165,16 @@ def test_no_request_says_the_salt_of_those_without_ttt() -> None:
     """Else what it makes of a prefix would be theirs."""
     salts = {Asked.of({"ttt": "off"}).told({"cache_salt": salt}, None)["cache_salt"] for salt in (None, "", "mine")}
     assert len(salts) == 2 and not any(salt.endswith("off") for salt in salts)
+
+
+def test_what_was_saved_last_counts_where_a_kill_left_what_rested_before(engine: Engine, memories: Memories) -> None:
+    (memories.folder / "user").mkdir()
+    for name, held, at in (("a.resting", "1", 1), ("a.state", "2", 2), ("b.state", "3", 1), ("b.resting", "4", 2)):
+        (memories.folder / "user" / name).write_text(held)
+        os.utime(memories.folder / "user" / name, ns=(at, at))
+    assert [memory["saved"] for memory in memories.all_of("user")] == [True, False]
+    turns = [asyncio.run(memories.begin("user", name, freeze=True)) for name in ("a", "b")]
+    assert [engine.snapshots[turn.start] for turn in turns if turn.start is not None] == ["2", "4"]
 
 
 def test_downloads_that_a_kill_cut_off_go(engine: Engine, memories: Memories) -> None:
