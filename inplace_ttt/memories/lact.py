@@ -53,8 +53,8 @@ class LaCT(NetworkMemory[LaCTState]):
     def __init__(self, dim: int, heads: int = 1, chunk: int = 2048, expand: int = 2, base_rate: float = 0.01, muon: Muon = "usual") -> None:
         d = head_width(dim, heads)
         chosen("muon", muon, *COEFFICIENTS)
-        if not base_rate > 0:
-            raise InPlaceTTTError(f"base_rate must be above 0, got {base_rate}.")
+        if not 0 < base_rate < math.inf or expand < 1:
+            raise InPlaceTTTError(f"base_rate must be above 0 and expand at least 1, got {base_rate} and {expand}.")
         self.muon = COEFFICIENTS[muon]
         super().__init__(dim, heads, chunk, [(expand * d, d), (expand * d, d), (d, expand * d)])
         self.to_rates = nn.Linear(dim, 3 * heads)

@@ -150,7 +150,7 @@ def chosen(name: str, value: Any, *known: str) -> None:
 
 def checked(chunk: int) -> int:
     """A chunk's length, refused below 1."""
-    if chunk < 1:
+    if not isinstance(chunk, int) or chunk < 1:
         raise InPlaceTTTError(f"a chunk (or mini-batch) must hold at least 1 token, got {chunk}.")
     return chunk
 

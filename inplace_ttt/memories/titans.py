@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,8 +50,8 @@ class Titans(NetworkMemory[TitansState]):
     ) -> None:
         if layers not in (1, 2):
             raise InPlaceTTTError(f"layers must be 1 or 2, got {layers}.")
-        lowest, highest = min(alpha, eta, theta), max(alpha, eta)
-        if not (lowest >= 0 and highest <= 1) or (data_dependent and not (lowest > 0 and max(highest, theta) < 1)):
+        decays = 0 <= alpha <= 1 and 0 <= eta <= 1 and 0 <= theta < math.inf
+        if not (all(0 < rate < 1 for rate in (alpha, eta, theta)) if data_dependent else decays):
             kind = "between 0 and 1, where they depend on the data" if data_dependent else "0 to 1, theta 0 or more"
             raise InPlaceTTTError(f"alpha, eta and theta must be {kind}, got {alpha}, {eta} and {theta}.")
         d = head_width(dim, heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -51,6 +52,8 @@ class TTT(NetworkMemory[TTTState]):
         form: Form,
     ) -> None:
         chosen("form", form, "paper", "public")
+        if not 0 <= eta_base < math.inf:
+            raise InPlaceTTTError(f"eta_base must be a number of at least 0, got {eta_base}.")
         self.public = form == "public"
         super().__init__(dim, heads, mini_batch, [(out, inner + self.public) for out, inner in shapes], std=0.02)
         self.to_rate = nn.Linear(dim, heads) if learnt_rate else None

@@ -1,5 +1,6 @@
 """What each of the other systems promises beyond the laws."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -166,6 +167,11 @@ def test_bad_input_is_refused() -> None:
         ("ttt-linear", {"form": "pubic"}, "form must be 'paper' or 'public', got 'pubic'"),
         ("lact", {"muon": "none"}, "muon must be 'usual' or 'public'"),
         ("lact", {"base_rate": 0.0}, "base_rate must be above 0"),
+        ("lact", {"expand": 0}, "expand at least 1"),
+        ("ttt-mlp", {"eta_base": math.nan}, "eta_base must be a number of at least 0"),
+        ("gla", {"temperature": 0.0}, "temperature must be above 0"),
+        ("titans", {"theta": math.nan}, "alpha, eta and theta must be 0 to 1"),
+        ("deltanet", {"chunk": 2.5}, "must hold at least 1 token, got 2.5"),
         ("titans", {"eta": 1.5}, "alpha, eta and theta must be 0 to 1"),
         ("titans", {"eta": 1.0, "data_dependent": True}, "must be between 0 and 1, where they depend on the data"),
         ("in-place", {"kernel_size": 4}, "kernel_size 4 is even"),
