@@ -13,7 +13,7 @@ from ..files.memory import require_memory
 from ..ops.benchmark import LIMIT, Shape, measure
 from . import Result
 from .arguments import MOST_TOKENS, device, path, whole
-from .loading import require_vllm
+from .loading import open_full, require_vllm
 from .messages import say_now
 
 EXAMPLES = """examples:
@@ -80,8 +80,7 @@ def _op(args: argparse.Namespace) -> Result:
 
 
 def _served(args: argparse.Namespace) -> Result:
-    checkpoint = Checkpoint.open(args.serving)
-    checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+    checkpoint = open_full(args.serving)
     assert checkpoint.section is not None
     base = args.base or (checkpoint.section.get("base") or {}).get("name_or_path")
     if base is None:

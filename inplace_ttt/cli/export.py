@@ -11,7 +11,7 @@ from ..checkpoint.card import write_card
 from ..checkpoint.official import write_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, is_peft_adapter
-from ..checkpoint.writing import base_of, plan_conversion, write_full
+from ..checkpoint.writing import base_of, describe_base, plan_conversion, write_full
 from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path
@@ -70,10 +70,11 @@ def _adapter(args: argparse.Namespace) -> None:
 def _full(args: argparse.Namespace) -> None:
     if not is_adapter(args.path):
         raise InPlaceTTTError(f"{args.path} is a full checkpoint already.")
-    config, base, tensors = read_adapter(args.path)
-    checkpoint = Checkpoint.open(args.base or located(args.path, base["name_or_path"]))
+    config, known, tensors = read_adapter(args.path)
+    checkpoint = Checkpoint.open(args.base or located(args.path, known["name_or_path"]))
     plan = plan_conversion(checkpoint, config)
-    if checkpoint.fingerprint(plan.down_proj.values()) != base["fingerprint"]:
+    base = describe_base(checkpoint, plan) if args.base else known  # where it is now
+    if checkpoint.fingerprint(plan.down_proj.values()) != known["fingerprint"]:
         raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_full(folder, checkpoint, plan, tensors, base)

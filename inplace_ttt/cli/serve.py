@@ -9,10 +9,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.reading import Checkpoint
 from . import Result
 from .arguments import path, whole
-from .loading import require_vllm
+from .loading import open_full, require_vllm
 from .messages import say_now
 
 EXAMPLES = """examples:
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    Checkpoint.open(args.path).ttt_config  # noqa: B018 - refuses what is not converted
+    open_full(args.path)
     require_vllm()
     os.environ.setdefault("VLLM_PLUGINS", ",".join(_plugins()))
     from ..serving.server import serve
