@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import InPlaceTTTError, reported
 from .files.folders import new_file
 from .files.json_files import parse_json
+from .files.locks import output_lock
 from .files.paths import require_regular
 from .files.schema import from_values
 
@@ -51,6 +52,24 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **header:
     metadata = {_ENTRY: json.dumps({**values, "checksum": _checksum(values, held)})}  # one entry: safetensors orders several at random
     with new_file(path) as file:
         save_file(held, file, metadata)
+
+
+def refuse_to_replace(path: str | os.PathLike[str]) -> None:
+    """Refuse, before anything is read, a place that takes no file, or holds one that is neither empty nor a session's.
+
+    Raises InPlaceTTTError.
+    """
+    require_regular(path, f"cannot write {path}")
+    with output_lock(path):
+        if not os.path.exists(path) or not os.path.getsize(path):
+            return
+    try:
+        with safe_open(path, framework="pt") as file:
+            is_ours = _ENTRY in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        is_ours = False
+    if not is_ours:
+        raise InPlaceTTTError(f"{path} holds no session, so it is not replaced; choose another name, or remove it yourself.")
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:

@@ -40,7 +40,7 @@ VERBS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InPlaceTTTError(f"{message.removeprefix('argument ').replace(': must be', ' must be', 1)} (see {self.prog} --help).")
+        raise InPlaceTTTError(f"{message.removeprefix('argument ').replace(': must ', ' must ', 1)} (see {self.prog} --help).")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

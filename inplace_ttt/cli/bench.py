@@ -13,7 +13,7 @@ from ..files.memory import require_memory
 from ..ops.benchmark import LIMIT, Shape, measure
 from . import Result
 from .arguments import MOST_TOKENS, device, path, whole
-from .loading import require_vllm
+from .loading import open_full, require_vllm
 from .messages import say_now
 
 EXAMPLES = """examples:
@@ -27,13 +27,13 @@ _SERVING = {"base": None, "requests": 16, "prompt_tokens": 1024, "new_tokens": 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     op = parser.add_argument_group("the op (default)")
-    for name, most, meaning in (
-        ("--d", 2**20, "hidden size"),
-        ("--h", 2**20, "MLP size"),
-        ("--tokens", MOST_TOKENS, "tokens of the sequence"),
-        ("--chunk-size", MOST_TOKENS, "tokens a chunk"),
+    for name, least, most, meaning in (
+        ("--d", 2, 2**20, "hidden size"),  # of which least squares has half as many directions
+        ("--h", 1, 2**20, "MLP size"),
+        ("--tokens", 1, MOST_TOKENS, "tokens of the sequence"),
+        ("--chunk-size", 1, MOST_TOKENS, "tokens a chunk"),
     ):
-        _number(op, name, most, meaning, _OP)
+        _number(op, name, most, meaning, _OP, least)
     op.add_argument("--device", type=device, help="cpu or cuda (default: cpu)")
     serving = parser.add_argument_group("serving by vLLM")
     serving.add_argument("--serving", type=path, metavar="PATH", help="a converted checkpoint, against its base and against generate")
@@ -45,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
 
 
-def _number(group: argparse._ArgumentGroup, name: str, most: int, meaning: str, defaults: dict[str, Any]) -> None:
+def _number(group: argparse._ArgumentGroup, name: str, most: int, meaning: str, defaults: dict[str, Any], least: int = 1) -> None:
     default = defaults[name.removeprefix("--").replace("-", "_")]
-    group.add_argument(name, type=whole(1, most), metavar="N", help=f"{meaning} (default: {default})")
+    group.add_argument(name, type=whole(least, most), metavar="N", help=f"{meaning} (default: {default})")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -80,8 +80,7 @@ def _op(args: argparse.Namespace) -> Result:
 
 
 def _served(args: argparse.Namespace) -> Result:
-    checkpoint = Checkpoint.open(args.serving)
-    checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+    checkpoint = open_full(args.serving)
     assert checkpoint.section is not None
     base = args.base or (checkpoint.section.get("base") or {}).get("name_or_path")
     if base is None:

@@ -15,6 +15,7 @@ from ..calibration.rows import calibration_rows
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
+from ..checkpoint.official import is_official_tensor
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, parameters_of
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
@@ -23,7 +24,7 @@ from ..errors import InPlaceTTTError, NotSoError
 from ..files.settings import override
 from ..files.text import files_in
 from . import Result
-from .arguments import MOST_TOKENS, path, whole
+from .arguments import MOST_TOKENS, path, refuse_without_effect, whole
 from .hub import add_push, push, pushed, require_token
 from .loading import tokenizer_of
 
@@ -55,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate-tokens",
         type=whole(1, MOST_TOKENS),
-        default=CALIBRATION_TOKENS,
         metavar="N",
         help=f"how much of them to read (default: {CALIBRATION_TOKENS})",
     )
@@ -66,8 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    refuse_without_effect(args, calibrate_tokens=("calibrate",))
     require_token(args)
     checkpoint = Checkpoint.open(args.src)
+    if any(map(is_official_tensor, checkpoint.weight_map)):
+        raise InPlaceTTTError(f"{args.src} has fast weights of the public code, which would be lost; take inplace-ttt import-official.")
     plan = plan_conversion(checkpoint, _config(args))
     rows = _rows_to_calibrate_on(args, plan)
     tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, [row for _, row in rows])
@@ -114,7 +117,7 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
         return None
     if not args.calibrate:
         raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
-    return calibration_rows(files_in(args.calibrate), tokenizer_of(args.src), args.calibrate_tokens)
+    return calibration_rows(files_in(args.calibrate), tokenizer_of(args.src), args.calibrate_tokens or CALIBRATION_TOKENS)
 
 
 def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
@@ -125,9 +128,12 @@ def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
 
 
 def _config(args: argparse.Namespace) -> InPlaceTTTConfig:
-    given = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
-    values = InPlaceTTTConfig.preset(args.preset, **{name: value for name, value in given.items() if value is not None}).to_dict()
+    options = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
+    given = {name: value for name, value in options.items() if value is not None}
+    values = InPlaceTTTConfig.preset(args.preset, **given).to_dict()
     for text in args.set:
+        if (name := text.partition("=")[0].strip()) in given:
+            raise InPlaceTTTError(f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out.")
         override(values, text)
     return InPlaceTTTConfig.from_dict(values)
 

@@ -11,12 +11,12 @@ from ..checkpoint.card import write_card
 from ..checkpoint.official import write_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, is_peft_adapter
-from ..checkpoint.writing import base_of, plan_conversion, write_full
+from ..checkpoint.writing import base_of, describe_base, plan_conversion, write_full
 from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path
 from .hub import add_push, push, pushed, require_token
-from .loading import load_with_tokenizer
+from .loading import load_with_tokenizer, refuse_base_of_none
 
 EXAMPLES = """examples:
   inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    refuse_base_of_none(args.path, args.base)
     require_token(args)
     write = _merged if args.format == "full" and is_peft_adapter(args.path) else _WRITERS[args.format]
     write(args)
@@ -69,10 +70,11 @@ def _adapter(args: argparse.Namespace) -> None:
 def _full(args: argparse.Namespace) -> None:
     if not is_adapter(args.path):
         raise InPlaceTTTError(f"{args.path} is a full checkpoint already.")
-    config, base, tensors = read_adapter(args.path)
-    checkpoint = Checkpoint.open(args.base or located(args.path, base["name_or_path"]))
+    config, known, tensors = read_adapter(args.path)
+    checkpoint = Checkpoint.open(args.base or located(args.path, known["name_or_path"]))
     plan = plan_conversion(checkpoint, config)
-    if checkpoint.fingerprint(plan.down_proj.values()) != base["fingerprint"]:
+    base = describe_base(checkpoint, plan) if args.base else known  # where it is now
+    if checkpoint.fingerprint(plan.down_proj.values()) != known["fingerprint"]:
         raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")
     with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
         write_full(folder, checkpoint, plan, tensors, base)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from .. import session_file
 from ..errors import InPlaceTTTError, reported
 from ..files.text import read_text
 from ..state import FastWeightState
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     _refuse_contradictions(args)
+    if args.save_state:
+        session_file.refuse_to_replace(args.save_state)
     prompt = read_text(args.prompt_file, "the prompt ")
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     refuse_not_finite(model, args.path)

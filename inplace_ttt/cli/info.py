@@ -17,6 +17,7 @@ from ..families import features
 from ..surgery import fast_weights
 from . import Result
 from .arguments import path
+from .loading import refuse_base_of_none
 
 EXAMPLES = """examples:
   inplace-ttt info ./smollm2-ttt
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    refuse_base_of_none(args.path, args.base)
     form, config, base, tensors, model = _read(args.path, args.base)
     sizes = [(d, h) for h, d in map(features, fast_weights(model).values())]  # on disk they may be quantised
     return {

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..checkpoint.adapter import is_adapter, read_adapter
 from ..checkpoint.loading import load, load_base
 from ..checkpoint.lora import base_of
-from ..checkpoint.reading import is_peft_adapter
+from ..checkpoint.reading import Checkpoint, is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.text import require_known_ids
 from ..layer.quantised import readable_parameters
@@ -42,6 +42,21 @@ def refuse_other_tokenizer(other: PreTrainedTokenizerBase, tokenizer: PreTrained
     """Refuse a base whose tokenizer reads a text otherwise: their losses and prompts would be of different tokens."""
     if other(text, verbose=False).input_ids != tokenizer(text, verbose=False).input_ids:
         raise InPlaceTTTError(f"{base} has another tokenizer than the converted checkpoint, so that they would read different tokens.")
+
+
+def refuse_base_of_none(path: str, base: str | None) -> None:
+    """Refuse `--base` beside what is no adapter, of PEFT's neither, and has its base in it."""
+    if base is not None and not is_adapter(path) and not is_peft_adapter(path):
+        raise InPlaceTTTError(f"{path} is not an adapter folder, so that --base has no effect; leave it out.")
+
+
+def open_full(path: str) -> Checkpoint:
+    """A converted checkpoint for vLLM, which loads no adapter onto its base."""
+    if is_adapter(path) or is_peft_adapter(path):
+        raise InPlaceTTTError(f"{path} is an adapter, and vLLM serves full checkpoints; export it as full first.")
+    checkpoint = Checkpoint.open(path)
+    checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+    return checkpoint
 
 
 def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from argparse import ArgumentTypeError
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.reading import Checkpoint
 from . import Result
 from .arguments import path, whole
-from .loading import require_vllm
+from .loading import open_full, require_vllm
 from .messages import say_now
 
 EXAMPLES = """examples:
@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen at (default: 127.0.0.1; 0.0.0.0 is all)")
     parser.add_argument("--port", type=whole(1, 65535), default=8000, metavar="N", help="default: 8000")
     parser.add_argument(
-        "--api-key", action="append", default=[], metavar="K", help="who may ask, repeatable; memories belong to a key (default: anyone)"
+        "--api-key",
+        type=_key,
+        action="append",
+        default=[],
+        metavar="K",
+        help="who may ask, repeatable; memories belong to a key (default: anyone)",
     )
     parser.add_argument("--memories", type=path, default="memories", metavar="DIR", help="where memories are saved (default: memories)")
     parser.add_argument("--per-key", type=whole(1, 10**6), default=64, metavar="N", help="most memories of one key (default: 64)")
@@ -47,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    Checkpoint.open(args.path).ttt_config  # noqa: B018 - refuses what is not converted
+    open_full(args.path)
     require_vllm()
     os.environ.setdefault("VLLM_PLUGINS", ",".join(_plugins()))
     from ..serving.server import serve
@@ -60,6 +65,13 @@ def run(args: argparse.Namespace) -> Result:
 
 def render(result: dict[str, Any]) -> str:
     return f"served {result['served']}"
+
+
+def _key(text: str) -> str:
+    """vLLM would take an empty one, as of a variable that is not set, for none, and let everyone in."""
+    if not text.strip():
+        raise ArgumentTypeError("must not be empty, by which anyone would be let in; give a key, or leave it out")
+    return text
 
 
 def _plugins() -> list[str]:

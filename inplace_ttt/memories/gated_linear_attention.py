@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import InPlaceTTTError
 from .matrix import MatrixMemory
 from .protocol import Tokens, chunks, gradient
 
@@ -20,6 +21,8 @@ class GatedLinearAttention(MatrixMemory):
 
     def __init__(self, dim: int, heads: int = 1, chunk: int = 16, temperature: float = 16.0) -> None:
         super().__init__(dim, heads, chunk)
+        if not temperature > 0:
+            raise InPlaceTTTError(f"temperature must be above 0, got {temperature}.")
         self.temperature = temperature
         self.to_gate = nn.Linear(dim, dim)
 

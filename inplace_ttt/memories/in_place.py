@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import Conv
+from ..config import Conv, InPlaceTTTConfig
+from ..errors import InPlaceTTTError
 from ..layer.target import TargetGenerator
 from ..layout import ChunkLayout
 from ..ops import fast_weight
@@ -47,7 +48,10 @@ class InPlaceTTT(Memory[InPlaceState]):
     ) -> None:
         super().__init__()
         self.chunk, self.eta = checked(chunk), eta
+        InPlaceTTTConfig(chunk_size=chunk, eta=eta, kernel_size=kernel_size, conv=conv)  # refuses what no conversion takes
         hidden = 4 * dim if hidden is None else hidden
+        if min(dim, hidden) < 1:
+            raise InPlaceTTTError(f"dim and hidden must be at least 1, got {dim} and {hidden}.")
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
         self.ttt = TargetGenerator(dim, kernel_size, conv)

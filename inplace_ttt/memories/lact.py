@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import InPlaceTTTError
 from .network import LinearMap, NetworkMemory, fixed, taken
-from .protocol import Tokens, Weights, chunks
+from .protocol import Tokens, Weights, chosen, chunks, head_width
 
 Muon = Literal["usual", "public"]
 COEFFICIENTS: dict[Muon, tuple[tuple[float, float, float], ...]] = {
@@ -50,7 +51,10 @@ class LaCT(NetworkMemory[LaCTState]):
     reads_first = True
 
     def __init__(self, dim: int, heads: int = 1, chunk: int = 2048, expand: int = 2, base_rate: float = 0.01, muon: Muon = "usual") -> None:
-        d = dim // heads
+        d = head_width(dim, heads)
+        chosen("muon", muon, *COEFFICIENTS)
+        if not 0 < base_rate < math.inf or expand < 1:
+            raise InPlaceTTTError(f"base_rate must be above 0 and expand at least 1, got {base_rate} and {expand}.")
         self.muon = COEFFICIENTS[muon]
         super().__init__(dim, heads, chunk, [(expand * d, d), (expand * d, d), (d, expand * d)])
         self.to_rates = nn.Linear(dim, 3 * heads)

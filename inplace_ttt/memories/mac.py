@@ -95,6 +95,8 @@ class MACModel(nn.Module):
         where those of t ≥ T are to be ignored.
         """
         batch, length, width = x.shape
+        if length <= self.segment:
+            raise InPlaceTTTError(f"a series of {length} has nothing behind a segment of {self.segment}; give a longer one.")
         padded = F.pad(x[:, :-1], (0, 0, 0, -length % self.segment))
         windows = padded.unfold(1, self.segment, 1).mT.unflatten(1, (-1, self.segment))  # [B, segments, phases, C, width]
         windows = windows if phases is None else windows[:, :, phases]

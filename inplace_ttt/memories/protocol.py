@@ -78,13 +78,16 @@ class Memory(nn.Module, ABC, Generic[State]):
 
     def recall(self, x: Tensor, state: State) -> Tensor:
         """What the state answers to x [B, T, dim], with nothing written."""
+        _refuse_other_batch(x, state)
+        q = self.tokens(x).q
         with without_autocast(x.device):
-            q = self.tokens(x).q
-            return self.output(self.query(state, q.to(state_dtype(q.dtype))).to(x.dtype))
+            y = self.query(state, q.to(state_dtype(x.dtype)))
+        return self.output(y.to(x.dtype))
 
     def _run(self, form: Callable[[State, Tokens], tuple[Tensor, State]], x: Tensor, state: State | None) -> tuple[Tensor, State]:
         if x.dim() != 3 or not x.shape[1]:
             raise InPlaceTTTError(f"x must be [B, T, dim] with at least one token, got {list(x.shape)}.")
+        _refuse_other_batch(x, state)
         tokens = self.tokens(x)
         with without_autocast(x.device):
             accurate = Tokens(*(t.to(state_dtype(x.dtype)) for t in tokens))
@@ -108,9 +111,7 @@ class HeadMemory(Memory[State]):
 
     def __init__(self, dim: int, heads: int, chunk: int) -> None:
         super().__init__()
-        if heads < 1 or dim % heads:
-            raise InPlaceTTTError(f"dim {dim} does not divide into {heads} heads; choose heads that divide it.")
-        self.heads, self.head_dim, self.chunk = heads, dim // heads, checked(chunk)
+        self.heads, self.head_dim, self.chunk = heads, head_width(dim, heads), checked(chunk)
         self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,9 +135,22 @@ class HeadMemory(Memory[State]):
         return tuple(w.to(state_dtype(w.dtype)).expand(batch, *w.shape) for w in weights)
 
 
+def head_width(dim: int, heads: int) -> int:
+    """The width of a head, refused where dim does not divide into heads."""
+    if dim < 1 or heads < 1 or dim % heads:
+        raise InPlaceTTTError(f"dim {dim} does not divide into {heads} heads; choose heads that divide it.")
+    return dim // heads
+
+
+def chosen(name: str, value: Any, *known: str) -> None:
+    """Refuse an option whose value is none of the known ones."""
+    if value not in known:
+        raise InPlaceTTTError(f"{name} must be {' or '.join(map(repr, known))}, got {value!r}.")
+
+
 def checked(chunk: int) -> int:
     """A chunk's length, refused below 1."""
-    if chunk < 1:
+    if not isinstance(chunk, int) or chunk < 1:
         raise InPlaceTTTError(f"a chunk (or mini-batch) must hold at least 1 token, got {chunk}.")
     return chunk
 
@@ -153,6 +167,13 @@ def chunks(tokens: Tokens, size: int, filled: int = 0) -> Iterator[Tokens]:
         stop = min(start + size - filled, length)
         yield tokens.part(start, stop)
         start, filled = stop, 0
+
+
+def _refuse_other_batch(x: Tensor, state: Any) -> None:
+    """A state of one sequence would be read by every row, and one of several would make as many rows of one."""
+    rows = {leaf.shape[0] for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)}
+    if rows - {len(x)}:
+        raise InPlaceTTTError(f"the state is of {max(rows - {len(x)})} sequences and x of {len(x)}; give each its own.")
 
 
 def detached(state: State) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import InPlaceTTTError
+from ..ops.precision import state_dtype
 from .network import LinearMap, NetworkMemory, Step, fixed, stepped, taken
-from .protocol import Tokens, Weights, chunks
+from .protocol import Tokens, Weights, chunks, head_width
 
 
 class TitansState(NamedTuple):
@@ -48,7 +50,11 @@ class Titans(NetworkMemory[TitansState]):
     ) -> None:
         if layers not in (1, 2):
             raise InPlaceTTTError(f"layers must be 1 or 2, got {layers}.")
-        d = dim // heads
+        decays = 0 <= alpha <= 1 and 0 <= eta <= 1 and 0 <= theta < math.inf
+        if not (all(0 < rate < 1 for rate in (alpha, eta, theta)) if data_dependent else decays):
+            kind = "between 0 and 1, where they depend on the data" if data_dependent else "0 to 1, theta 0 or more"
+            raise InPlaceTTTError(f"alpha, eta and theta must be {kind}, got {alpha}, {eta} and {theta}.")
+        d = head_width(dim, heads)
         super().__init__(dim, heads, chunk, [(d, d)] if layers == 1 else [(2 * d, d), (d, 2 * d)])
         self.rates = (alpha, eta, theta)
         self.to_rates = nn.Linear(dim, 3 * heads) if data_dependent else None
@@ -63,7 +69,11 @@ class Titans(NetworkMemory[TitansState]):
 
     def tokens(self, x: Tensor) -> Tokens:
         q, k, v = (F.silu(part) for part in self.qkv(x))
-        rates = x.new_tensor(self.rates).expand(1, 1, x.shape[1], 3) if self.to_rates is None else self.split(self.to_rates(x).sigmoid())
+        dtype = state_dtype(x.dtype)  # in half precision a momentum of 0.999 is 1
+        if self.to_rates is None:
+            rates = x.new_tensor(self.rates, dtype=dtype).expand(1, 1, x.shape[1], 3)
+        else:
+            rates = self.split(self.to_rates(x)).to(dtype).sigmoid()
         return Tokens(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, rates)
 
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:

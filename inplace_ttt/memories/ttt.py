@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import InPlaceTTTError
 from ..ops.precision import state_dtype
 from .network import LinearMap, NetworkMemory, fixed, moved, stepped, taken
-from .protocol import Tokens, Weights, chunks
+from .protocol import Tokens, Weights, chosen, chunks, head_width
 
 Form = Literal["paper", "public"]
 
@@ -50,6 +51,9 @@ class TTT(NetworkMemory[TTTState]):
         residual_norm: bool,
         form: Form,
     ) -> None:
+        chosen("form", form, "paper", "public")
+        if not 0 <= eta_base < math.inf:
+            raise InPlaceTTTError(f"eta_base must be a number of at least 0, got {eta_base}.")
         self.public = form == "public"
         super().__init__(dim, heads, mini_batch, [(out, inner + self.public) for out, inner in shapes], std=0.02)
         self.to_rate = nn.Linear(dim, heads) if learnt_rate else None
@@ -73,7 +77,8 @@ class TTT(NetworkMemory[TTTState]):
 
     def tokens(self, x: Tensor) -> Tokens:
         q, k, v = self.qkv(x)
-        rates = torch.ones_like(q[..., :1]) if self.to_rate is None else self.split(self.to_rate(x).sigmoid())
+        exact = q[..., :1].to(state_dtype(x.dtype))
+        rates = torch.ones_like(exact) if self.to_rate is None else self.split(self.to_rate(x)).to(exact.dtype).sigmoid()
         return Tokens(q, k, v, self.eta_base * rates)
 
     def scales(self, places: Tensor) -> Tensor:
@@ -160,7 +165,7 @@ class TTTLinear(TTT):
         residual_norm: bool = True,
         form: Form = "paper",
     ) -> None:
-        d = dim // heads
+        d = head_width(dim, heads)
         super().__init__(dim, heads, mini_batch, [(d, d)], eta_base, learnt_rate, residual_norm, form)
 
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ class TTTMLP(TTT):
         residual_norm: bool = True,
         form: Form = "paper",
     ) -> None:
-        d = dim // heads
+        d = head_width(dim, heads)
         super().__init__(dim, heads, mini_batch, [(4 * d, d), (d, 4 * d)], eta_base, learnt_rate, residual_norm, form)
         self.gelu = nn.GELU("tanh" if self.public else "none")
 

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -77,7 +77,8 @@ def _contenders(kinds: dict[str, tuple[Callable[..., None], str]], load: Load) -
             _receive(pipes[kind], kind)
 
         def ask(kind: str, number: int) -> dict[str, float]:
-            pipes[kind].send(number)
+            with suppress(OSError):  # its process has ended, as who listens finds
+                pipes[kind].send(number)
             return _receive(pipes[kind], kind)
 
         yield ask
@@ -92,7 +93,7 @@ def _contenders(kinds: dict[str, tuple[Callable[..., None], str]], load: Load) -
 def _receive(pipe: Connection, kind: str) -> dict[str, float]:
     try:
         found = pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise InPlaceTTTError(f"the process of {kind} has ended; what it said is above.") from None
     assert isinstance(found, dict)
     return found

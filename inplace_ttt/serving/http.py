@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import uuid
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,13 @@ from .request_settings import KEY, RequestSettings
 SETTINGS = "inplace_ttt_memories"
 """In vLLM's `additional_config`: `MemorySettings`."""
 _WITH_MEMORY = ("/v1/completions", "/v1/chat/completions")
-_WITHOUT = ("/v1/responses", "/v1/messages")
+_WITHOUT = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/invocations", "/inference/v1/generate")
 _OURS = ("memory", "freeze", "ttt")
 _DONE = b"data: [DONE]"
+_ERROR = b'data: {"error"'
+"""How the events of a stream begin that is at its end, or has failed."""
+_OFF = uuid.uuid4().hex
+"""In the salt of requests with TTT off; none that says its own salt can say this one."""
 _LOG = logging.getLogger(f"vllm.{__name__}")
 
 router = APIRouter(prefix="/v1/memories")
@@ -164,7 +169,7 @@ class RequestsWithMemory:
         turn: Turn | None = None
         try:
             values = _object(body)
-            if KEY in (values.get("vllm_xargs") or {}):
+            if KEY in _arguments(values):
                 raise Refused(f'{KEY} of vllm_xargs is the server\'s own; say "memory", "freeze" or "ttt".', 400)
             if any(name in values for name in _OURS):
                 if path in _WITHOUT:
@@ -201,6 +206,8 @@ class Asked:
             raise Refused("freeze has no effect without a memory; leave it out, or name one.", 400)
         if memory is not None and ttt == "off":
             raise Refused("with ttt off no memory is read; leave one of the two out.", 400)
+        if values.get("use_beam_search") and (memory is not None or ttt == "off"):
+            raise Refused("vLLM's beams know neither memory nor ttt; leave use_beam_search out.", 400)
         if memory is not None and not freeze:
             _refuse_several(values)
         return cls(memory, freeze, ttt == "off")
@@ -212,7 +219,7 @@ class Asked:
         told = {name: value for name, value in values.items() if name not in _OURS}
         told["vllm_xargs"] = {**(told.get("vllm_xargs") or {}), **settings.extra_args}
         if self.off or start is not None:
-            told["cache_salt"] = f"{told.get('cache_salt') or ''} ttt {start or 'off'}"
+            told["cache_salt"] = f"{told.get('cache_salt') or ''} ttt {start or _OFF}"
         return told
 
 
@@ -224,8 +231,6 @@ def _refuse_several(values: dict[str, Any]) -> None:
     for name in ("n", "best_of"):
         if values.get(name) not in (None, 1):
             raise Refused(f"{name} {shown(values[name])} answers cannot write one memory; ask for one, or say freeze.", 400)
-    if values.get("use_beam_search"):
-        raise Refused("beams cannot write one memory; leave use_beam_search out, or say freeze.", 400)
     if values.get("stop"):
         raise Refused("a stop string is seen after more tokens are read; use stop_token_ids, or say freeze.", 400)
 
@@ -237,6 +242,13 @@ def _object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) and isinstance(values.get("vllm_xargs") or {}, dict) else {}
+
+
+def _arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """What a request says to the engine besides, wherever an endpoint takes it."""
+    sampling = values.get("sampling_params")
+    given = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    return {**(values.get("vllm_xargs") or {}), **(given if isinstance(given, dict) else {})}
 
 
 async def _body(receive: Receive) -> bytes:
@@ -270,6 +282,7 @@ class _Exchange:
         self.start: Message | None = None
         self.status = 0
         self.client_is_gone = False
+        self.has_failed = False
 
     async def run(self) -> None:
         try:
@@ -290,7 +303,8 @@ class _Exchange:
             return
         body = message.get("body", b"")
         is_end = not message.get("more_body", False) or body.startswith(_DONE)
-        well = self.status == 200 and not self.client_is_gone
+        self.has_failed |= body.startswith(_ERROR)
+        well = self.status == 200 and not (self.client_is_gone or self.has_failed)
         if is_end and self.turn is not None and (error := await asyncio.shield(self._end(well))):
             if self.start is not None:
                 await refused(error)(self.scope, self.receive, self.send)

@@ -7,6 +7,7 @@ the old one still read that. Where snapshots would take too much of the workers'
 from __future__ import annotations
 
 import itertools
+import logging
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -19,6 +20,8 @@ from ..errors import shown
 from ..files.folders import new_file
 from .memory import RESTING, SAVED, Memory, Refused, about_file, check_name, check_writable
 from .request_settings import KNOWN
+
+_LOG = logging.getLogger(f"vllm.{__name__}")
 
 
 class Engine(Protocol):
@@ -54,6 +57,8 @@ class Memories:
     def __init__(self, engine: Engine, settings: MemorySettings) -> None:
         self.engine, self.settings, self.folder = engine, settings, Path(settings.folder).resolve()
         check_writable(self.folder)
+        for cut_off in self.folder.glob(f"*/.{'[0-9a-f]' * 32}{SAVED}"):  # what `export` wrote for a server that was killed
+            cut_off.unlink(missing_ok=True)
         self._users: dict[str, dict[str, Memory]] = {}
         self._about: dict[str, Mapping[str, int]] = {}
         self._uses: Counter[str] = Counter()  # of a snapshot: by names, and by requests that started from it
@@ -71,14 +76,14 @@ class Memories:
     def find(self, user: str, name: str) -> Memory:
         memory = self._of(user).get(check_name(name))
         if memory is None or not memory.exists:
-            raise Refused(f"there is no memory {shown(name)}; a request without freeze makes it, or an upload.", 404)
+            raise _unknown(name)
         return memory
 
     async def begin(self, user: str, name: str, freeze: bool) -> Turn:
         """A request's turn, which `end` must end. It waits for other requests that write this memory, unless it only reads."""
         memory = self.find(user, name) if freeze else await self._own(user, name)
         try:
-            start = await self._wake(memory)
+            start = await (self._woken(memory) if freeze else self._wake(memory))
         except BaseException:
             if not freeze:
                 self._release(memory)
@@ -108,7 +113,7 @@ class Memories:
         """Write a memory to its file, in one step."""
         async with self._alone(user, name) as memory:
             if not memory.is_saved:
-                await self._write(await self._wake(memory), memory.file)
+                await self._write(await self._woken(memory), memory.file)
                 memory.saved = memory.snapshot
                 memory.resting.unlink(missing_ok=True)
         await self._make_room()
@@ -118,7 +123,7 @@ class Memories:
         """What a memory is now, as a file of its own, which the caller must remove."""
         async with self._alone(user, name) as memory:
             file = memory.file.with_name(f".{uuid.uuid4().hex}{SAVED}")
-            await self._write(await self._wake(memory), file)
+            await self._write(await self._woken(memory), file)
         await self._make_room()
         return file
 
@@ -127,9 +132,7 @@ class Memories:
         async with self._alone(user, name) as memory:
             if not memory.file.exists():
                 raise Refused(f"memory {shown(name)} has no file; save it first.", 404)
-            await self._become(memory, await self._made("ttt_load", str(memory.file), status=400))
-            memory.saved = memory.snapshot
-            memory.resting.unlink(missing_ok=True)
+            await self._replace(memory, await self._made("ttt_load", str(memory.file), status=400))
         await self._make_room()
         return memory
 
@@ -137,13 +140,11 @@ class Memories:
         """Take a session's file as a memory, a new one or in place of one; refused if it is not of this model."""
         memory = await self._own(user, name)
         try:
-            memory.file.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder_of(memory.file)
             with new_file(memory.file) as partial:
                 await self._receive(body, partial)
                 made = await self._made("ttt_load", str(partial), status=400)
-            await self._become(memory, made)
-            memory.saved = memory.snapshot
-            memory.resting.unlink(missing_ok=True)
+            await self._replace(memory, made)
         finally:
             self._release(memory)
         await self._make_room()
@@ -156,8 +157,7 @@ class Memories:
         try:
             if copy.exists:
                 raise Refused(f"there is a memory {shown(to)} already; delete it, or choose another name.", 409)
-            copy.snapshot = await self._wake(self.find(user, name))
-            assert copy.snapshot is not None
+            copy.snapshot = await self._woken(self.find(user, name))
             self._uses[copy.snapshot] += 1
             copy.used = next(self._clock)
         finally:
@@ -166,7 +166,7 @@ class Memories:
 
     async def delete(self, user: str, name: str) -> None:
         """Its files too."""
-        async with self._alone(user, name) as memory:
+        async with self._alone(user, name) as memory, memory.waking:
             del self._of(user)[memory.name]
             memory.file.unlink(missing_ok=True)
             memory.resting.unlink(missing_ok=True)
@@ -182,6 +182,8 @@ class Memories:
 
     async def _own(self, user: str, name: str) -> Memory:
         """The memory of that name, made if it is new, for its caller alone to write: who must release `writing`."""
+        if (problem := await self._make_room()) is not None:
+            raise problem
         mine = self._of(user)
         while True:
             if check_name(name) not in mine:
@@ -217,6 +219,19 @@ class Memories:
                 else:
                     memory.saved = memory.snapshot
             return memory.snapshot
+
+    async def _woken(self, memory: Memory) -> str:
+        """The snapshot of a memory that is there; it may have been deleted while others woke it or put it to rest."""
+        if (snapshot := await self._wake(memory)) is None:
+            raise _unknown(memory.name)
+        return snapshot
+
+    async def _replace(self, memory: Memory, snapshot: str) -> None:
+        """Make the snapshot of its file the memory's, whatever was being woken for those who only read it."""
+        async with memory.waking:
+            await self._become(memory, snapshot)
+            memory.saved = memory.snapshot
+            memory.resting.unlink(missing_ok=True)
 
     async def _made(self, how: str, what: str, status: int) -> str:
         """A new snapshot, by a call of the worker's."""
@@ -255,23 +270,34 @@ class Memories:
                     raise Refused(f"the file is larger than {self.settings.upload:,} bytes, the most that is taken.", 413)
                 written.write(block)
 
-    async def _write(self, snapshot: str | None, file: Path) -> None:
-        assert snapshot is not None
-        file.parent.mkdir(parents=True, exist_ok=True)
+    async def _write(self, snapshot: str, file: Path) -> None:
+        _make_folder_of(file)
         await self._call("ttt_save", snapshot, str(file), status=507)
 
-    async def _make_room(self) -> None:
-        """The least recently used go to disk, except those that a request writes."""
+    async def _make_room(self) -> Refused | None:
+        """The least recently used go to disk, except those that a request writes; why one could not, where there is still no room.
+
+        What a request has written is the memory's by then, so that its end does not fail by this: the next that would write does.
+        """
+        problem = None
         held = [memory for mine in self._users.values() for memory in mine.values() if memory.snapshot is not None]
         for memory in sorted(held, key=lambda memory: memory.used):
-            if sum(about["bytes"] for about in self._about.values()) <= self.settings.in_memory:
-                return
+            if self._has_room():
+                break
             if memory.snapshot is not None and not (memory.writing.locked() or memory.waking.locked()):
                 async with memory.writing, memory.waking:
-                    if memory.snapshot != memory.rested and not memory.is_saved:
-                        await self._write(memory.snapshot, memory.resting)
-                        memory.rested = memory.snapshot
-                    await self._forget(memory)
+                    try:
+                        if memory.snapshot != memory.rested and not memory.is_saved:
+                            await self._write(memory.snapshot, memory.resting)
+                            memory.rested = memory.snapshot
+                        await self._forget(memory)
+                    except Refused as error:
+                        _LOG.error("In-Place TTT: a memory cannot rest on disk: %s", error)
+                        problem = error
+        return None if self._has_room() else problem
+
+    def _has_room(self) -> bool:
+        return sum(about["bytes"] for about in self._about.values()) <= self.settings.in_memory
 
     async def _call(self, method: str, *args: str, status: int) -> Mapping[str, int]:
         """What all workers answer. Raises Refused with the sentence of one that cannot."""
@@ -280,3 +306,14 @@ class Memories:
             if "error" in answer:
                 raise Refused(answer["error"], status)
         return {name: sum(answer[name] for answer in answers) if name == "bytes" else answers[0][name] for name in answers[0]}
+
+
+def _unknown(name: str) -> Refused:
+    return Refused(f"there is no memory {shown(name)}; a request without freeze makes it, or an upload.", 404)
+
+
+def _make_folder_of(file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"the server's folder of memories takes none: {error.strerror}.", 507) from None

@@ -31,7 +31,7 @@ class Refused(InPlaceTTTError):
 class Memory:
     """snapshot: None while it rests on disk, or before anything is written. saved, rested: the snapshots that its files hold, where known.
 
-    file: what its user saved. resting: what was put there for want of room, never older than what is saved.
+    file: what its user saved. resting: what was put there for want of room.
     """
 
     file: Path
@@ -52,8 +52,9 @@ class Memory:
 
     @property
     def on_disk(self) -> Path | None:
-        """The newest file."""
-        return next((file for file in (self.resting, self.file) if file.exists()), None)
+        """The newest file; a server that was killed may have saved, and not yet removed what rested before."""
+        found = [file for file in (self.resting, self.file) if file.exists()]
+        return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
 
     @property
     def exists(self) -> bool:
@@ -62,7 +63,7 @@ class Memory:
     @property
     def is_saved(self) -> bool:
         """Whether its user's file holds what it is now."""
-        return self.file.exists() and (self.saved == self.snapshot if self.snapshot is not None else not self.resting.exists())
+        return self.file.exists() and (self.saved == self.snapshot if self.snapshot is not None else self.on_disk == self.file)
 
 
 def check_name(name: Any) -> str:

@@ -63,7 +63,10 @@ class SnapshotFiles:
 
     def read(self, path: str | os.PathLike[str]) -> Snapshot:
         """Raises InPlaceTTTError for what is damaged, another model's, or more than fast weights."""
-        header, tensors = session_file.read(path)
+        try:
+            header, tensors = session_file.read(path)
+        except InPlaceTTTError as error:  # whoever sent it knows it by another name
+            raise InPlaceTTTError(str(error).replace(str(path), "the file")) from None
         check_header("the file", header, self.config, self.fingerprint)
         if header.attention or "tokens" in tensors:
             raise InPlaceTTTError("the file holds a session's KV cache too; save state.forget_attention() instead.")

@@ -99,6 +99,11 @@ def test_base_in_another_place(trained: Path, tmp_path: Path, capsys: pytest.Cap
         said = f"adapter is an adapter of {tmp_path / 'base'}, which does not exist; say where it is now by --base"
         assert said in capsys.readouterr().err
         assert cli.main([*command, "--base", str(tmp_path / "moved")]) == 0
+    assert cli.main(["export", str(tmp_path / "full2"), str(tmp_path / "adapter2"), "--format", "adapter"]) == 0
+    load(tmp_path / "adapter2")  # which knows where its base is now
+    for verb in (["serve"], ["bench", "--serving"]):
+        assert cli.main([*verb, str(tmp_path / "adapter")]) == 2
+        assert "adapter is an adapter, and vLLM serves full checkpoints; export it as full first" in capsys.readouterr().err
     recipe = write_recipe(tmp_path, model={"path": str(tmp_path / "adapter")}, surgery=None)
     assert cli.main(["plan", str(recipe)]) == 2
     assert "which does not exist; put both together by `inplace-ttt export" in capsys.readouterr().err

@@ -138,6 +138,12 @@ def test_bad_official_checkpoints(keys: dict[str, object], message: str, tmp_pat
     assert not (tmp_path / "ours").exists()
 
 
+def test_what_the_public_code_trained_is_not_converted_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    official = write_official(tmp_path / "official")
+    assert cli.main(["convert", str(official), str(tmp_path / "ours"), "--chunk-size", "4"]) == 2
+    assert "has fast weights of the public code, which would be lost" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "message"), [("model.norm.weight", "lacks"), ("model.layers.1.mlp.up_proj.weight", "holds")])
 def test_an_import_can_be_loaded(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tensor of the base is missing, or another model's."""

@@ -62,11 +62,19 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["export", "BASE", "OUT", "--format", "full"], "is a full checkpoint already"),
         (["import-official", "BASE", "OUT"], "not a checkpoint of the public code"),
         (["bench", "--tokens", "10", "--chunk-size", "4"], "10 tokens are not whole chunks of 4"),
+        (["bench", "--d", "1"], "--d must be at least 2"),
+        (["convert", "BASE", "OUT", "--calibrate-tokens", "8"], "--calibrate-tokens has no effect without --calibrate"),
+        (["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"], "--chunk-size has no effect beside --set chunk_size=8"),
+        (["info", "BASE", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
+        (["export", "BASE", "OUT", "--format", "official", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
+        (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),
+        (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "TEXT"], "holds no session, so it is not replaced"),
+        (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "OUT/state"], "cannot write beside"),
     ],
 )
 def test_arguments(arguments: list[str], message: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("a text")
-    places = {"BASE": str(base), "OUT": str(tmp_path / "out"), "TEXT": str(tmp_path / "text")}
+    places = {"BASE": str(base), "OUT": str(tmp_path / "out"), "TEXT": str(tmp_path / "text"), "OUT/state": str(tmp_path / "out" / "state")}
     before = bytes_of(tmp_path)
     assert message in refused(capsys, *(places.get(a, a) for a in arguments))
     assert bytes_of(tmp_path) == before

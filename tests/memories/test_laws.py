@@ -139,5 +139,15 @@ def test_half_precision_keeps_a_float32_state(row: str) -> None:
     assert (y.double() - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.parametrize("row", SYSTEMS)
+def test_recall_under_autocast_is_the_layer(row: str) -> None:
+    memory, x = system(row, torch.float32), inputs(9, dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        _, before = memory(x[:, :8])
+        y, after = memory(x[:, 8:], before)
+        found = memory.recall(x[:, 8:], before if memory.reads_first else after)
+    assert found.dtype == y.dtype and distance(found, y) < 1e-2
+
+
 def test_every_system_is_in_the_table() -> None:
     assert {name for name, _ in SYSTEMS.values()} == set(MEMORIES)

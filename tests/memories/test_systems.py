@@ -1,5 +1,6 @@
 """What each of the other systems promises beyond the laws."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -62,6 +63,12 @@ def test_data_dependent_rates_start_as_the_constants() -> None:
     learnt = Titans(DIM, 2, alpha=0.003, eta=0.8, theta=0.02, data_dependent=True).double()
     learnt.load_state_dict(constant.state_dict(), strict=False)
     assert distance(learnt(inputs(20))[0], constant(inputs(20))[0]) < 1e-6
+
+
+@pytest.mark.parametrize("data_dependent", [False, True])
+def test_a_momentum_near_1_is_none_of_half_precision(data_dependent: bool) -> None:
+    rates = Titans(DIM, 2, eta=0.999, data_dependent=data_dependent).bfloat16().tokens(inputs(3, dtype=torch.bfloat16)).rates
+    assert rates.dtype == torch.float32 and (rates[..., 1] - 0.999).abs().max() < 1e-4
 
 
 def test_lact_keeps_the_length_of_its_rows_and_not_the_size_of_its_rates() -> None:
@@ -153,6 +160,31 @@ def test_bad_input_is_refused() -> None:
         make("mamba", 8)
     with pytest.raises(InPlaceTTTError, match="dim 8 does not divide into 3 heads"):
         make("deltanet", 8, heads=3)
+    for name in ("ttt-linear", "ttt-mlp", "titans", "lact"):
+        with pytest.raises(InPlaceTTTError, match="dim 8 does not divide into 0 heads"):
+            make(name, 8, heads=0)
+    for name, options, message in (
+        ("ttt-linear", {"form": "pubic"}, "form must be 'paper' or 'public', got 'pubic'"),
+        ("lact", {"muon": "none"}, "muon must be 'usual' or 'public'"),
+        ("lact", {"base_rate": 0.0}, "base_rate must be above 0"),
+        ("lact", {"expand": 0}, "expand at least 1"),
+        ("ttt-mlp", {"eta_base": math.nan}, "eta_base must be a number of at least 0"),
+        ("gla", {"temperature": 0.0}, "temperature must be above 0"),
+        ("titans", {"theta": math.nan}, "alpha, eta and theta must be 0 to 1"),
+        ("deltanet", {"chunk": 2.5}, "must hold at least 1 token, got 2.5"),
+        ("titans", {"eta": 1.5}, "alpha, eta and theta must be 0 to 1"),
+        ("titans", {"eta": 1.0, "data_dependent": True}, "must be between 0 and 1, where they depend on the data"),
+        ("in-place", {"kernel_size": 4}, "kernel_size 4 is even"),
+        ("in-place", {"conv": "none"}, "conv must be one of"),
+        ("in-place", {"hidden": 0}, "dim and hidden must be at least 1"),
+    ):
+        with pytest.raises(InPlaceTTTError, match=message):
+            make(name, 8, **options)
+    memory = make("deltanet", 8)
+    with pytest.raises(InPlaceTTTError, match="the state is of 2 sequences and x of 1"):
+        memory(torch.ones(1, 3, 8), memory.initial_state(2))
+    with pytest.raises(InPlaceTTTError, match="the state is of 1 sequences and x of 2"):
+        memory.recall(torch.ones(2, 3, 8), memory.initial_state(1))
     with pytest.raises(InPlaceTTTError, match="titans has no option 'mini_batch'; it has heads, layers, chunk, alpha"):
         make("titans", 8, mini_batch=3)
     for name in MEMORIES:

@@ -56,9 +56,9 @@ def server(place: Path) -> Iterator[Server]:
         yield running_server
 
 
-def served(place: Path) -> Any:
+def served(place: Path, memories: str = "memories") -> Any:
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    limits = ("--memory-bytes", str(SIZE), "--per-key", "6")
+    limits = ("--memories", memories, "--memory-bytes", str(SIZE), "--per-key", "6")
     return running(place, "inplace_ttt.cli", "serve", str(place / "ttt"), *keys, *limits, behind=("--vllm", *VLLM))
 
 
@@ -272,7 +272,7 @@ def test_bad_requests_get_a_sentence_and_the_server_goes_on(server: Server, plac
 def test_kill_9_during_a_save(place: Path, model: PreTrainedModel) -> None:
     """What a file held before is there, or what it was to hold; and the next server has it."""
     folder, states = place / "ttt", {}
-    with served(place) as server:
+    with served(place, "killed") as server:
         ask = server.client(KEYS[1])
         said(ask, folder, BOOKS[0], 1, memory="killed")
         states[len(BOOKS[0])] = after(model, BOOKS[0])
@@ -284,7 +284,7 @@ def test_kill_9_during_a_save(place: Path, model: PreTrainedModel) -> None:
             time.sleep(0.005)
             os.killpg(server.process.pid, signal.SIGKILL)
             saving.exception(30)
-    with served(place) as server:
+    with served(place, "killed") as server:
         tokens = call(server, "GET", "/v1/memories/killed", key=KEYS[1])[1]["tokens"]
         answer = said(server.client(KEYS[1]), folder, QUESTIONS[2], memory="killed", freeze=True)
         assert answer == continued(model, states[tokens], QUESTIONS[2])
