@@ -12,8 +12,8 @@ from .errors import InPlaceTTTError
 
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate
-    from .checkpoint.adapter import save_adapter
     from .checkpoint.loading import load
+    from .checkpoint.to_adapter import save_adapter
     from .config import InPlaceTTTConfig
     from .config_tables import DeltaClip, KeyWhitening, PromptWrite
     from .state import FastWeightState
@@ -50,7 +50,7 @@ _HOMES = {
     "convert": "surgery",
     "load": "checkpoint.loading",
     "revert": "surgery",
-    "save_adapter": "checkpoint.adapter",
+    "save_adapter": "checkpoint.to_adapter",
     "ttt_disabled": "surgery",
 }
 

@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import PreTrainedModel
 
-from .. import models
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported, shown
 from ..files.folders import save_tensors
 from ..files.json_files import read_json, write_json
 from ..files.paths import name_problem
 from ..files.schema import from_values
-from ..surgery import config_of, fast_weights
-from .fingerprint import fingerprint
-from .overwriting import new_checkpoint_folder
 from .reading import ADAPTER_CONFIG, TTT_SHARD, BaseModel, LayerTensors, check_tensors, tensor_names, ttt_config_in
 
 _ADAPTER_FORMAT = 1
@@ -50,28 +45,6 @@ def write_adapter(folder: Path, config: InPlaceTTTConfig, tensors: LayerTensors,
     flat = {f"{layer}.{kind}": tensor for layer, pair in tensors.items() for kind, tensor in pair.items()}
     save_tensors(flat, folder / TTT_SHARD)
     write_json(folder / ADAPTER_CONFIG, {"format": _ADAPTER_FORMAT, "config": config.to_dict(), "base": dict(base)})
-
-
-def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: str | None = None, overwrite: bool = False) -> None:
-    """Save a converted model's TTT tensors alone, to load onto its base, whose weights must not have been trained.
-
-    base: folder or hub id of the base; where the model was loaded from, without one.
-    """
-    layers = fast_weights(model)
-    if any(module.matrix() is None for module in layers.values()):
-        raise InPlaceTTTError(
-            "the base is quantised or wrapped, so that the adapter could not be tied to its weights; save the state dict."
-        )
-    known = getattr(model.config, models.MODEL_TYPE, {}).get("base", {})
-    name = base or known.get("name_or_path") or model.config.name_or_path
-    if not name:
-        raise InPlaceTTTError("the model does not know where its base came from; say it with save_adapter(…, base=…).")
-    found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
-    if known.get("fingerprint") not in (None, found):
-        raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
-    tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
-    with new_checkpoint_folder(path, overwrite=overwrite) as folder:
-        write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:

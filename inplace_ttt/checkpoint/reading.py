@@ -125,11 +125,14 @@ class Checkpoint:
             rows = file.get_slice(name)
             return rows.get_shape(), rows[:0].dtype
 
+    def name_of(self, parameter: str) -> str | None:
+        """The checkpoint's name of a model's parameter, if it has it: some checkpoints leave the base model's prefix out."""
+        return next((name for name in (parameter, parameter.partition(".")[2]) if name in self.weight_map), None)
+
     def find(self, parameter: str) -> str:
-        """The checkpoint's name of a model's parameter: some checkpoints leave the base model's prefix out."""
-        for name in (parameter, parameter.partition(".")[2]):
-            if name in self.weight_map:
-                return name
+        """`name_of`, refused where there is none."""
+        if (name := self.name_of(parameter)) is not None:
+            return name
         raise InPlaceTTTError(f"{self.name} has no tensor {parameter}; its weights are not those of its config.json.")
 
     @property

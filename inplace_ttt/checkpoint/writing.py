@@ -133,15 +133,3 @@ def describe_base(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, Any
     """Which base a conversion stands on."""
     name = str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name
     return {"name_or_path": name, "revision": checkpoint.revision, "fingerprint": checkpoint.fingerprint(plan.down_proj.values())}
-
-
-def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The base that a full checkpoint's TTT tensors can be an adapter for; refuses when training changed W0."""
-    base = checkpoint.section and checkpoint.section.get("base")
-    if not base or not base.get("fingerprint"):
-        raise InPlaceTTTError(f"{checkpoint.name} does not say which base it stands on, so an adapter of it could not be loaded.")
-    if checkpoint.fingerprint(checkpoint.down_projections().values()) != base["fingerprint"]:
-        raise InPlaceTTTError(
-            f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
-        )
-    return dict(base)

@@ -11,7 +11,8 @@ from ..checkpoint.card import write_card
 from ..checkpoint.official import write_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, is_peft_adapter
-from ..checkpoint.writing import base_of, describe_base, plan_conversion, write_full
+from ..checkpoint.to_adapter import base_of
+from ..checkpoint.writing import describe_base, plan_conversion, write_full
 from ..errors import InPlaceTTTError
 from . import Result
 from .arguments import path

@@ -67,6 +67,21 @@ def test_a_trained_base_is_not_cut_to_an_adapter(trained: Path, tmp_path: Path, 
     assert "which an adapter would lose" in capsys.readouterr().err
 
 
+def test_what_else_was_trained_is_not_cut_off(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As LoRA leaves the down-projections alone, and moves attention."""
+    model = load(trained)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] += 1
+    model.save_pretrained(tmp_path / "moved")
+    assert cli.main(["export", str(tmp_path / "moved"), str(tmp_path / "adapter"), "--format", "adapter"]) == 2
+    assert "has another model.layers.1.self_attn.q_proj.weight than" in capsys.readouterr().err
+    with pytest.raises(InPlaceTTTError, match=r"the model has another model\.layers\.1\.self_attn\.q_proj\.weight than"):
+        save_adapter(model, tmp_path / "adapter")
+    model.resize_token_embeddings(200, mean_resizing=False)
+    with pytest.raises(InPlaceTTTError, match=r"the model has another lm_head\.weight than"):
+        save_adapter(model, tmp_path / "adapter")
+
+
 def test_saved_from_python(trained: Path, tmp_path: Path) -> None:
     """Load an adapter, train it, save it again; the base is remembered, and checked when it was trained too."""
     cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])

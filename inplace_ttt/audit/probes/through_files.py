@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.adapter import save_adapter
 from ...checkpoint.loading import load
 from ...checkpoint.official import read_official, write_official
 from ...checkpoint.reading import Checkpoint
+from ...checkpoint.to_adapter import save_adapter
 from ...errors import InPlaceTTTError
 from ...families import CACHE
 from ...state import FastWeightState

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from inplace_ttt import FastWeightState, load
-from inplace_ttt.checkpoint.adapter import save_adapter
 from inplace_ttt.checkpoint.official import read_official, write_official
 from inplace_ttt.checkpoint.reading import Checkpoint
+from inplace_ttt.checkpoint.to_adapter import save_adapter
 from inplace_ttt.checkpoint.writing import describe_base, initial_tensors, plan_conversion, write_full
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams

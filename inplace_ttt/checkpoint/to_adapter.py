@@ -1,0 +1,69 @@
+"""A converted model or checkpoint as an adapter, which is the same model only where training left its base as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from .. import models
+from ..errors import InPlaceTTTError
+from ..surgery import config_of, fast_weights
+from .adapter import write_adapter
+from .fingerprint import PIECE, fingerprint
+from .overwriting import new_checkpoint_folder
+from .reading import Checkpoint
+
+
+def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: str | None = None, overwrite: bool = False) -> None:
+    """Save a converted model's TTT tensors alone, to load onto its base, whose weights must not have been trained.
+
+    base: folder or hub id of the base; where the model was loaded from, without one. Of a folder every weight is compared, of a base that
+    is somewhere else the down-projections, as far as they are known. Raises InPlaceTTTError where they differ.
+    """
+    layers = fast_weights(model)
+    if any(module.matrix() is None for module in layers.values()):
+        raise InPlaceTTTError(
+            "the base is quantised or wrapped, so that the adapter could not be tied to its weights; save the state dict."
+        )
+    known = getattr(model.config, models.MODEL_TYPE, {}).get("base", {})
+    name = base or known.get("name_or_path") or model.config.name_or_path
+    if not name:
+        raise InPlaceTTTError("the model does not know where its base came from; say it with save_adapter(…, base=…).")
+    found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
+    if known.get("fingerprint") not in (None, found):
+        raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
+    saved = revert_weight_conversion(model, {key: p.detach() for key, p in model.named_parameters()})
+    _refuse_trained(((key, list(p.shape), p.reshape(-1)[:PIECE]) for key, p in saved.items()), "the model", name, "use save_pretrained")
+    tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
+    with new_checkpoint_folder(path, overwrite=overwrite) as folder:
+        write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
+
+
+def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The base that a full checkpoint's TTT tensors can be an adapter for. Raises InPlaceTTTError where training changed its weights."""
+    base = checkpoint.section and checkpoint.section.get("base")
+    if not base or not base.get("fingerprint"):
+        raise InPlaceTTTError(f"{checkpoint.name} does not say which base it stands on, so an adapter of it could not be loaded.")
+    if checkpoint.fingerprint(checkpoint.down_projections().values()) != base["fingerprint"]:
+        raise InPlaceTTTError(
+            f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
+        )
+    weights = ((key, checkpoint.shape_and_dtype(key)[0], checkpoint.first(key, PIECE)) for key in checkpoint.weight_map)
+    _refuse_trained(weights, checkpoint.name, base["name_or_path"], "keep it full")
+    return dict(base)
+
+
+def _refuse_trained(weights: Iterable[tuple[str, list[int], Tensor]], whose: str, base: str, remedy: str) -> None:
+    """Refuse a weight that the base has otherwise, where that is a folder that can be looked at. weights: name, shape, first numbers."""
+    if not os.path.isdir(base):
+        return
+    known = Checkpoint.open(base)
+    for name, shape, piece in weights:
+        there = known.name_of(name)
+        if there and (known.shape_and_dtype(there)[0] != shape or fingerprint([known.first(there, PIECE)]) != fingerprint([piece])):
+            raise InPlaceTTTError(f"{whose} has another {name} than {base}, which an adapter would lose; {remedy}.")
