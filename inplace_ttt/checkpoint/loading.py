@@ -14,6 +14,7 @@ from ..surgery import convert, fast_weights
 from .adapter import is_adapter, located, read_adapter
 from .fingerprint import fingerprint
 from .lora import base_of, merged, refuse_other_base
+from .official import refuse_official
 from .reading import Checkpoint, is_peft_adapter, read_config
 
 
@@ -56,8 +57,13 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
 
 
 def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
-    """A causal LM in eval mode; whatever transformers has against it becomes one sentence."""
+    """A causal LM in eval mode; whatever transformers has against it becomes one sentence.
+
+    Raises InPlaceTTTError for a checkpoint of the public code, whose fast weights would be dropped.
+    """
     if os.path.isdir(path):
         read_config(Path(path))
     with reported(f"cannot load {path}"):
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval()
+        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    refuse_official(str(path), found["unexpected_keys"])
+    return model.eval()

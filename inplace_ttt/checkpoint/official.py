@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ _TENSOR = re.compile(r"\.mlp\.ttt_(conv|proj)\.weight$")
 
 def is_official_tensor(name: str) -> bool:
     return _TENSOR.search(name) is not None
+
+
+def refuse_official(path: str, tensors: Iterable[str]) -> None:
+    """Refuse to take a checkpoint of the public code for a base, without what its fast weights were trained to."""
+    if any(map(is_official_tensor, tensors)):
+        raise InPlaceTTTError(f"{path} has fast weights of the public code, which would be lost; take inplace-ttt import-official.")
 
 
 @dataclasses.dataclass(frozen=True)

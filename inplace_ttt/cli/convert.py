@@ -15,7 +15,7 @@ from ..calibration.rows import calibration_rows
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
-from ..checkpoint.official import is_official_tensor
+from ..checkpoint.official import refuse_official
 from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, parameters_of
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> Result:
     refuse_without_effect(args, calibrate_tokens=("calibrate",))
     require_token(args)
     checkpoint = Checkpoint.open(args.src)
-    if any(map(is_official_tensor, checkpoint.weight_map)):
-        raise InPlaceTTTError(f"{args.src} has fast weights of the public code, which would be lost; take inplace-ttt import-official.")
+    refuse_official(args.src, checkpoint.weight_map)
     plan = plan_conversion(checkpoint, _config(args))
     rows = _rows_to_calibrate_on(args, plan)
     tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, [row for _, row in rows])

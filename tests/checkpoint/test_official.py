@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoint.folders import save_base, tensors_of
-from inplace_ttt import InPlaceTTTConfig, calibrate, cli, convert, load
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, calibrate, cli, convert, load
+from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.checkpoint.reading import Checkpoint
 from inplace_ttt.ops.benchmark import materialising
 from inplace_ttt.surgery import config_of
@@ -142,6 +143,8 @@ def test_what_the_public_code_trained_is_not_converted_away(tmp_path: Path, caps
     official = write_official(tmp_path / "official")
     assert cli.main(["convert", str(official), str(tmp_path / "ours"), "--chunk-size", "4"]) == 2
     assert "has fast weights of the public code, which would be lost" in capsys.readouterr().err
+    with pytest.raises(InPlaceTTTError, match="has fast weights of the public code"):  # as a recipe's model, or an evaluation's base
+        load_base(tmp_path / "official")
 
 
 @pytest.mark.parametrize(("name", "message"), [("model.norm.weight", "lacks"), ("model.layers.1.mlp.up_proj.weight", "holds")])
