@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..config import InPlaceTTTConfig
-from ..diagnostics.overrides import seeded
 from ..errors import InPlaceTTTError, one_line
 from ..families import features
+from ..layer.overrides import seeded
 from ..surgery import config_of, fast_weights
 from .adapters import AuditedModule
 from .catalogue import METHOD

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import InPlaceTTTError, reported
 from ..layer.fast_linear import FastWeight
+from ..layer.overrides import seeded
 from ..layer.quantised import is_encoded
 from ..layer.zero3 import is_partitioned
 from ..layout import document_starts
 from ..surgery import fast_weights
 from ..tasks import IGNORED
-from .overrides import seeded
 
 GENERATOR = ("conv", "proj")
 Key = tuple[int | None, str]

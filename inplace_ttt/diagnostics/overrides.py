@@ -32,15 +32,6 @@ def with_values(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
         _copy(before)
 
 
-@contextmanager
-def seeded(model: nn.Module, seed: int) -> Iterator[None]:
-    """The random generators of the CPU and of the model's devices set to a seed, and as before afterwards."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        yield
-
-
 def random_like(parameter: Tensor, *shape: int) -> Tensor:
     """The same standard normal draws every time, in a parameter's dtype and place."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)

@@ -1,4 +1,4 @@
-"""Attributes that are others for a `with`: settings of TTT layers, switches of a model, modes of modules, parameters."""
+"""What is other for a `with`: settings of TTT layers, switches of a model, modes of modules, parameters; random generators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from .fast_linear import FastWeight
@@ -30,4 +33,13 @@ def with_config(layers: Iterable[FastWeight], **changes: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(overriding([layer.fast], config=dataclasses.replace(layer.fast.config, **changes)))
+        yield
+
+
+@contextmanager
+def seeded(model: nn.Module, seed: int) -> Iterator[None]:
+    """The random generators of the CPU and of the model's devices set to a seed, and as before afterwards."""
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
         yield
