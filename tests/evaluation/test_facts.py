@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from inplace_ttt import FastWeightState, InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.facts import READINGS, Answer, _document, _groups, _Retrieval, _Session, document_tokens, recall_of_facts
+from inplace_ttt.evaluation.fact_sessions import Answer, Retrieval, Session
+from inplace_ttt.evaluation.facts import READINGS, _document, _groups, document_tokens, recall_of_facts
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.families import CACHE
 from inplace_ttt.reports.statistics import Mean
@@ -90,7 +91,7 @@ def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ..
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
     protocol = Protocol(window, 2, 0, 2, begins)
     for name in ("on", "off", "full"):
-        session = _Session(name, model, protocol)
+        session = Session(name, model, protocol)
         assert session.read(rows[:, :70]) and session.read(rows), "in two parts"
         for reading, asked, shift in session.readings(len(rows)):
             assert shift == (reading == "foreign"), "another document's row"
@@ -113,7 +114,7 @@ def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ..
 @pytest.mark.parametrize("begins", [(), (5,)], ids=str)
 def test_retrieval_puts_the_best_piece_into_the_window(begins: tuple[int, ...]) -> None:
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
-    session = _Retrieval("retrieved", model, Protocol(160, 2, 0, 2, begins))
+    session = Retrieval("retrieved", model, Protocol(160, 2, 0, 2, begins))
     session.read(rows)
     facts = invent(RECORDS, "0 1")
     found, told = session.answers(1, facts.questions, encode), 0

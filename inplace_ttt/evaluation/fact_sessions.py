@@ -1,0 +1,225 @@
+"""Documents as one way of reading has them, and what is answered to questions that are put to copies of that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import inf
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from ..attention_window import attention_window, window_cache
+from ..errors import InPlaceTTTError
+from ..families import CACHE
+from ..layer.cache import only_written
+from ..surgery import config_of, ttt_disabled
+from ..tasks.facts import Encode, Question, apart
+from .protocol import Protocol
+
+_ROWS = 32
+"""Options that are read at once."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one question. said: greedy decoding begins with it; chosen: of `options`; rank: of its first token, 1 the likeliest.
+
+    earlier: what no longer counts is said instead. invented: where nothing was told, one of the options is said.
+    """
+
+    kind: str
+    options: int
+    said: bool = False
+    chosen: bool = False
+    rank: int | None = None
+    earlier: bool = False
+    invented: bool = False
+
+
+@dataclass
+class Session:
+    """Documents as one way of reading has them: a batch of one cache."""
+
+    name: str
+    model: PreTrainedModel
+    protocol: Protocol
+    asked: int = 0
+    """Tokens of the longest question with its answer: positions that are left for it."""
+    cache: Cache = field(init=False)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.cache = self._empty()
+
+    @torch.no_grad()
+    def read(self, rows: Tensor) -> bool:
+        """Go on to the end of token ids [B, T]. False where positions end before and nothing may be forgotten."""
+        known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        positions = inf if known is None else known - self.asked
+        if self.name == "full" and rows.shape[1] > positions:
+            return False
+        with self._as_it_reads():
+            for part in rows[:, self.done :].to(self.model.device).split(config_of(self.model).chunk_size, dim=1):
+                if self.cache.get_seq_length() + part.shape[1] > positions:
+                    self.cache = only_written(self.cache, self._empty())
+                    part = torch.cat([self._beginnings(len(part)), part], dim=1)
+                self.model(part, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1)
+        self.done = rows.shape[1]
+        return True
+
+    def readings(self, documents: int) -> Iterator[tuple[str, Session, int]]:
+        """What is asked of this session: the reading's name, its session, and how many rows further a document's questions are put."""
+        yield self.name, self, 0
+        if self.name == "on":
+            yield "written", self._written(documents), 0
+            if documents > 1:
+                yield "foreign", self, 1
+
+    @torch.no_grad()
+    def _written(self, documents: int) -> Session:
+        """The fast weights alone, at the beginning of a text."""
+        written = copy.copy(self)
+        written.cache = only_written(self.cache, self._empty())
+        if self.protocol.begins:
+            with self._as_it_reads():
+                self.model(self._beginnings(documents), **{CACHE: written.cache}, use_cache=True, logits_to_keep=1)
+        return written
+
+    def _beginnings(self, rows: int) -> Tensor:
+        begins = torch.tensor(self.protocol.begins, dtype=torch.long, device=self.model.device)
+        return begins.expand(rows, -1)
+
+    @torch.no_grad()
+    def answers(self, row: int, questions: Sequence[Question], encode: Encode) -> list[Answer]:
+        """In the order of the questions, each put to what the row has read."""
+        alone = self._alone(row)
+        prompts = [encode(apart(question.prompt)) for question in questions]
+        order = sorted(range(len(questions)), key=lambda i: len(prompts[i]))
+        found: dict[int, Answer] = {}
+        with self._as_it_reads():
+            for _, alike in groupby(order, key=lambda i: len(prompts[i])):  # no padding before what counts
+                together = list(alike)
+                at_once = max(1, _ROWS // max(len(questions[i].options) for i in together))
+                for first in range(0, len(together), at_once):
+                    group = together[first : first + at_once]
+                    given = alone._answers([(questions[i], prompts[i]) for i in group], encode)
+                    found.update(zip(group, given, strict=True))
+        return [found[i] for i in range(len(questions))]
+
+    def _alone(self, row: int) -> Self:
+        """The session of one row."""
+        alone = copy.copy(self)
+        alone.cache = copy.deepcopy(self.cache)
+        alone.cache.batch_select_indices(torch.tensor([row], device=self.model.device))
+        return alone
+
+    def _before(self, prompts: Sequence[list[int]]) -> Cache:
+        """What the one row has read before each prompt, as a batch of them."""
+        cache = copy.deepcopy(self.cache)
+        cache.batch_select_indices(torch.zeros(len(prompts), dtype=torch.long, device=self.model.device))
+        return cache
+
+    def _answers(self, asked: Sequence[tuple[Question, list[int]]], encode: Encode) -> Iterator[Answer]:
+        """Of the one row, to questions whose prompts are of one length."""
+        device, cache = self.model.device, self._before([prompt for _, prompt in asked])
+        first = self._log_probabilities(torch.tensor([prompt for _, prompt in asked]), cache)[:, -1]
+        asker = [number for number, (question, _) in enumerate(asked) for _ in question.options]
+        options = [
+            torch.tensor(encode(apart(f"{question.prompt} {option}"))[len(prompt) :])
+            for question, prompt in asked
+            for option in question.options
+        ]
+        cache.batch_select_indices(torch.tensor(asker, device=device))
+        then = self._log_probabilities(
+            pad_sequence(options, batch_first=True), cache
+        )  # what stands behind an option's end comes after all that counts
+        scores: list[list[tuple[bool, float]]] = [[] for _ in asked]
+        begins: list[list[int]] = [[] for _ in asked]
+        for number, ids, after in zip(asker, options, then, strict=True):
+            steps = torch.cat([first[number][None], after[: len(ids) - 1]])
+            likely = steps.gather(1, ids[:, None])[:, 0]
+            scores[number].append((bool((steps.argmax(1) == ids).all()), float(likely.mean())))
+            begins[number].append(int(ids[0]))
+        for number, (question, _) in enumerate(asked):
+            yield _answer(question, scores[number], first[number], begins[number])
+
+    def _log_probabilities(self, ids: Tensor, cache: Cache) -> Tensor:
+        """float32 [B, n, V] on the CPU, of token ids [B, n]."""
+        logits = self.model(ids.to(self.model.device), **{CACHE: cache}, use_cache=True).logits.float()
+        if not logits.isfinite().all():
+            raise InPlaceTTTError(f"the model's logits are not finite in the reading `{self.name}`; `inplace-ttt diagnose` says why.")
+        return logits.log_softmax(-1).cpu()
+
+    @contextmanager
+    def _as_it_reads(self) -> Iterator[None]:
+        window = None if self.name == "full" else self.protocol.window
+        writes = nullcontext() if self.name == "on" else ttt_disabled(self.model)
+        with attention_window(self.model, window, self.protocol.sinks), writes:
+            yield
+
+    def _empty(self) -> Cache:
+        if self.protocol.window is None or self.name == "full":
+            return DynamicCache(config=self.model.config.get_text_config())
+        return window_cache(self.model, self.protocol.window, self.protocol.sinks)
+
+
+class Retrieval(Session):
+    """Documents that are kept as token ids; a question is put behind the piece of them that BM25 finds for it, half a window long."""
+
+    rows: Tensor
+    pieces: Tensor
+    index: Any
+
+    def read(self, rows: Tensor) -> bool:
+        self.rows = rows
+        return True
+
+    def _alone(self, row: int) -> Self:
+        from rank_bm25 import BM25Okapi
+
+        assert self.protocol.window is not None
+        alone, size = copy.copy(self), min(max(1, self.protocol.window // 2), self.rows.shape[1])
+        alone.pieces = self.rows[row].unfold(0, size, max(1, size // 2))  # overlapping, so that each sentence stands whole in one
+        alone.index = BM25Okapi(alone.pieces.tolist())
+        return alone
+
+    def _before(self, prompts: Sequence[list[int]]) -> Cache:
+        cache, best = self._empty(), torch.tensor([int(self.index.get_scores(prompt).argmax()) for prompt in prompts])
+        pieces, own = best.unique(return_inverse=True)
+        texts = torch.cat([self._beginnings(len(pieces)), self.pieces[pieces].to(self.model.device)], dim=1)
+        self.model(texts, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        cache.batch_select_indices(own.to(self.model.device))
+        return cache
+
+
+def sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator[Session]:
+    yield from (Session(name, model, protocol, asked) for name in ("on", "off"))
+    if protocol.window is not None:
+        yield Retrieval("retrieved", model, protocol, asked)
+        yield Session("full", model, protocol, asked)
+
+
+def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]) -> Answer:
+    """scores: for each option, whether greedy decoding gives it, and its log-probability a token; begins: its first token.
+
+    first: log-probabilities [V] after the prompt.
+    """
+    said = [option for option, (greedy, _) in zip(question.options, scores, strict=True) if greedy]
+    if question.answer is None:
+        return Answer(question.kind, len(scores), invented=bool(said))
+    right = question.options.index(question.answer)
+    return Answer(
+        question.kind,
+        len(scores),
+        said=question.answer in said,
+        chosen=max(range(len(scores)), key=lambda i: scores[i][1]) == right,
+        rank=int((first > first[begins[right]]).sum()) + 1,
+        earlier=question.earlier in said,
+    )
