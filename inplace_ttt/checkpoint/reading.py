@@ -117,13 +117,15 @@ class Checkpoint:
         """The first numbers of a tensor, flattened."""
         with self._file_of(name) as file:
             rows = file.get_slice(name)
+            if not rows.get_shape():  # a number by itself has no slices
+                return file.get_tensor(name).reshape(-1)
             inner = math.prod(rows.get_shape()[1:])
             return rows[: -(-numbers // max(inner, 1))].reshape(-1)[:numbers]
 
     def shape_and_dtype(self, name: str) -> tuple[list[int], torch.dtype]:
         with self._file_of(name) as file:
             rows = file.get_slice(name)
-            return rows.get_shape(), rows[:0].dtype
+            return rows.get_shape(), (rows[:0] if rows.get_shape() else file.get_tensor(name)).dtype
 
     def name_of(self, parameter: str) -> str | None:
         """The checkpoint's name of a model's parameter, if it has it: some checkpoints leave the base model's prefix out."""
