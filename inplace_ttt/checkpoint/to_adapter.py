@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -14,7 +15,7 @@ from .. import models
 from ..errors import InPlaceTTTError
 from ..surgery import config_of, fast_weights
 from .adapter import write_adapter
-from .fingerprint import PIECE, fingerprint
+from .fingerprint import fingerprint
 from .overwriting import new_checkpoint_folder
 from .reading import Checkpoint
 
@@ -38,7 +39,7 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
     if known.get("fingerprint") not in (None, found):
         raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
     saved = revert_weight_conversion(model, {key: p.detach() for key, p in model.named_parameters()})
-    _refuse_trained(((key, list(p.shape), p.reshape(-1)[:PIECE]) for key, p in saved.items()), "the model", name, "use save_pretrained")
+    _refuse_trained(saved.items(), "the model", name, "use save_pretrained")
     tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
     with new_checkpoint_folder(path, overwrite=overwrite) as folder:
         write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
@@ -53,17 +54,21 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
         raise InPlaceTTTError(
             f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
         )
-    weights = ((key, checkpoint.shape_and_dtype(key)[0], checkpoint.first(key, PIECE)) for key in checkpoint.weight_map)
+    weights = ((key, checkpoint.tensor(key)) for key in checkpoint.weight_map)
     _refuse_trained(weights, checkpoint.name, base["name_or_path"], "keep it full")
     return dict(base)
 
 
-def _refuse_trained(weights: Iterable[tuple[str, list[int], Tensor]], whose: str, base: str, remedy: str) -> None:
-    """Refuse a weight that the base has otherwise, where that is a folder that can be looked at. weights: name, shape, first numbers."""
+def _refuse_trained(weights: Iterable[tuple[str, Tensor]], whose: str, base: str, remedy: str) -> None:
+    """Refuse a weight that the base has otherwise, rounded as fingerprints are, where the base is a folder that can be looked at."""
     if not os.path.isdir(base):
         return
     known = Checkpoint.open(base)
-    for name, shape, piece in weights:
+    for name, weight in weights:
         there = known.name_of(name)
-        if there and (known.shape_and_dtype(there)[0] != shape or fingerprint([known.first(there, PIECE)]) != fingerprint([piece])):
+        if there and not torch.equal(_rounded(weight), _rounded(known.tensor(there))):
             raise InPlaceTTTError(f"{whose} has another {name} than {base}, which an adapter would lose; {remedy}.")
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    return weight.to("cpu", torch.bfloat16) if weight.is_floating_point() else weight.cpu()

@@ -71,7 +71,7 @@ def test_what_else_was_trained_is_not_cut_off(trained: Path, tmp_path: Path, cap
     """As LoRA leaves the down-projections alone, and moves attention."""
     model = load(trained)
     with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight[0, 0] += 1
+        model.model.layers[1].self_attn.q_proj.weight[-1, -1] += 1
     model.save_pretrained(tmp_path / "moved")
     assert cli.main(["export", str(tmp_path / "moved"), str(tmp_path / "adapter"), "--format", "adapter"]) == 2
     assert "has another model.layers.1.self_attn.q_proj.weight than" in capsys.readouterr().err
