@@ -23,8 +23,8 @@ from .reading import Checkpoint
 def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: str | None = None, overwrite: bool = False) -> None:
     """Save a converted model's TTT tensors alone, to load onto its base, whose weights must not have been trained.
 
-    base: folder or hub id of the base; where the model was loaded from, without one. Of a folder every weight is compared, of a base that
-    is somewhere else the down-projections, as far as they are known. Raises InPlaceTTTError where they differ.
+    base: folder or hub id of the base; where the model was loaded from, without one. Of a folder of safetensors every weight is
+    compared, of any other base the down-projections, as far as they are known. Raises InPlaceTTTError where they differ.
     """
     layers = fast_weights(model)
     if any(module.matrix() is None for module in layers.values()):
@@ -60,10 +60,13 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _refuse_trained(weights: Iterable[tuple[str, Tensor]], whose: str, base: str, remedy: str) -> None:
-    """Refuse a weight that the base has otherwise, rounded as fingerprints are, where the base is a folder that can be looked at."""
-    if not os.path.isdir(base):
+    """Refuse a weight that the base has otherwise, rounded as fingerprints are, where the base is a folder of safetensors."""
+    try:
+        known = Checkpoint.open(base) if os.path.isdir(base) else None
+    except InPlaceTTTError:  # of another kind, as .bin
+        known = None
+    if known is None:
         return
-    known = Checkpoint.open(base)
     for name, weight in weights:
         there = known.name_of(name)
         if there and not torch.equal(_rounded(weight), _rounded(known.tensor(there))):
