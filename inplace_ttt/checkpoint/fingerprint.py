@@ -19,9 +19,13 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     """sha256 over the values, in order, rounded to bfloat16: a model rounded to that is the same, one that went through float16 is not."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        same_for_all = tensor.detach().to("cpu", torch.bfloat16) if tensor.is_floating_point() else tensor.detach().cpu()
-        digest.update(same_for_all.contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(rounded(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """On the CPU, floating point in bfloat16: what is the same for all who load a weight."""
+    return tensor.detach().to("cpu", torch.bfloat16) if tensor.is_floating_point() else tensor.detach().cpu()
 
 
 def looked_at(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:

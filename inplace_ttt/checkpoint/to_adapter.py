@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .. import models
 from ..errors import InPlaceTTTError
 from ..surgery import config_of, fast_weights
 from .adapter import write_adapter
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, rounded
 from .overwriting import new_checkpoint_folder
 from .reading import Checkpoint
 
@@ -38,8 +38,8 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
     found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
     if known.get("fingerprint") not in (None, found):
         raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
-    saved = revert_weight_conversion(model, {key: p.detach() for key, p in model.named_parameters()})
-    _refuse_trained(saved.items(), "the model", name, "use save_pretrained")
+    saved = revert_weight_conversion(model, dict(model.named_parameters()))
+    _refuse_trained(saved, saved.__getitem__, "the model", name, "use save_pretrained")
     tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
     with new_checkpoint_folder(path, overwrite=overwrite) as folder:
         write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
@@ -54,12 +54,11 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
         raise InPlaceTTTError(
             f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
         )
-    weights = ((key, checkpoint.tensor(key)) for key in checkpoint.weight_map)
-    _refuse_trained(weights, checkpoint.name, base["name_or_path"], "keep it full")
+    _refuse_trained(checkpoint.weight_map, checkpoint.tensor, checkpoint.name, base["name_or_path"], "keep it full")
     return dict(base)
 
 
-def _refuse_trained(weights: Iterable[tuple[str, Tensor]], whose: str, base: str, remedy: str) -> None:
+def _refuse_trained(names: Iterable[str], weight: Callable[[str], Tensor], whose: str, base: str, remedy: str) -> None:
     """Refuse a weight that the base has otherwise, rounded as fingerprints are, where the base is a folder of safetensors."""
     try:
         known = Checkpoint.open(base) if os.path.isdir(base) else None
@@ -67,11 +66,7 @@ def _refuse_trained(weights: Iterable[tuple[str, Tensor]], whose: str, base: str
         known = None
     if known is None:
         return
-    for name, weight in weights:
+    for name in names:
         there = known.name_of(name)
-        if there and not torch.equal(_rounded(weight), _rounded(known.tensor(there))):
+        if there and not torch.equal(rounded(weight(name)), rounded(known.tensor(there))):
             raise InPlaceTTTError(f"{whose} has another {name} than {base}, which an adapter would lose; {remedy}.")
-
-
-def _rounded(weight: Tensor) -> Tensor:
-    return weight.to("cpu", torch.bfloat16) if weight.is_floating_point() else weight.cpu()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from models import CHUNK, converted, random_ids
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -239,7 +240,7 @@ def test_eta_of_zero_is_swept_around_one() -> None:
 
 
 def test_many_layers_are_drawn(found: Diagnosis) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
+    figure = Figure()
     one = found.measured.writes[0]
     many = dataclasses.replace(found.measured, writes=dict.fromkeys(range(13), one))
     plots._writes(figure, dataclasses.replace(found, measured=many))
