@@ -51,7 +51,7 @@ SERVING := .venv-serving/bin
 	$(SERVING)/pip install --quiet --no-deps --editable .
 	touch $@
 
-test-serving: .venv-serving/installed
+test-serving: .venv-serving/installed model text
 	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
 
 # Other people's training stacks pin what they need: an environment for each, with the CPU build of torch. Axolotl's takes 4 GB.

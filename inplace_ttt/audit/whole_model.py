@@ -86,17 +86,16 @@ class WholeModel:
     @cached_property
     def after_reading(self) -> AfterReading:
         """What reading the text through a cache, and generating a chunk and more, leaves behind, by no settings of the model's own."""
-        length = self.chunk + 2
-        plain = GenerationConfig(max_new_tokens=length, do_sample=False, pad_token_id=0)
+        plain = GenerationConfig(max_new_tokens=self.chunk + 2, do_sample=False, pad_token_id=0)
         with small_chunks(self.model, self.chunk, self.seed), overriding([self.lm], generation_config=plain), torch.no_grad():
             before = fingerprints(self.lm)
             cache = DynamicCache(config=self.lm.config.get_text_config())
             self.lm(self.ids, **{CACHE: cache}, use_cache=True)
             wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state[:, : features(self.layers[i])[1]].any())]
-            self.lm.generate(self.ids, attention_mask=torch.ones_like(self.ids), use_cache=True)
+            out = self.lm.generate(self.ids, attention_mask=torch.ones_like(self.ids), use_cache=True)
             after = fingerprints(self.lm)
         changed = [name for name, value in after.items() if before.get(name) != value]
-        return AfterReading(sorted(wrote), changed, self.ids.shape[1], length)
+        return AfterReading(sorted(wrote), changed, self.ids.shape[1], out.shape[1] - self.ids.shape[1])
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ ADDRESS = "localhost:8000"
 
 
 @pytest.mark.real
-@pytest.mark.skipif(not MODEL.exists(), reason="the model is not here; `make model` fetches it")
 def test_the_page_is_true(tmp_path: Path) -> None:
+    assert MODEL.exists(), "run `make model text` first"
     page = (ROOT / "docs" / "serve.md").read_text()
     section = page[page.index("## In vLLM") : page.index("## Errors you may meet")]
     (start,) = re.findall(r"^inplace-ttt (serve .*)$", section, re.MULTILINE)
