@@ -83,6 +83,19 @@ class Checkpoint:
     def open(cls, source: str | os.PathLike[str]) -> Checkpoint:
         """A folder or a hub id. Raises InPlaceTTTError when it is no safetensors checkpoint, or a corrupt one."""
         folder, revision = _resolve(source)
+        return cls._in(folder, str(source), revision)
+
+    @classmethod
+    def here(cls, source: str, revision: str | None) -> Checkpoint | None:
+        """A folder, or what the hub's cache holds of an id, without the network; None where that is no checkpoint of safetensors."""
+        try:
+            folder = source if os.path.isdir(source) else snapshot_download(source, revision=revision, local_files_only=True)
+            return cls._in(Path(folder), source, revision)
+        except (InPlaceTTTError, OSError, ValueError):  # other weights, as .bin; nothing in the cache; no id at all
+            return None
+
+    @classmethod
+    def _in(cls, folder: Path, source: str, revision: str | None) -> Checkpoint:
         config = read_config(folder)
         if (folder / _SINGLE).exists():
             weight_map = dict.fromkeys(tensor_names(folder / _SINGLE), _SINGLE)
@@ -91,7 +104,7 @@ class Checkpoint:
         else:
             raise InPlaceTTTError(f"{source} has no {_SINGLE} and no {INDEX}; save the model with save_pretrained() first.")
         _refuse_more_layers_than_tensors(folder, config, len(weight_map))
-        return cls(folder, str(source), revision, config, weight_map)
+        return cls(folder, source, revision, config, weight_map)
 
     @contextmanager
     def _file_of(self, name: str) -> Iterator[Any]:

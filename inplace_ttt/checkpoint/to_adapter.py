@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,12 +20,14 @@ from .fingerprint import fingerprint, rounded
 from .overwriting import new_checkpoint_folder
 from .reading import Checkpoint
 
+logger = logging.getLogger(__name__)
+
 
 def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: str | None = None, overwrite: bool = False) -> None:
     """Save a converted model's TTT tensors alone, to load onto its base, whose weights must not have been trained.
 
-    base: folder or hub id of the base; where the model was loaded from, without one. Of a folder of safetensors every weight is
-    compared, of any other base the down-projections, as far as they are known. Raises InPlaceTTTError where they differ.
+    base: folder or hub id of the base; where the model was loaded from, without one. Where its safetensors are here, in a folder or the
+    hub's cache, every weight is compared; if not, a warning says so. Raises InPlaceTTTError where one differs.
     """
     layers = fast_weights(model)
     if any(module.matrix() is None for module in layers.values()):
@@ -38,11 +41,12 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
     found = fingerprint(module.weight for module in layers.values())  # type: ignore[misc]
     if known.get("fingerprint") not in (None, found):
         raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
+    revision = known.get("revision") if name == known.get("name_or_path") else None
     saved = revert_weight_conversion(model, dict(model.named_parameters()))
-    _refuse_trained(saved, saved.__getitem__, "the model", name, "use save_pretrained")
+    _refuse_trained(saved, saved.__getitem__, "the model", name, revision, "use save_pretrained")
     tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
     with new_checkpoint_folder(path, overwrite=overwrite) as folder:
-        write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": known.get("revision"), "fingerprint": found})
+        write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": revision, "fingerprint": found})
 
 
 def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -54,17 +58,18 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
         raise InPlaceTTTError(
             f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
         )
-    _refuse_trained(checkpoint.weight_map, checkpoint.tensor, checkpoint.name, base["name_or_path"], "keep it full")
+    names, weight = checkpoint.weight_map, checkpoint.tensor
+    _refuse_trained(names, weight, checkpoint.name, base["name_or_path"], base.get("revision"), "keep it full")
     return dict(base)
 
 
-def _refuse_trained(names: Iterable[str], weight: Callable[[str], Tensor], whose: str, base: str, remedy: str) -> None:
-    """Refuse a weight that the base has otherwise, rounded as fingerprints are, where the base is a folder of safetensors."""
-    try:
-        known = Checkpoint.open(base) if os.path.isdir(base) else None
-    except InPlaceTTTError:  # of another kind, as .bin
-        known = None
+def _refuse_trained(
+    names: Iterable[str], weight: Callable[[str], Tensor], whose: str, base: str, revision: str | None, remedy: str
+) -> None:
+    """Refuse a weight that the base has otherwise, rounded as fingerprints are, where its safetensors are here."""
+    known = Checkpoint.here(base, revision)
     if known is None:
+        logger.warning("only the down-projections of %s were compared with %s, of which no safetensors are here", whose, base)
         return
     for name in names:
         there = known.name_of(name)

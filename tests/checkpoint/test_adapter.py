@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from models import logits, random_ids, turn_writer_on
@@ -80,6 +81,31 @@ def test_what_else_was_trained_is_not_cut_off(trained: Path, tmp_path: Path, cap
     model.resize_token_embeddings(200, mean_resizing=False)
     with pytest.raises(InPlaceTTTError, match=r"the model has another lm_head\.weight than"):
         save_adapter(model, tmp_path / "adapter")
+
+
+def test_a_base_on_the_hub(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is compared as far as it is here, with no network: whole from the hub's cache, in the revision that was converted."""
+    revision, hub = "0" * 40, tmp_path / "hub"
+    config = json.loads((trained / "config.json").read_text())
+    config["inplace_ttt"]["base"] |= {"name_or_path": "owner/tiny", "revision": revision}
+    (trained / "config.json").write_text(json.dumps(config))
+    model = load(trained)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[-1, -1] += 1
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    save_adapter(model, tmp_path / "not compared")
+    assert "only the down-projections of the model were compared with owner/tiny" in caplog.text
+    shutil.copytree(tmp_path / "base", hub / "models--owner--tiny" / "snapshots" / revision)
+    for base in (None, "owner/tiny"):
+        with pytest.raises(InPlaceTTTError, match=r"another model\.layers\.1\.self_attn\.q_proj\.weight than owner/tiny"):
+            save_adapter(model, tmp_path / "adapter", base=base)
+    caplog.clear()
+    save_adapter(load(trained), tmp_path / "adapter")
+    assert not caplog.text
+    described = json.loads((tmp_path / "adapter" / "inplace_ttt.json").read_text())["base"]
+    assert (described["name_or_path"], described["revision"]) == ("owner/tiny", revision)
+    save_adapter(load(trained), tmp_path / "of a copy", base=str(tmp_path / "base"))
+    assert json.loads((tmp_path / "of a copy" / "inplace_ttt.json").read_text())["base"]["revision"] is None
 
 
 def test_saved_from_python(trained: Path, tmp_path: Path) -> None:
