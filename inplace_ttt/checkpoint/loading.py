@@ -13,7 +13,7 @@ from ..layer.zero3 import whole
 from ..surgery import convert, fast_weights
 from .adapter import is_adapter, located, read_adapter
 from .fingerprint import fingerprint
-from .lora import base_of, merged, refuse_other_base
+from .lora import merged, standing_on
 from .official import refuse_official
 from .reading import Checkpoint, is_peft_adapter, read_config
 
@@ -26,9 +26,8 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
     Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's weights are others.
     """
     if is_peft_adapter(path):
-        source = base or base_of(path)
-        refuse_other_base(path, source)
-        return merged(load(source, **kwargs), path)
+        source, surgery = standing_on(path, base)
+        return merged(load(source, **kwargs) if surgery is None else convert(load_base(source, **kwargs), surgery), path)
     if not is_adapter(path):
         if base is not None:
             raise InPlaceTTTError(f"{path} is not an adapter folder, so that base={base!r} has no effect; leave it out.")

@@ -1,4 +1,4 @@
-"""What a run with `train: lora` leaves: a PEFT adapter, which holds LoRA, conv and P, of a converted checkpoint."""
+"""What a run with `train: lora` leaves: a PEFT adapter, which holds LoRA, conv and P."""
 
 from __future__ import annotations
 
@@ -8,46 +8,57 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported
 from ..files.json_files import read_json, write_json
 from ..files.schema import from_values
-from .adapter import located
+from .adapter import is_adapter, located
 from .folder_fingerprint import base_fingerprint_in
-from .reading import PEFT_CONFIG
+from .reading import PEFT_CONFIG, Checkpoint
 
 _BASE = "inplace_ttt_base.json"
 
 
 @dataclass(frozen=True)
 class _Base:
-    """What a run writes beside its adapter: the fingerprint of the weights that it was trained on, as `base_fingerprint_in` gives it."""
+    """What a run writes beside its adapter. fingerprint: of the weights that it was trained on, as `base_fingerprint_in` gives it; surgery:
+    the conversion that the run made of them, none where they were converted already."""
 
     fingerprint: str
+    surgery: InPlaceTTTConfig | None = None
 
 
-def tie_to_base(folder: Path, fingerprint: str) -> None:
-    """Write beside an adapter of PEFT which weights it belongs to."""
-    write_json(folder / _BASE, {"fingerprint": fingerprint})
+def tie_to_base(folder: Path, fingerprint: str, surgery: InPlaceTTTConfig | None) -> None:
+    """Write beside an adapter of PEFT which weights it belongs to, and how the run converted them, if it did."""
+    write_json(folder / _BASE, {"fingerprint": fingerprint, **({} if surgery is None else {"surgery": surgery.to_dict()})})
 
 
-def refuse_other_base(path: str | os.PathLike[str], base: str) -> None:
-    """Refuse a base with other weights than an adapter of PEFT was trained on; one that no run wrote does not say which."""
-    file = Path(path) / _BASE
+def base_of(path: str | os.PathLike[str], base: str | None = None) -> str:
+    """The folder that a PEFT adapter stands on: `base`, or the one that it names."""
+    if base is not None:
+        return base
+    named = read_json(Path(path) / PEFT_CONFIG, f"{path} is not an adapter of PEFT").get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise InPlaceTTTError(f"{path}/{PEFT_CONFIG} names no base_model_name_or_path; put the base's folder there.")
+    return located(path, named)
+
+
+def standing_on(path: str | os.PathLike[str], base: str | None = None) -> tuple[str, InPlaceTTTConfig | None]:
+    """`base_of`, and the conversion that it still needs. Raises InPlaceTTTError for other weights than the adapter was trained on.
+
+    An adapter that no run of ours wrote says neither of its weights nor of a conversion.
+    """
+    source, file = base_of(path, base), Path(path) / _BASE
     if not file.exists():
-        return
-    known = from_values(_Base, read_json(file, f"{path} does not say what it was trained on"), str(file)).fingerprint
-    if (found := base_fingerprint_in(base)) != known:
+        return source, None
+    known = from_values(_Base, read_json(file, f"{path} does not say what it was trained on"), str(file))
+    if (found := base_fingerprint_in(source)) != known.fingerprint:
         raise InPlaceTTTError(
-            f"{path} was trained on other weights than {base} (fingerprint {known[:12]}…, found {found[:12]}…); load it onto those."
+            f"{path} was trained on other weights than {source} (fingerprint {known.fingerprint[:12]}…, found {found[:12]}…); load it "
+            "onto those."
         )
-
-
-def base_of(path: str | os.PathLike[str]) -> str:
-    """The converted checkpoint that a PEFT adapter names as its base."""
-    base = read_json(Path(path) / PEFT_CONFIG, f"{path} is not an adapter of PEFT").get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise InPlaceTTTError(f"{path}/{PEFT_CONFIG} names no base_model_name_or_path; put the converted checkpoint's folder there.")
-    return located(path, base)
+    converted = is_adapter(source) or Checkpoint.open(source).section is not None
+    return source, None if converted else known.surgery
 
 
 def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:

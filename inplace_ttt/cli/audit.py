@@ -17,7 +17,7 @@ from ..audit.report import Report, for_card
 from ..checkpoint.adapter import is_adapter
 from ..checkpoint.card import add_to_card, require_card
 from ..checkpoint.loading import load
-from ..checkpoint.lora import base_of
+from ..checkpoint.lora import standing_on
 from ..checkpoint.reading import Checkpoint, is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
@@ -110,8 +110,8 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
 def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Report:
     """In float32, so that what is measured is the method and not the rounding of this machine's arithmetic."""
     declared: Any = ()
-    source = base_of(path) if is_peft_adapter(path) else path
-    if not is_adapter(source):
+    source, surgery = standing_on(path) if is_peft_adapter(path) else (path, None)
+    if surgery is None and not is_adapter(source):
         checkpoint = Checkpoint.open(source)
         checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
         checkpoint.ttt_tensors()  # refuses half a checkpoint

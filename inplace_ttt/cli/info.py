@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..checkpoint.adapter import is_adapter, located, read_adapter
-from ..checkpoint.lora import base_of, refuse_other_base
+from ..checkpoint.lora import standing_on
 from ..checkpoint.reading import Checkpoint, LayerTensors, is_peft_adapter, parameters_of
-from ..checkpoint.writing import empty_model, plan_conversion
+from ..checkpoint.writing import describe_base, empty_model, plan_conversion
 from ..config import InPlaceTTTConfig
 from ..families import features
 from ..surgery import fast_weights
@@ -70,9 +70,13 @@ def render(result: dict[str, Any]) -> str:
 def _read(path: str, base: str | None) -> tuple[str, InPlaceTTTConfig, Any, LayerTensors, PreTrainedModel]:
     """Form, config, what it says of its base, new tensors, and the model on the meta device. base: where an adapter's is now."""
     if is_peft_adapter(path):
-        source = base or base_of(path)
-        refuse_other_base(path, source)
-        return "lora", *_read(source, None)[1:]
+        source, surgery = standing_on(path, base)
+        if surgery is None:
+            return "lora", *_read(source, None)[1:]
+        checkpoint = Checkpoint.open(source)
+        plan = plan_conversion(checkpoint, surgery)
+        new = {index: dict(layer.ttt.state_dict()) for index, layer in fast_weights(plan.model).items()}
+        return "lora", plan.config, describe_base(checkpoint, plan), new, plan.model
     if is_adapter(path):
         config, described, tensors = read_adapter(path)
         checkpoint = Checkpoint.open(base or located(path, described["name_or_path"]))

@@ -73,7 +73,7 @@ def tokenizer_of(path: str, base: str | None = None, model: PreTrainedModel | No
     """The tokenizer beside a checkpoint, or beside an adapter's base; of no other model than `model`."""
     source = path
     if is_peft_adapter(path):
-        source = base or base_of(path)
+        source = base_of(path, base)
     elif is_adapter(path):
         source = base or read_adapter(path)[1]["name_or_path"]
     with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):

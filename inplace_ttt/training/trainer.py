@@ -26,7 +26,7 @@ from ..checkpoint.saved_tensors import verify_saved
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import put_in_place
 from ..layer.sequence_parallel import ulysses_group
-from ..surgery import share_sequence, ttt_disabled
+from ..surgery import config_of, share_sequence, ttt_disabled
 from ..tasks import IGNORED
 from .batches import held_out_batches, needs_document_lengths, where_learnt, with_document_lengths
 from .guards import SkippedSteps, clip_finite
@@ -241,7 +241,7 @@ class FastWeightTrainer(Trainer):
             if isinstance(self.model, PreTrainedModel):
                 verify_saved(staging, self.model)
             if (fingerprint := self.made_by.facts.get(WEIGHTS)) is not None:
-                tie_to_base(staging, fingerprint)
+                tie_to_base(staging, fingerprint, None if self.recipe.surgery is None else config_of(self.model))
             describe(staging)
             put_in_place(staging, final)
         return final

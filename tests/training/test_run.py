@@ -12,12 +12,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inplace_ttt import cli, load
+from inplace_ttt import InPlaceTTTConfig, cli, convert, load, revert
+from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.training import launch
 from inplace_ttt.training.guards import MOST_SKIPPED, SkippedSteps
 
-from .runs import checkpoint, documents, finish, recipe_file, start, trained, weights
+from .runs import CHUNK, checkpoint, documents, finish, recipe_file, start, trained, weights
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,30 @@ def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None
     torch.testing.assert_close(logits(merged, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
     assert type(merged) is type(load(made / "model")) and not any("lora" in name for name, _ in merged.named_parameters())
     assert (logits(merged, ids) - logits(load(made / "model", dtype=torch.float32), ids)).abs().max() > 1e-3
+
+
+def test_a_lora_over_a_base_brings_its_conversion(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the recipe made the surgery, every verb makes it again; a base that was converted since needs none."""
+    base, surgery = tmp_path / "base", {"layers": [0, 2], "chunk_size": CHUNK}
+    revert(load(made / "model")).save_pretrained(base)
+    AutoTokenizer.from_pretrained(made / "model").save_pretrained(base)
+    recipe = recipe_file(tmp_path, base, made / "text", surgery=surgery, optimisation={"train": "lora"})
+    final, ids = Path(trained(recipe)[0]["output"]), torch.arange(3, 90)[None]
+    expected = logits(PeftModel.from_pretrained(convert(load_base(base), InPlaceTTTConfig(**surgery)), final).eval(), ids)
+    assert (expected - logits(load_base(base), ids)).abs().max() > 1e-3
+    convert(load_base(base), InPlaceTTTConfig(**surgery)).save_pretrained(tmp_path / "converted")
+    assert cli.main(["export", str(final), str(tmp_path / "merged"), "--format", "full"]) == 0
+    for model in (load(final), load(final, base=str(tmp_path / "converted")), load(tmp_path / "merged")):
+        torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-4)
+    told = {}
+    for model in (final, tmp_path / "merged"):
+        for verb in ("info", "audit"):
+            capsys.readouterr()
+            assert cli.main([verb, str(model), "--json"]) in (0, 1)
+            told[model, verb] = json.loads(capsys.readouterr().out)
+    assert told[final, "audit"]["counts"] == told[tmp_path / "merged", "audit"]["counts"]
+    assert told[final, "info"].pop("base")["name_or_path"] == str(base) and told[final, "info"].pop("form") == "lora"
+    assert told[final, "info"].items() <= told[tmp_path / "merged", "info"].items()
 
 
 def assert_only_on_its_base(final: Path, base: Path, folder: Path) -> None:
