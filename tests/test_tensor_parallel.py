@@ -11,7 +11,7 @@ from ranks import on_ranks
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from inplace_ttt import DeltaClip, InPlaceTTTError, KeyWhitening
+from inplace_ttt import DeltaClip, InPlaceTTTError, KeyWhitening, PromptWrite
 
 IDS = random_ids(2, 40)
 EXACT: dict[str, dict[str, Any]] = {"paper": {}, "hidden states, causal": {"target": "hidden_states", "conv": "causal", "eta": (0.5, 2.0)}}
@@ -19,6 +19,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "clip": {"clip": DeltaClip(0.05, when="always")},
     "damping": {"rule": "least_squares", "damping": 0.5},
     "whitening": {"whitening": KeyWhitening(), "standardised": True},
+    "prompt_write": {"conv": "next", "prompt_write": PromptWrite()},
 }
 
 

@@ -209,7 +209,7 @@ CATALOGUE: dict[str, Kind] = {
     "keys-collide": Kind(
         "A layer's keys are nearly collinear",
         "Their effective rank is low, so that each token reads what every other one wrote.",
-        "The participation ratio of the keys; below 10 (SmolLM2-135M's last layer has 4 to 7, the others 40 and more). An info "
+        "The participation ratio of the keys; below 10 (SmolLM2-135M's last two layers have 2 to 7, most others 40 and more). An info "
         "where writes help.",
         "Choose other layers (the chart of keys shows all of them), or whiten the keys.",
         "Reads tell tokens apart: the RMS cosine of keys falls.",

@@ -25,7 +25,7 @@ DOMINATES = 0.99
 ALIGNED = 0.9
 """Mean cosine of successive writes."""
 FEW_DIRECTIONS = 10.0
-"""Participation ratio of the keys; of SmolLM2-135M's layers the last has 4 to 7, the others 40 and more."""
+"""Participation ratio of the keys; of SmolLM2-135M's layers the last two have 2 to 7, most others 40 and more."""
 ROUNDED_AWAY = 0.5
 """Of what writes add to an output; of the entries that a step should change."""
 EXPLODES, RISES = 0.5, 0.1

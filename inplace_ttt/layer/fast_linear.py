@@ -247,7 +247,7 @@ def _empty(plain: type) -> Any:
 
 def wanting_whole_input(config: InPlaceTTTConfig) -> list[str]:
     """The settings under which a fast weight is no sum over h of what parts of its input give."""
-    return [name for name in ("clip", "damping", "whitening", "write_norm", "keep_row_norms") if getattr(config, name)]
+    return [name for name in ("clip", "damping", "whitening", "write_norm", "keep_row_norms", "prompt_write") if getattr(config, name)]
 
 
 def plain_class(down: FastWeight) -> type:

@@ -25,6 +25,7 @@ from .recipe import Lora, Model, Recipe
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 _EXTENDS_ROPE = ("yarn", "longrope", "llama3")
+_EXTENSION = {"factor", "original_max_position_embeddings"}
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
@@ -165,6 +166,8 @@ def _override(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
     rope = values.get("rope_parameters") or {}
     if rope.get("rope_type") in _EXTENDS_ROPE and "original_max_position_embeddings" not in rope:
         _refuse(recipe, "model.overrides.rope_parameters", "add original_max_position_embeddings, the context before the extension")
+    if rope.get("rope_type") == "default" and _EXTENSION & (overrides.get("rope_parameters") or {}).keys():
+        _refuse(recipe, "model.overrides.rope_parameters", "plain RoPE reads no factor; add the rope_type, such as yarn")
     changed = _build_config(recipe, values, "overrides")
     slides = "sliding_attention" in (getattr(changed, "layer_types", None) or ["sliding_attention"])
     if overrides.get("sliding_window") and not (slides and changed.sliding_window):

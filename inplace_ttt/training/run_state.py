@@ -149,7 +149,7 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
         (output / REPORT).unlink(missing_ok=True)
     for left in output.glob(f"{_SHOWN}*"):
         left.unlink(missing_ok=True)
-    shorten_log(output / LOG, 0 if given_up else start.done)
+    shorten_log(output / LOG, -1 if given_up or not start.done else start.done)  # a comparison before the first step is of step 0
     (output / _GIVEN_UP).unlink(missing_ok=True)
 
 

@@ -151,8 +151,10 @@ def test_from_scratch(unbroken: Path, tmp_path: Path) -> None:
     report, _ = trained(recipe, f"output={output}", *short)
     assert report["resumed_from"] is None and {file.name for file in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
     assert len(logged(output, "loss")) == 2 and not (output / ".from-scratch").exists()
+    log = output / "log.jsonl"
+    log.write_text(f'{{"step": 0, "comparison": "before the first step"}}\n{log.read_text()}')
     report, _ = trained(recipe, f"output={output}", *short, "optimisation.seed=7", flags=("--from-scratch",))
-    assert report["resumed_from"] is None and report["steps"] == 2
+    assert report["resumed_from"] is None and report["steps"] == 2 and "before the first step" not in log.read_text()
 
 
 def test_what_may_change_takes_effect(unbroken: Path, tmp_path: Path) -> None:
