@@ -28,7 +28,10 @@ class Results:
             raise InPlaceTTTError(f"cannot write to {folder}: {error.strerror}; {remedy}.") from None
 
     def get(self, name: str, **same: Any) -> dict[str, Any] | None:
-        """The result if there is one. Raises InPlaceTTTError where a value of `same`, or of a table in it, is another there."""
+        """The result if there is one.
+
+        Raises InPlaceTTTError where a value of `same`, or of a table in it, is another there, or a value there is not asked for.
+        """
         if name not in self.known and self.folder is not None and (file := self.folder / f"{name}.json").exists():
             try:
                 result = read_json(file, "it holds no result")
@@ -52,7 +55,7 @@ class Results:
 def _differing(key: str, known: Any, wanted: Any) -> Iterator[str]:
     """What is another there: each value of a table by its own name."""
     if isinstance(wanted, dict) and isinstance(known, dict):
-        for name, value in wanted.items():
-            yield from _differing(f"{key}.{name}" if key else name, known.get(name), value)
+        for name in {**known, **wanted}:
+            yield from _differing(f"{key}.{name}" if key else name, known.get(name), wanted.get(name))
     elif known != wanted:
         yield f"{key} {known!r}, not {wanted!r}"

@@ -118,7 +118,7 @@ def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
 
 
 def names(generator: random.Random) -> Iterator[str]:
-    """Words of two syllables, none of which begins as another does, so that one is known by its beginning.
+    """Words of two syllables, the first of which is no other's, so that one is known by its beginning.
 
     Raises InPlaceTTTError where there is no other one.
     """

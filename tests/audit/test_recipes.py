@@ -164,7 +164,7 @@ def test_the_recall_recipe_from_the_command_line(tmp_path: Path, capsys: pytest.
         "stages",
     }
     assert next(i for i in values["items"] if i["id"] == "long-documents")["evidence"]["numbers"]["share of tokens"] == 1.0
-    assert isinstance(audit_recipe(recipe).subject, str) and Recipe is not None
+    assert {result.item.id: result.verdict for result in audit_recipe(recipe).items} == {i["id"]: i["verdict"] for i in values["items"]}
 
 
 def test_a_rank_is_narrowed_with_the_model_and_a_share_of_the_width_is_not() -> None:

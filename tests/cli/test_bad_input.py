@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoint.folders import bytes_of, save_base
 from families import build
+from safetensors.torch import load_file, save_file
 
 from inplace_ttt import cli
 
@@ -166,10 +167,19 @@ def test_a_difference_from_the_base_is_exit_code_1(
 
 
 def test_the_proof_sees_a_changed_weight(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof compares what was really written: a conversion that damages a weight fails it."""
+    """The proof compares what was really written: a conversion that writes at once fails it, and one that damages a weight of the base."""
     from inplace_ttt.checkpoint import writing
 
-    real = writing.initial_tensors
+    real, link = writing.initial_tensors, writing.link_or_copy
+
+    def damaged(source: Path, target: Path) -> None:
+        tensors = load_file(source)
+        tensors["model.layers.1.self_attn.o_proj.weight"][0] += 1
+        save_file(tensors, target, {"format": "pt"})
+
+    monkeypatch.setattr(writing, "link_or_copy", damaged)
+    assert cli.main(["convert", str(base), str(tmp_path / "out"), "--layers", "0", "--chunk-size", "4"]) == 1
+    monkeypatch.setattr(writing, "link_or_copy", link)
 
     def with_writes(*args: Any) -> writing.LayerTensors:
         return {layer: {kind: tensor + 0.3 for kind, tensor in pair.items()} for layer, pair in real(*args).items()}

@@ -1,4 +1,4 @@
-"""The page on diagnosis lists every finding as the code has it; every one of them can be raised."""
+"""The page on diagnosis lists every finding as the code has it; some rule names each."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_diagnosis_needs_no_training_code() -> None:
         assert not re.search(r"import.*Trainer|from \.\.training", file.read_text(encoding="utf-8")), file
 
 
-def test_every_finding_is_raised_somewhere() -> None:
+def test_some_rule_names_each_finding() -> None:
     source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py"))
     for name in CATALOGUE:
         assert source.count(f'"{name}"') >= 2, f"{name} is in the catalogue alone"

@@ -143,7 +143,9 @@ def test_losses_by_position_are_of_the_same_documents() -> None:
     """Foreign ends where the other document does: what is beyond must not be compared with documents that still go on."""
     off = [torch.full((n,), loss) for n, loss in ((90, 5.0), (30, 1.0), (60, 3.0))]
     documents = [DocumentLosses(x - 0.1, x, (x - 0.3)[:n]) for x, n in zip(off, (30, 30, 60), strict=True)]
-    for row in Comparison(documents, Protocol()).positions(9):
+    rows = Comparison(documents, Protocol()).positions(9)
+    assert len(rows) == 9 and {row["drift"] is None for row in rows} == {False, True}
+    for row in rows:
         lent = sum(len(d.foreign) > row["start"] for d in documents)
         for name, mean in (("drift", -0.3), ("memory", 0.2)):
             assert (row[name] is None) == (not lent)
@@ -192,8 +194,10 @@ def test_second_copy_looks_where_the_copy_is() -> None:
         assert torch.equal(row[start : start + 8], row[start + 18 : start + 26]) and torch.equal(row[: start + 18], document[: start + 18])
         on = losses(model, row)
         with ttt_disabled(model):
-            expected.append(float((on - losses(model, row))[start + 18 : start + 25].mean()))
-    assert found["second_copy"]["mean"] == pytest.approx(sum(expected) / 3, abs=1e-4)
+            difference = on - losses(model, row)
+        expected.append([float(difference[span].mean()) for span in (slice(start + 18, start + 25), slice(start + 8, start + 17))])
+    for name, values in zip(("second_copy", "filler"), zip(*expected, strict=True), strict=True):
+        assert found[name]["mean"] == pytest.approx(sum(values) / 3, abs=1e-4) and abs(found[name]["mean"]) > 1e-3, name
     with pytest.raises(InPlaceTTTError, match="shorter passage"):
         second_copy(model, documents, Protocol(), Passage(100, 100))
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def test_a_lock_is_handed_on_and_leaves_no_file(tmp_path: Path) -> None:
                 inside += 1
                 most = max(most, inside)
                 turns.append(1)
+                time.sleep(0.001)  # so that another one could come in
                 inside -= 1
 
     threads = [threading.Thread(target=turn) for _ in range(8)]
@@ -186,3 +188,14 @@ def test_a_file_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None:
         with pytest.raises(InPlaceTTTError, match="not a file"), new_file(path) as file:
             file.write_text("")
     assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """And not the place that is written, or its disk."""
+    gone = tmp_path / "elsewhere" / "tokenizer.json"
+    reads = r"out, which takes .*elsewhere/tokenizer\.json: No such file or directory\.$"
+    with pytest.raises(InPlaceTTTError, match=reads), new_folder(tmp_path / "to" / "out") as folder:
+        shutil.copyfile(gone, folder / "tokenizer.json")
+    writes = r"out: No such file or directory; free some space or choose another place\.$"
+    with pytest.raises(InPlaceTTTError, match=writes), new_folder(tmp_path / "to" / "out") as folder:
+        (folder / "deeper" / "tokenizer.json").write_text("")

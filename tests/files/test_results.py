@@ -1,4 +1,4 @@
-"""Results in files: kept whole, found again, refused where they answer another question; and the figures shipped here are read."""
+"""Results in files: kept whole, found again, refused where they answer another question."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,6 @@ import pytest
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.files.results import Results
-
-SHIPPED = Path(__file__).parents[2] / "docs" / "results" / "cpu-2026-11"
 
 
 def test_what_was_put_is_found_by_another(tmp_path: Path) -> None:
@@ -30,6 +28,8 @@ def test_another_question_is_refused(tmp_path: Path) -> None:
     Results(tmp_path).put("c", {"settings": {"waves": {"noise": 0.3}, "dim": 8}})
     with pytest.raises(InPlaceTTTError, match=r"c\.json was made with waves\.noise 0\.3, not 0\.1;"):
         Results(tmp_path).get("c", settings={"dim": 8, "waves": {"noise": 0.1}})
+    with pytest.raises(InPlaceTTTError, match=r"c\.json was made with waves\.noise 0\.3, not None;"):
+        Results(tmp_path).get("c", settings={"dim": 8, "waves": {}})
     with pytest.raises(InPlaceTTTError, match=r"a\.json was made with steps 3, not 4; delete it\."):
         Results(tmp_path, "delete it").get("a", steps=4)
     (tmp_path / "b.json").write_text("{")
@@ -37,9 +37,3 @@ def test_another_question_is_refused(tmp_path: Path) -> None:
         Results(tmp_path).get("b", asked={})
     with pytest.raises(InPlaceTTTError, match="cannot write to"):
         Results(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize(("name", "key"), [("memory", "protocol"), ("grid", "protocol"), ("sine", "settings")])
-def test_shipped_figures_are_taken_up_again(name: str, key: str) -> None:
-    held = json.loads((SHIPPED / f"{name}.json").read_text())
-    assert Results(SHIPPED).get(name, **{key: held[key]}) == held

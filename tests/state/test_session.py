@@ -295,26 +295,26 @@ def test_generating_when_all_is_read_is_exact_or_refused(llama):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "says"),
     [
-        {"num_beams": 3},
-        {"num_return_sequences": 2, "do_sample": True},
-        {"return_dict_in_generate": True},
-        {"prompt_lookup_num_tokens": 4},
-        {"assistant_model": "the same"},
-        {"attention_mask": torch.tensor([[1] * 22 + [0]])},
+        ({"num_beams": 3}, "num_beams=3"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
+        ({"prompt_lookup_num_tokens": 4}, "prompt_lookup_num_tokens=4"),
+        ({"assistant_model": "the same"}, "leave assistant_model="),
+        ({"attention_mask": torch.tensor([[1] * 22 + [0]])}, "rows have no padding"),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options):
+def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options, says):
     """A session is one text for each of its sequences."""
     state = FastWeightState(llama)
     state.read(random_ids(1, 20))
     if "assistant_model" in options:
         options = {"assistant_model": llama}
-    with pytest.raises(InPlaceTTTError):
+    with pytest.raises(InPlaceTTTError, match=says):
         state.generate(random_ids(1, 3), max_new_tokens=3, **options)
-    with pytest.raises(InPlaceTTTError):
+    with pytest.raises(InPlaceTTTError, match="the session holds 1 sequences, the new tokens have 2 rows"):
         state.read(random_ids(2, 3))
     assert_true(llama, state, carry_on(state))
 

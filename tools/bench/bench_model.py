@@ -23,7 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=".cache/smollm2-135m")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--read", type=int, default=2000, help="tokens in the cache when decoding is timed")
+    parser.add_argument(
+        "--read", type=int, default=2000, help="tokens in the cache when decoding begins; each repeat adds 50 (default: 2000)"
+    )
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--chunk-size", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)

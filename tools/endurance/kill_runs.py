@@ -30,6 +30,8 @@ import psutil
 import yaml
 from safetensors.torch import load_file
 
+from inplace_ttt.files.results import Results
+
 RECIPE: dict[str, Any] = {
     "model": {
         "config": {
@@ -144,7 +146,10 @@ def signal_series(seed: int, recipe: Path, output: Path, whole: str, seconds: fl
     running = launcher.poll() is None
     if running:
         (os.killpg if group else os.kill)(launcher.pid, number)
-    code = launcher.wait(120)
+    try:
+        code = launcher.wait(120)
+    except subprocess.TimeoutExpired:  # it counts as processes that are left
+        code = None
     until, left = time.monotonic() + _STAY, of_run(output)
     began = time.monotonic()
     while left and time.monotonic() < until:
@@ -201,6 +206,15 @@ def digest(output: Path) -> str | None:
     return total.hexdigest()
 
 
+def report(results: dict[str, list[dict[str, Any]]], seconds: int) -> dict[str, Any]:
+    """All series so far."""
+    about: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "seconds": seconds, "recipe": RECIPE}
+    for kind, runs in results.items():
+        ended = {"series": len(runs), "bit_equal": sum(run["same"] for run in runs), "found": dict(Counter(run["found"] for run in runs))}
+        about[kind] = {**ended, "processes_left": sum(run.get("left", 0) for run in runs), "runs": runs}
+    return about
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0)
@@ -213,7 +227,7 @@ def main() -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _CONTEXT.set_forkserver_preload(["inplace_ttt.training.worker", "accelerate.utils.deepspeed", "datasets", "transformers.models.llama"])
-    began, results = time.monotonic(), {"kills": [], "signals": []}
+    began, results, kept = time.monotonic(), {"kills": [], "signals": []}, Results(options.out.parent)
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         recipe = here / "recipe.yaml"
@@ -238,14 +252,10 @@ def main() -> int:
                 output = here / f"{kind}-{number}"
                 results[kind].append(series(options.seed + number, recipe, output, whole, length))
                 print(json.dumps(results[kind][-1]), flush=True)
+                kept.put(options.out.stem, report(results, round(time.monotonic() - began)))
                 if not results[kind][-1]["same"]:
                     print(Path(f"{output}.log").read_text()[-3000:], file=sys.stderr)
                 shutil.rmtree(output, ignore_errors=True)
-    report = {"command": " ".join(["python", *sys.argv]), "seconds": round(time.monotonic() - began), "recipe": RECIPE}
-    for kind, runs in results.items():
-        ended = {"series": len(runs), "bit_equal": sum(run["same"] for run in runs), "found": dict(Counter(run["found"] for run in runs))}
-        report[kind] = {**ended, "processes_left": sum(run.get("left", 0) for run in runs), "runs": runs}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(run["same"] and not run.get("left") for runs in results.values() for run in runs) else 1
 
 

@@ -10,7 +10,6 @@ paper's rule, which is as large as the weight.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -25,6 +24,7 @@ from inplace_ttt import FastWeightState
 from inplace_ttt.attention_window import attention_window, window_cache
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.families import features
+from inplace_ttt.files.results import Results
 from inplace_ttt.ops.benchmark import memory_status, peak_starts_again
 from inplace_ttt.surgery import config_of, fast_weights
 
@@ -40,13 +40,15 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=256, metavar="N")
     parser.add_argument("--out", type=Path, help="write the figures here as well")
     args = parser.parse_args()
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     model = inplace_ttt.load(args.model).eval()
     ids = token_ids(args.model, args.text, args.tokens)
     result = {"model": config_of(model).to_dict(), "tokens": args.tokens, "window": args.window, "dtype": str(model.dtype), **sizes(model)}
     result["rows"] = read(model, ids, args.window, args.every)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result) + "\n")
     render(result)
+    if args.out is not None:
+        Results(args.out.parent).put(args.out.stem, result)
     return 0
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import memory_evidence as evidence
+import kept_runs
 import torch
-from memory_evidence import HELD_OUT, LAYERS, MODEL, MODELS, ROOT, WINDOW, command, slug, timed, with_error
+from memory_evidence import LAYERS, MODEL, MODELS, ROOT, WINDOW, with_error
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError, load
@@ -34,8 +34,7 @@ from inplace_ttt.tasks.facts import NEVER_TOLD
 
 WORK = ROOT / "runs" / "facts"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-facts-cpu.yaml"
-TRAIN = evidence.WORK / "text" / "train"
-COMPACT = ("--preset", "compact", "--set", "damping=0.1", "--calibrate", str(TRAIN))
+COMPACT = ("--preset", "compact", "--set", "damping=0.1", "--calibrate", str(kept_runs.TRAIN))
 RECORDS, TOKENS = 4, 2048
 NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 """Documents, and distances between facts and questions."""
@@ -82,9 +81,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "facts")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
-    evidence.split_texts()
+    kept_runs.split_texts()
     results = Results(args.out.parent, "name another --out, or delete it")
-    protocol = {"window": WINDOW, "records": RECORDS, "near": NEAR, "far": FAR, **evidence.digests(RECIPE)}
+    protocol = {"window": WINDOW, "records": RECORDS, "near": NEAR, "far": FAR, **kept_runs.digests(RECIPE)}
     held = results.get(args.out.name, protocol=protocol) or {"runs": {}}
     for seed, name in [] if args.table else [(seed, name) for seed in args.seeds for name in args.runs]:
         asked = {"near": NEAR} | ({"far": FAR} if args.far and seed == args.seeds[0] else {})
@@ -103,25 +102,24 @@ def measure(name: str, seed: int, part: str, documents: int, distances: tuple[in
     """Convert, train, ask; what is done already is left alone."""
     run = RUNS[name]
     first = next(other for other in RUNS if (RUNS[other].model, RUNS[other].convert) == (run.model, run.convert))
-    converted, folder = WORK / slug(first), WORK / f"{slug(name)}-{seed}"
-    if not converted.exists():
-        command("convert", str(run.model), str(converted), *run.convert)
+    folder = WORK / f"{kept_runs.slug(name)}-{seed}"
+    converted = kept_runs.convert(run.model, WORK / kept_runs.slug(first), *run.convert)
     model = folder / "final" if run.trained else converted
-    if run.without_gate_of and not model.exists():
-        hold_gate(WORK / f"{slug(run.without_gate_of)}-{seed}" / "final", model)
-    if evidence.is_of_another_protocol(folder, RECIPE):
-        raise InPlaceTTTError(f"{folder} was trained by another recipe or on other texts; move it away.")
-    if not model.exists():
-        evidence.train(converted, folder, seed, *run.settings, recipe=RECIPE)
-    if not (folder / part).exists():
-        texts = (*HELD_OUT, "--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
-        facts = ("--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
-        folder.mkdir(parents=True, exist_ok=True)
-        timed(folder / f"{part}.seconds", "evaluate", str(model), *texts, *facts, "--out", str(folder / part))
+    if run.without_gate_of:
+        trained = WORK / f"{kept_runs.slug(run.without_gate_of)}-{seed}"
+        kept_runs.made_by(folder, trained=kept_runs.stamp_of(trained))
+        if not model.exists():
+            hold_gate(trained / "final", model)
+    elif run.trained:
+        kept_runs.train(converted, folder, seed, *run.settings, recipe=RECIPE)
+    else:
+        kept_runs.made_by(folder, converted=kept_runs.stamp_of(converted))
+        folder.mkdir(exist_ok=True)
+    texts = ("--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
+    kept_runs.read(folder, model, part, *texts, "--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
     found = json.loads((folder / part / "evaluation.json").read_text())
     text = {key: found[key] for key in ("on", "off", "foreign", "difference", "memory")}
-    seconds = {note.stem: int(note.read_text()) for note in sorted(folder.glob("*.seconds"))}
-    return {part: {"facts": found["facts"], "text": text}, "seconds": seconds}
+    return {part: {"facts": found["facts"], "text": text}, "seconds": kept_runs.seconds_of(folder)}
 
 
 def hold_gate(trained: Path, out: Path) -> None:

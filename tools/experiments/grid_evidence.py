@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kept_runs
 import memory_evidence as evidence
 import memory_rules as rules
 from safetensors.torch import load_file, save_file
@@ -87,7 +88,7 @@ def main() -> int:
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "grid"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
-    evidence.split_texts()
+    kept_runs.split_texts()
     out = Path(args.out)
     results = Results(out.parent, "name another --out, or delete it")
     held = results.get(out.name, protocol=protocol()) or {"points": []}
@@ -111,32 +112,33 @@ def in_order(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def protocol() -> dict[str, Any]:
     how = {"window": evidence.WINDOW, "sinks": 4, "steps": STEPS, "documents": DOCUMENTS, "tokens": TOKENS, "seed": 0}
-    return {**how, **evidence.digests()}
+    return {**how, **kept_runs.digests()}
 
 
 def folder_of(name: str) -> Path:
-    return WORK / evidence.slug(name).replace("%", "percent")
+    return WORK / kept_runs.slug(name)
 
 
 def measure(name: str) -> None:
     """Train and evaluate; what is done already is left alone."""
     point, run = POINTS[name], train(name)
     base = () if point.base is None else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else whole(train(point.base))))
-    evidence.read(run, "evaluation", DOCUMENTS, TOKENS, "--window", str(evidence.WINDOW), *base, cache=evidence.WORK / "without-writes")
+    read = ("--documents", str(DOCUMENTS), "--tokens", str(TOKENS), "--window", str(evidence.WINDOW), *base)
+    kept_runs.read(run, run / "final", "evaluation", *read, "--cache", str(rules.WORK / "without-writes"))
 
 
 def train(name: str) -> Path:
     """Convert, scale P, train; the run's folder."""
     point, run = POINTS[name], folder_of(name)
-    converted = run.with_name(f"{run.name}-converted")
+    unscaled, converted = (run.with_name(f"{run.name}-{kind}") for kind in ("unscaled", "converted"))
+    how = ("--layers", evidence.LAYERS, *point.rule.convert)
+    kept_runs.made_by(converted, **kept_runs.conversion(evidence.MODEL, *how), start=point.start)
     if not converted.exists():
-        unscaled = run.with_name(f"{run.name}-unscaled")
         shutil.rmtree(unscaled, ignore_errors=True)
-        evidence.command("convert", str(evidence.MODEL), str(unscaled), "--layers", evidence.LAYERS, *point.rule.convert)
+        kept_runs.command("convert", str(evidence.MODEL), str(unscaled), *how)
         scale_start(unscaled / "inplace_ttt.safetensors", point.start)
         unscaled.rename(converted)
-    if not (run / "final").exists():
-        evidence.train(converted, run, 0, f"optimisation.steps={STEPS}", NO_STOP, *point.rule.settings)
+    kept_runs.train(converted, run, 0, f"optimisation.steps={STEPS}", NO_STOP, *point.rule.settings)
     return run
 
 
@@ -146,7 +148,7 @@ def whole(run: Path) -> Path:
     if not is_peft_adapter(final):
         return final
     if not merged.exists():
-        evidence.command("export", str(final), str(merged), "--format", "full")
+        kept_runs.command("export", str(final), str(merged), "--format", "full")
     return merged
 
 
@@ -167,7 +169,7 @@ def found(name: str) -> dict[str, Any]:
         "training_loss": {"first": losses[0], "highest": max(losses), "last": losses[-1]},
         "state_ratio": max(layer["state_ratio"] for layer in steps[-1]["layers"]),
         **{key: read[key] for key in ("on", "off", "base", "difference", "gain", "drift", "memory")},
-        "seconds": {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))},
+        "seconds": kept_runs.seconds_of(run),
     }
 
 

@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import hashlib
 import json
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
+import kept_runs
 from matplotlib import pyplot
 from memory_rules import MAIN, ONE_PROCESS, ROOT, RULES, WORK
 
@@ -39,10 +35,8 @@ from inplace_ttt.attention_window import SINKS
 from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean
 
-RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
-MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text"
+MODEL = ROOT / ".cache" / "smollm2-135m"
 LAYERS = "12,18,24"
-HELD_OUT = ("--text", str(WORK / "text" / "held-out"))
 DOCUMENTS, TOKENS, WINDOW = 26, 2048, 256
 LONG_DOCUMENTS, LONG = 12, 3 * TOKENS
 FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
@@ -50,10 +44,6 @@ BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
 """The first documents: on them the rates, the start of P and the rank and η of `compact` were chosen; the others are unseen."""
-STAMP = "trained-by.json"
-"""In a run's folder: digests of its recipe and texts."""
-LONG_ENOUGH = 12_000
-"""Bytes of a file that surely has so many tokens."""
 
 LOSSES = ("off", "on", "foreign")
 COLUMNS = ("difference", "gain", "drift", "memory", "memory_unseen", "second_copy", "filler")
@@ -85,7 +75,7 @@ class Model:
             "far_beyond": {"number": FAR_DOCUMENTS, "tokens": FAR, "past_token": TOKENS, "window": self.window},
         }
         documents = {"number": DOCUMENTS, "tokens": TOKENS, "past_token": self.past}
-        return {**attention, "documents": documents, **{key: beyond[key] for key in beyond if key in self.besides}, **digests()}
+        return {**attention, "documents": documents, **{key: beyond[key] for key in beyond if key in self.besides}, **kept_runs.digests()}
 
 
 MODELS = {
@@ -116,7 +106,7 @@ def main() -> int:
         parser.error(f"{args.model} is read as it is trained alone; leave --besides out")
     name = "-".join(word for word in ("memory", model.folder) if word)
     out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / name
-    split_texts()
+    kept_runs.split_texts()
     record = Record.open(out, model)
     besides = model.besides if args.besides is None else args.besides
     if args.one_process:
@@ -135,82 +125,27 @@ def main() -> int:
     return 0
 
 
-def split_texts() -> None:
-    """Every ninth long file is held out; links, so that the recipe and the command line see two folders."""
-    files = sorted(TEXT.rglob("*.txt"))
-    held = [file for file in files if file.stat().st_size > LONG_ENOUGH][4::9]
-    for file in files:
-        link = WORK / "text" / ("held-out" if file in held else "train") / "-".join(file.relative_to(TEXT).parts)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.exists():
-            link.unlink(missing_ok=True)  # to a place that is gone
-            link.symlink_to(file)
-
-
 def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
     """Convert, train, evaluate; what is done already is left alone."""
-    rule, run = RULES[name], model.work / f"{slug(name)}-{seed}"
-    converted = model.work / slug(next(other for other in RULES if RULES[other].convert == rule.convert))
-    if not converted.exists():
-        command("convert", str(model.base), str(converted), "--layers", model.layers, *rule.convert)
-    if not (run / "final").exists():
-        train(converted, run, seed, *model.settings, *rule.settings)
+    rule, run = RULES[name], model.work / f"{kept_runs.slug(name)}-{seed}"
+    first = next(other for other in RULES if RULES[other].convert == rule.convert)
+    converted = kept_runs.convert(model.base, model.work / kept_runs.slug(first), "--layers", model.layers, *rule.convert)
+    kept_runs.train(converted, run, seed, *model.settings, *rule.settings)
     base = () if rule.writes else ("--base", str(model.base))
     window = () if model.window is None else ("--window", str(model.window))
-    past, cache = ("--skip", str(model.past)), model.work / "without-writes"
-    read(run, "evaluation", DOCUMENTS, TOKENS, *window, *past, "--second-copy", *base, cache=cache)
+    past, cache = ("--skip", str(model.past)), ("--cache", str(model.work / "without-writes"))
+
+    def read(out: str, documents: int, tokens: int, *how: str) -> None:
+        kept_runs.read(run, run / "final", out, "--documents", str(documents), "--tokens", str(tokens), *cache, *how)
+
+    read("evaluation", DOCUMENTS, TOKENS, *window, *past, "--second-copy", *base)
     beside = {
         "full_attention": (DOCUMENTS, TOKENS, *past),
         "beyond_training": (LONG_DOCUMENTS, LONG, "--skip", str(TOKENS)),
         "far_beyond": (FAR_DOCUMENTS, FAR, *window, "--skip", str(TOKENS)),
     }
     for key in besides:
-        read(run, key.replace("_", "-"), *beside[key], cache=cache)
-
-
-def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = RECIPE) -> None:
-    settings = (f"model.path={converted}", f"data.train={WORK / 'text' / 'train'}", f"output={run}", f"optimisation.seed={seed}", *settings)
-    words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
-    timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
-    (run / STAMP).write_text(json.dumps(digests(recipe)))
-
-
-def is_of_another_protocol(run: Path, recipe: Path = RECIPE) -> bool:
-    """It was trained by another recipe or on other texts."""
-    return (run / STAMP).exists() and json.loads((run / STAMP).read_text()) != digests(recipe)
-
-
-def read(run: Path, out: str, documents: int, tokens: int, *how: str, cache: Path) -> None:
-    if not (run / out).exists():
-        where = ("--documents", str(documents), "--tokens", str(tokens), "--cache", str(cache), "--out", str(run / out))
-        timed(run / f"{out}.seconds", "evaluate", str(run / "final"), *HELD_OUT, *where, *how)
-
-
-def digests(file: Path = RECIPE) -> dict[str, str]:
-    """Of the texts, and of the recipe but for the folders, which are this tool's."""
-    recipe = yaml.safe_load(file.read_text())
-    for section, key in (("model", "path"), ("data", "train")):
-        del recipe[section][key]
-    del recipe["output"]
-    texts = {f"{name}_sha256": _digest(WORK / "text" / folder) for name, folder in (("held_out", "held-out"), ("train", "train"))}
-    return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(recipe).encode()).hexdigest()}
-
-
-def slug(name: str) -> str:
-    return name.replace(", ", "-").replace(" ", "")
-
-
-def timed(note: Path, *words: str) -> None:
-    began = time.perf_counter()
-    command(*words)
-    note.write_text(f"{time.perf_counter() - began:.0f}\n")
-
-
-def command(*words: str) -> None:
-    print("inplace-ttt", *words, file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", "inplace_ttt.cli", *words], cwd=ROOT, stdout=sys.stderr)
-    if done.returncode:
-        sys.exit(f"`inplace-ttt {words[0]}` failed with exit code {done.returncode}; its message is above, and the same command goes on.")
+        read(key.replace("_", "-"), *beside[key])
 
 
 @dataclass
@@ -231,10 +166,10 @@ class Record:
     def collect(self) -> None:
         """What lies under runs/memory."""
         for name in RULES:
-            for run in self.model.work.glob(f"{slug(name)}-[0-9]*"):
-                if not run.name.removeprefix(f"{slug(name)}-").isdecimal() or not (run / "evaluation").exists():
+            for run in self.model.work.glob(f"{kept_runs.slug(name)}-[0-9]*"):
+                if not run.name.removeprefix(f"{kept_runs.slug(name)}-").isdecimal() or not (run / "evaluation").exists():
                     continue
-                if is_of_another_protocol(run):
+                if not kept_runs.digests().items() <= (kept_runs.stamp_of(run) or {}).items():
                     print(f"{run} was trained by another recipe or on other texts, and is left aside", file=sys.stderr)
                 else:
                     self.seeds[name, int(run.name.rpartition("-")[2])] = _seed(run)
@@ -323,8 +258,7 @@ def _seed(run: Path) -> dict[str, Any]:
         if (folder := run / key.replace("_", "-")).exists():
             found = _evaluation(folder)
             values[key] = {**_numbers(found), "positions": [_position(row) for row in found["positions"]]}
-    values["seconds"] = {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))}
-    return values
+    return {**values, "seconds": kept_runs.seconds_of(run)}
 
 
 def _evaluation(folder: Path) -> dict[str, Any]:
@@ -369,14 +303,6 @@ def _error(value: dict[str, float]) -> float:
 
 def with_error(mean: float, error: float) -> str:
     return f"{mean:+.4f} ± {error:.4f}"
-
-
-@functools.cache
-def _digest(folder: Path) -> str:
-    total = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        total.update(file.name.encode() + b"\0" + file.read_bytes())
-    return total.hexdigest()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import statistics
 import sys
 import time
@@ -70,12 +71,13 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the recipe, for every variant")
     args = parser.parse_args()
     results = Results(args.runs, "choose another --runs")
+    recipe = hashlib.sha256(RECIPE.read_bytes()).hexdigest()
     todo = [(seed, variant) for seed in range(args.seeds) for variant in VARIANTS]
     rows: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in VARIANTS}
     with tqdm(todo, unit="run", file=sys.stderr, disable=None) as bar:
         for seed, variant in bar:
             bar.set_postfix_str(f"{variant.name}, seed {seed}")
-            asked = {"variant": asdict(variant), "seed": seed, "steps": args.steps, "set": args.set}
+            asked = {"variant": asdict(variant), "seed": seed, "steps": args.steps, "set": args.set, "recipe_sha256": recipe}
             name = f"{_slug(variant.name)}-{seed}"
             if results.get(name, asked=asked) is None:
                 results.put(name, {"asked": asked, **_run(variant, seed, args)})
@@ -143,7 +145,8 @@ def _hold_at_identity(model: nn.Module, kinds: tuple[str, ...]) -> None:
 def _state_kept_in(dtype: torch.dtype) -> Iterator[None]:
     """Within it, every TTT layer rounds its state to `dtype` after each chunk; rows are one document each."""
 
-    def rounded(z: Tensor, v: Tensor, weight: Tensor, *, eta: float, layout: ChunkLayout, clip: Any = None) -> Tensor:
+    def rounded(z: Tensor, v: Tensor, weight: Tensor, *, eta: float, layout: ChunkLayout, clip: Any = None, **extensions: Any) -> Tensor:
+        assert not any(value is not None for value in extensions.values())
         batch, length, _ = z.shape
         assert layout.documents == (((0, length),),) * batch
         state, outs = z.new_zeros(batch, *weight.shape), []

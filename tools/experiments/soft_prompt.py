@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_evidence import DOCUMENTS, MODEL, RECIPE, TOKENS, WINDOW, WORK, digests, split_texts, with_error
-from memory_rules import ROOT
+from kept_runs import RECIPE, TRAIN, digests, split_texts
+from memory_evidence import DOCUMENTS, MODEL, TOKENS, WINDOW, with_error
+from memory_rules import ROOT, WORK
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, Cache, PreTrainedModel
@@ -85,7 +86,7 @@ def main() -> int:
 def measure(seed: int, rate: float) -> dict[str, Any]:
     """Train one, and read the held-out documents with and without it."""
     began = time.perf_counter()
-    settings = (f"data.train={WORK / 'text' / 'train'}", f"optimisation.seed={seed}", f"data.seed={seed}")
+    settings = (f"data.train={TRAIN}", f"optimisation.seed={seed}", f"data.seed={seed}")
     recipe = load_recipe(RECIPE, [*settings, f"optimisation.learning_rate={rate}"])
     model, tokenizer = load_base(MODEL, dtype=torch.bfloat16).eval().requires_grad_(False), AutoTokenizer.from_pretrained(MODEL)
     prompt, losses = trained(model, recipe, rows_to_come(build_data(recipe, tokenizer, CHUNK).train, recipe))

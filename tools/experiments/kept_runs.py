@@ -1,0 +1,127 @@
+"""What the evidence's tools share: texts split in two, and folders of runs that are kept, each with what it was made by beside it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from memory_rules import ROOT, WORK
+
+from inplace_ttt import InPlaceTTTError
+
+RECIPE = ROOT / "recipes" / "evidence" / "smollm2-memory-cpu.yaml"
+TEXT = ROOT / ".cache" / "text"
+TRAIN, HELD_OUT = WORK / "text" / "train", ("--text", str(WORK / "text" / "held-out"))
+LONG_ENOUGH = 12_000
+"""Bytes of a file that surely has so many tokens."""
+
+
+def split_texts() -> None:
+    """Every ninth long file is held out; links, so that the recipe and the command line see two folders."""
+    files = sorted(TEXT.rglob("*.txt"))
+    held = [file for file in files if file.stat().st_size > LONG_ENOUGH][4::9]
+    folders = [WORK / "text" / name for name in ("train", "held-out")]
+    wanted = {folders[file in held] / "-".join(file.relative_to(TEXT).parts): file for file in files}
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        for link in folder.iterdir():
+            if link not in wanted or link.resolve() != wanted[link].resolve():  # of a split of other texts
+                link.unlink()
+    for link, file in wanted.items():
+        if not link.is_symlink():
+            link.symlink_to(file)
+
+
+def digests(file: Path = RECIPE) -> dict[str, str]:
+    """Of the texts, and of the recipe but for the folders, which are the tools'."""
+    recipe = yaml.safe_load(file.read_text())
+    for section, key in (("model", "path"), ("data", "train")):
+        del recipe[section][key]
+    del recipe["output"]
+    texts = {f"{name}_sha256": _digest(WORK / "text" / folder) for name, folder in (("held_out", "held-out"), ("train", "train"))}
+    return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(recipe).encode()).hexdigest()}
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+    total = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()
+
+
+def slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "").replace("%", "percent")
+
+
+def stamp_of(folder: Path) -> dict[str, Any] | None:
+    """What a folder was made by, as `made_by` has written it."""
+    file = folder.with_name(f"{folder.name}.made-by.json")
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def made_by(folder: Path, **question: Any) -> None:
+    """Write beside a folder what makes it, before anything does. Raises InPlaceTTTError where something else made it."""
+    asked, known = json.loads(json.dumps(question)), stamp_of(folder)
+    if folder.exists() and known != asked:
+        raise InPlaceTTTError(f"{folder} was made by another recipe, by other settings or from other texts; move it away.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.with_name(f"{folder.name}.made-by.json").write_text(json.dumps(asked, indent=1) + "\n")
+
+
+def conversion(base: Path, *how: str) -> dict[str, Any]:
+    """What makes a converted folder, for `made_by`: some are measured on the texts."""
+    return {"base": str(base), "how": how, "train_sha256": digests()["train_sha256"]}
+
+
+def convert(base: Path, converted: Path, *how: str) -> Path:
+    """A base converted; one that is there is left alone."""
+    made_by(converted, **conversion(base, *how))
+    if not converted.exists():
+        command("convert", str(base), str(converted), *how)
+    return converted
+
+
+def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = RECIPE) -> None:
+    """A run of the recipe on the texts that are not held out; one that is finished is left alone, and another goes on."""
+    made_by(run, model=stamp_of(converted), seed=seed, settings=settings, **digests(recipe))
+    if (run / "final").exists():
+        return
+    settings = (f"model.path={converted}", f"data.train={TRAIN}", f"output={run}", f"optimisation.seed={seed}", *settings)
+    words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
+    timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
+
+
+def read(run: Path, model: Path, out: str, *how: str) -> None:
+    """What `inplace-ttt evaluate` says of a model on the held-out texts, into a folder of the run; one that is there is left alone."""
+    made_by(run / out, how=how)
+    if not (run / out).exists():
+        timed(run / f"{out}.seconds", "evaluate", str(model), *HELD_OUT, *how, "--out", str(run / out))
+
+
+def timed(note: Path, *words: str) -> None:
+    """A command, and its seconds with those of earlier starts that did not come to its end."""
+    began, before = time.perf_counter(), int(note.read_text()) if note.exists() else 0
+    try:
+        command(*words)
+    finally:
+        if note.parent.exists():
+            note.write_text(f"{before + time.perf_counter() - began:.0f}\n")
+
+
+def seconds_of(run: Path) -> dict[str, int]:
+    return {note.stem: int(note.read_text()) for note in sorted(run.glob("*.seconds"))}
+
+
+def command(*words: str) -> None:
+    print("inplace-ttt", *words, file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", "inplace_ttt.cli", *words], cwd=ROOT, stdout=sys.stderr)
+    if done.returncode:
+        sys.exit(f"`inplace-ttt {words[0]}` failed with exit code {done.returncode}; its message is above, and the same command goes on.")
