@@ -4,7 +4,8 @@ VENV := .venv/bin
 MODEL := .cache/smollm2-135m
 TEXT := .cache/text
 TRANSFORMERS_TESTS := .cache/transformers-tests
-# The CPU build, so that nothing pulls the CUDA one.
+# As the package index has it: PyPI's for Linux brings CUDA. The CPU build alone:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo TORCH=torch==2.13.0+cpu
 TORCH := torch==2.13.0
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -41,7 +42,7 @@ demo: .venv/installed-train model text
 test: .venv/installed-dev model text transformers-tests
 	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist loadfile
 
-# vLLM pins torch and transformers, so it has an environment of its own; the CPU build of it, and without what breaks its import.
+# vLLM pins torch and transformers, so it has an environment of its own; its CPU build, and without what breaks its import.
 SERVING := .venv-serving/bin
 
 .venv-serving/installed: pyproject.toml
@@ -54,7 +55,7 @@ SERVING := .venv-serving/bin
 test-serving: .venv-serving/installed model text
 	$(TEST_ENV) $(SERVING)/python -m pytest tests/serving
 
-# Other people's training stacks pin what they need: an environment for each, with the CPU build of torch. Axolotl's takes 4 GB.
+# Other people's training stacks pin what they need: an environment for each. Axolotl's takes 4 GB.
 CLIENTS := trl axolotl automodel
 PACKAGES_trl := trl==1.16.0 peft
 PACKAGES_axolotl := axolotl==0.19.0
