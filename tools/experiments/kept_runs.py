@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from memory_rules import ROOT, WORK
+from memory_rules import ONE_PROCESS, ROOT, WORK
 
 from inplace_ttt import InPlaceTTTError
 
@@ -91,7 +91,8 @@ def convert(base: Path, converted: Path, *how: str) -> Path:
 
 def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = RECIPE) -> None:
     """A run of the recipe on the texts that are not held out; one that is finished is left alone, and another goes on."""
-    made_by(run, model=stamp_of(converted), seed=seed, settings=settings, **digests(recipe))
+    same_in_any = [setting for setting in settings if setting not in ONE_PROCESS]
+    made_by(run, model=stamp_of(converted), seed=seed, settings=same_in_any, **digests(recipe))
     if (run / "final").exists():
         return
     settings = (f"model.path={converted}", f"data.train={TRAIN}", f"output={run}", f"optimisation.seed={seed}", *settings)
