@@ -122,7 +122,6 @@ def _card(data: ModelCardData, facts: dict[str, Any], folder: Path) -> str:
         config=config,
         layers=config.layers if isinstance(config.layers, str) else ", ".join(map(str, config.layers)),
         facts={key: facts.get(key) for key in _FACTS},
-        settings=config.to_dict(),
         named=_named,
         numbers=list(_numbers(facts.get("evaluation") or {})),
     )

@@ -79,7 +79,7 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason, file = getattr(error, "strerror", None) or one_line(error), getattr(error, "filename", None)
-        if isinstance(file, str) and not os.path.realpath(file).startswith(str(Path(os.path.realpath(path)).parent)):
+        if isinstance(file, str) and not Path(os.path.realpath(file)).is_relative_to(Path(os.path.realpath(path)).parent):
             raise InPlaceTTTError(f"cannot write {path}, which takes {file}: {reason}.") from None
         raise InPlaceTTTError(f"cannot write {path}: {reason}; free some space or choose another place.") from None
 

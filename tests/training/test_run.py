@@ -85,7 +85,7 @@ def test_a_lora_over_a_base_brings_its_conversion(made: Path, tmp_path: Path, ca
     recipe = recipe_file(tmp_path, base, made / "text", surgery=surgery, optimisation={"train": "lora"})
     final, ids = Path(trained(recipe)[0]["output"]), torch.arange(3, 90)[None]
     expected = logits(PeftModel.from_pretrained(convert(load_base(base), InPlaceTTTConfig(**surgery)), final).eval(), ids)
-    assert (expected - logits(load_base(base), ids)).abs().max() > 1e-3
+    assert (expected - logits(load_base(base), ids)).abs().max() > 1e-3 and 'load("final")' in (final / "README.md").read_text()
     convert(load_base(base), InPlaceTTTConfig(**surgery)).save_pretrained(tmp_path / "converted")
     assert cli.main(["export", str(final), str(tmp_path / "merged"), "--format", "full"]) == 0
     for model in (load(final), load(final, base=str(tmp_path / "converted")), load(tmp_path / "merged")):
