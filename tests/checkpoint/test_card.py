@@ -78,7 +78,7 @@ def test_what_is_known_is_handed_on(base: Path, text: Path, tmp_path: Path) -> N
     known = facts(ttt)
     assert known["calibration"]["files"] == ["00.txt", "01.txt"] and known["calibration"]["tokens"] == 210
     assert known["evaluation"]["documents"] == 2 and known["evaluation"]["difference"]["mean"] == 0  # nothing is written yet
-    assert known["audit"]["undeclared"] == ["layer-spacing", "chunk-size"]
+    assert known["audit"]["undeclared"] == ["chunk-size", "layer-spacing"]
     run("export", ttt, tmp_path / "adapter", "--format", "adapter")
     run("export", tmp_path / "adapter", tmp_path / "again", "--format", "full")
     for folder, form in ((tmp_path / "adapter", "adapter"), (tmp_path / "again", "full")):
