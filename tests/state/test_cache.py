@@ -209,17 +209,14 @@ def test_packed_rows_with_a_cache_are_refused(llama):
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_a_mask_as_long_as_the_cache_is_exact_or_refused(llama, kind):
+def test_a_mask_as_long_as_the_cache_is_exact(llama, kind):
     """Attention takes a mask that goes on behind the tokens read so far; its last columns are not theirs."""
     cache = StaticCache(config=llama.config, max_cache_len=40) if kind == "static" else DynamicCache(config=llama.config)
     ids = random_ids(1, 30)
     scores = []
-    try:
-        for start, stop in ((0, 20), (20, 30)):
-            mask = (torch.arange(40) < stop).long()[None]
-            scores.append(read(llama, cache, ids[:, start:stop], attention_mask=mask))
-    except (InPlaceTTTError, RuntimeError):
-        return
+    for start, stop in ((0, 20), (20, 30)):
+        mask = (torch.arange(40) < stop).long()[None]
+        scores.append(read(llama, cache, ids[:, start:stop], attention_mask=mask))
     assert distance(torch.cat(scores, dim=1), logits(llama, ids)) < TOLERANCE
 
 
