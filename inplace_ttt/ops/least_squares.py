@@ -141,8 +141,8 @@ def _solved(rows: Tensor, factor: Tensor) -> Tensor:
 
     Solved from the right, where the rows lie: on a CPU that takes half to two thirds of what `cholesky_solve` of their transpose takes.
     """
-    r = rows.shape[-1]
-    half = torch.linalg.solve_triangular(factor.mT, pad(rows, (0, factor.shape[-1] - r)), upper=True, left=False)
+    r, more = rows.shape[-1], factor.shape[-1] - rows.shape[-1]
+    half = torch.linalg.solve_triangular(factor.mT, pad(rows, (0, more)) if more else rows, upper=True, left=False)
     return torch.linalg.solve_triangular(factor, half, upper=False, left=False)[..., :r]
 
 

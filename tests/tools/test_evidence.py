@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import facts_evidence
@@ -87,7 +87,7 @@ def test_seconds_of_all_starts_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_
 
     clock = iter([0.0, 100.0, 0.0, 20.0])
     monkeypatch.setattr(kept_runs, "command", command)
-    monkeypatch.setattr(kept_runs.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(kept_runs, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     with pytest.raises(SystemExit):
         kept_runs.timed(note, "train")
     kept_runs.timed(note, "train")

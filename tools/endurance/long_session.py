@@ -40,15 +40,14 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=256, metavar="N")
     parser.add_argument("--out", type=Path, help="write the figures here as well")
     args = parser.parse_args()
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(args.out and args.out.parent)
     model = inplace_ttt.load(args.model).eval()
     ids = token_ids(args.model, args.text, args.tokens)
     result = {"model": config_of(model).to_dict(), "tokens": args.tokens, "window": args.window, "dtype": str(model.dtype), **sizes(model)}
     result["rows"] = read(model, ids, args.window, args.every)
     render(result)
     if args.out is not None:
-        Results(args.out.parent).put(args.out.stem, result)
+        results.put(args.out.stem, result)
     return 0
 
 
