@@ -56,10 +56,10 @@ class DeltaClip:
 
 @dataclass(frozen=True)
 class KeyWhitening:
-    """Extension, not in the paper: keys K = s (Λ + ρI)^(-1/2) Uᵀ (Z - μ) of r numbers, in place of the h of Z.
+    """Extension, not in the paper: keys k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c) of r numbers, in place of the h of z.
 
-    U, Λ are the r largest directions and variances of the down-projection's input over a calibration text, and μ is its mean.
-    These inputs lie in few directions, so that raw keys collide and every read returns a mixture of all writes. s makes the
+    z is the down-projection's input, c = E[‖z‖z] / E[‖z‖²] its centre over a calibration text, U, Λ are the r largest directions and
+    variances of what the centre leaves. These inputs lie in few directions, so that raw keys collide and every read returns a mixture of all writes. s makes the
     mean of ‖k‖² about one: a key that was written once reads its own target back with weight about one.
 
     rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.

@@ -94,7 +94,7 @@ class ConvertedLayer(AuditedModule):
         self.name = f"layer {index}"
         self.input_size, self.d = features(self.layer)
         whitened = self.layer.ttt.keys
-        self.h = self.input_size if whitened is None else len(whitened.bias)
+        self.h = self.input_size if whitened is None else len(whitened.centre)
         self.whitening = None if whitened is None else f"{self.h} whitened numbers of {self.input_size}"
         self.damping = self.layer.fast.config.damping
         self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
@@ -132,9 +132,11 @@ class ConvertedLayer(AuditedModule):
         return target if mean is None or gain is None else target / gain.to(self.dtype) + mean.to(self.dtype)
 
     def keys(self, x: Tensor) -> Tensor:
-        """K = A Z - Aμ from the layer's tensors, not by its code."""
+        """K = A (Z - ‖Z‖ c) from the layer's tensors, not by its code."""
         x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
-        return x if whitened is None else x @ whitened.directions.to(self.dtype).T + whitened.bias.to(self.dtype)
+        if whitened is None:
+            return x
+        return x @ whitened.directions.to(self.dtype).T + x.norm(dim=-1, keepdim=True) * whitened.centre.to(self.dtype)
 
     def features(self, x: Tensor) -> Tensor:
         return x.to(self.device, self.dtype)
@@ -154,8 +156,12 @@ class ConvertedLayer(AuditedModule):
         whitened = self.layer.ttt.keys
         if whitened is None:
             return keys.contiguous()
-        directions, bias = (t.double().cpu() for t in (whitened.directions, whitened.bias))
-        return (directions.T @ torch.linalg.solve(directions @ directions.T, (keys - bias).T)).T.contiguous()
+        directions, centre = (t.double().cpu() for t in (whitened.directions, whitened.centre))
+        shortest, along = (torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, centre[None]))
+        # z = shortest - ‖z‖ along, where ‖along‖ < 1
+        across, rest = shortest @ along.T, 1 - along.square().sum()
+        lengths = ((across.square() + rest * shortest.square().sum(-1, keepdim=True)).sqrt() - across) / rest
+        return (shortest - lengths * along).contiguous()
 
     def targets(self, target: Tensor) -> Tensor:
         return self.layer.ttt(self._source(target)[None], ChunkLayout.from_lengths([[len(target)]], self.chunk_size))[0]

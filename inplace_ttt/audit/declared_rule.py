@@ -38,7 +38,7 @@ class DeclaredRule:
         found: dict[str, Tensor | None] = {"conv": target.conv, "proj": target.proj, "gate": target.gate, "w0": w0}
         found |= {"mean": target.mean, "gain": target.gain}
         if whitened is not None:
-            found |= {"directions": whitened.directions, "bias": whitened.bias}
+            found |= {"directions": whitened.directions, "centre": whitened.centre}
         tensors = {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
         tau = None
         if config.clip is not None and (not training or config.clip.when == "always"):
@@ -63,7 +63,9 @@ class DeclaredRule:
 
     def keys(self, z: Tensor) -> Tensor:
         """K [n, r] of the down-projection's input [n, h]."""
-        return z if "directions" not in self.tensors else self._rounded(z @ self.tensors["directions"].T + self.tensors["bias"])
+        if "directions" not in self.tensors:
+            return z
+        return self._rounded(z @ self.tensors["directions"].T + z.norm(dim=-1, keepdim=True) * self.tensors["centre"])
 
     def counted(self, k: Tensor) -> Tensor:
         """Keys [n, r], each as often as its write counts."""

@@ -107,10 +107,10 @@ def _set(layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vo
         found = over_text.directions.found()
         directions = whitened(found, whitening.ridge)
         layer.ttt.keys.directions.copy_(directions)
-        layer.ttt.keys.bias.copy_(-directions @ found.mean)
+        layer.ttt.keys.centre.copy_(-directions @ found.centre)
 
 
 def whitened(found: Directions, ridge: float) -> Tensor:
-    """A = s (Λ + ρI)^(-1/2) Uᵀ [r, h] of `WhitenedKeys`, with which the mean of ‖A(z - μ)‖² is one."""
-    shares = 1 / (found.values + ridge * found.trace / len(found.mean))
+    """A = s (Λ + ρI)^(-1/2) Uᵀ [r, h] of `WhitenedKeys`, with which the mean of ‖A(z - ‖z‖c)‖² is one."""
+    shares = 1 / (found.values + ridge * found.trace / len(found.centre))
     return ((found.values * shares).sum().rsqrt() * shares.sqrt())[:, None] * found.vectors.T

@@ -4,11 +4,12 @@ Where Σ = Σ z zᵀ is no larger than a sketch it is summed, and a short text i
 for l = 2r directions Ω, and Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a spectrum that falls as slowly as that
 of activations. So each time the text has doubled, the approximation's own range becomes Ω, which changes nothing in it, and what
 is read from there on is sketched along the directions that matter: a subspace iteration whose steps read different parts of the
-text. The mean is taken off in the end.
+text. The centre is taken off in the end.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,9 @@ _AT_ONCE = 1024
 
 
 class Directions(NamedTuple):
-    """Of the covariance of z, float32: r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; the mean [h].
+    """Of the second moment of z - ‖z‖c, float32: r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; c [h].
+
+    c = E[‖z‖z] / E[‖z‖²] leaves the least of z, as the mean does where all z are equally long.
 
     From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the trace is exact, and so is
     all of a text of 1,024 tokens and less.
@@ -37,7 +40,7 @@ class Directions(NamedTuple):
     values: Tensor
     vectors: Tensor
     trace: float
-    mean: Tensor
+    centre: Tensor
 
 
 class LeadingDirections:
@@ -67,7 +70,7 @@ class LeadingDirections:
                 raise InPlaceTTTError(
                     "a down-projection's input was not finite on the calibration text; load the model in a dtype that holds it."
                 )
-            self._total += part.sum(0)
+            self._total += torch.linalg.vector_norm(part, dim=-1) @ part
             self.tokens, self.trace = self.tokens + len(part), self.trace + square
             if self._kept is not None and self.tokens <= _AT_ONCE:
                 self._kept.append(part.clone())
@@ -87,20 +90,22 @@ class LeadingDirections:
                 f"{self.tokens} tokens cannot tell the {self.rank} largest directions of a down-projection's input; calibrate on more, "
                 f"or lower the rank."
             )
-        mean = self._total / self.tokens
-        trace = self.trace / self.tokens - float(mean @ mean)
-        if not trace > 1e-6 * self.trace / self.tokens:
+        square = self.trace / self.tokens
+        centre = self._total / self.tokens / square if square else self._total
+        trace = square - square * float(centre @ centre)
+        if not trace > 1e-6 * square:
             raise InPlaceTTTError(
                 "a down-projection's input did not vary over the calibration text; give rows of a text like the one to be read."
             )
         if self._kept is not None:
-            _, sizes, turned = torch.linalg.svd(torch.cat(self._kept).double() - mean, full_matrices=False)
-            return Directions((sizes.square() / self.tokens)[: self.rank].float(), turned[: self.rank].T.float(), trace, mean.float())
+            z = torch.cat(self._kept).double()
+            _, sizes, turned = torch.linalg.svd(z - torch.linalg.vector_norm(z, dim=-1, keepdim=True) * centre, full_matrices=False)
+            return Directions((sizes.square() / self.tokens)[: self.rank].float(), turned[: self.rank].T.float(), trace, centre.float())
         basis, inner = (None, self._sum.double()) if self._onto is None else self._range()
-        within = mean if basis is None else basis.T.double() @ mean
+        within = math.sqrt(square) * (centre if basis is None else basis.T.double() @ centre)
         values, vectors = torch.linalg.eigh(inner / self.tokens - within.outer(within))
         values, vectors = values.flip(0)[: self.rank].clamp(min=0).float(), vectors.flip(1)[:, : self.rank].float()
-        return Directions(values, vectors if basis is None else basis @ vectors, trace, mean.float())
+        return Directions(values, vectors if basis is None else basis @ vectors, trace, centre.float())
 
     def _range(self) -> tuple[Tensor, Tensor]:
         """Q [h, l] orthonormal float32 and C [l, l] float64 with Q C Qᵀ = Y (Ωᵀ Y)⁻¹ Yᵀ.

@@ -219,8 +219,8 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
     for layer, held in tensors.items():
         width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
         wanted = {"conv": [width, 1, taps], "proj": [width, width]}
-        if "keys.bias" in held:
-            wanted["write_gate.gate"] = [held["keys.bias"].numel() + 1]
+        if "keys.centre" in held:
+            wanted["write_gate.gate"] = [held["keys.centre"].numel() + 1]
         for kind, shape in wanted.items():
             if kind in held and list(held[kind].shape) != shape:
                 raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")
@@ -264,7 +264,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
         ({"proj"} if config.conv == "next" else {"conv", "proj"})
         | ({"write_gate.gate"} if config.write_gate else set())
         | ({"mean", "gain"} if config.standardised else set())
-        | ({"keys.directions", "keys.bias"} if config.whitening else set())
+        | ({"keys.directions", "keys.centre"} if config.whitening else set())
     )
 
 

@@ -1,4 +1,4 @@
-"""Whitened keys (extension): a fixed affine map of the down-projection's input, measured on a text."""
+"""Whitened keys (extension): a fixed map of the down-projection's input, measured on a text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from torch.nn.functional import linear
 
 
 class WhitenedKeys(nn.Module):
-    """K = A (Z - μ), r numbers a token; see `KeyWhitening`.
+    """k = A (z - ‖z‖ c), r numbers a token; see `KeyWhitening`.
 
-    directions A [r, h] and bias -Aμ [r] are buffers, filled by `inplace_ttt.calibration.calibrate`. r h multiply-adds a token.
+    directions A [r, h] and centre -A c [r] are buffers, filled by `inplace_ttt.calibration.calibrate`. r h multiply-adds a token. A key is
+    as long as its z, as what W0 gives is: a token whose z is next to nothing, which a norm behind W0 makes large, reads next to nothing.
     """
 
     directions: Tensor
-    bias: Tensor
+    centre: Tensor
 
     def __init__(self, width: int, rank: int, **factory: Any) -> None:
         super().__init__()
         self.register_buffer("directions", torch.zeros(rank, width, **factory))
-        self.register_buffer("bias", torch.zeros(rank, **factory))
+        self.register_buffer("centre", torch.zeros(rank, **factory))
 
     def forward(self, z: Tensor) -> Tensor:
         """Keys [..., r] of z [..., h], in z's dtype."""
-        return linear(z, self.directions.to(z.dtype), self.bias.to(z.dtype))
+        length = torch.linalg.vector_norm(z, dim=-1, keepdim=True, dtype=torch.promote_types(z.dtype, torch.float32))
+        return torch.addcmul(linear(z, self.directions.to(z.dtype)), length.to(z.dtype), self.centre.to(z.dtype))

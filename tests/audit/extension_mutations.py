@@ -229,28 +229,28 @@ def no_gradient_through_the_gram(patch: Patch) -> None:
     patch.setattr(_Walk, "through_write", through_write)
 
 
-def mean_not_subtracted(patch: Patch) -> None:
+def centre_not_subtracted(patch: Patch) -> None:
     patch.setattr(WhitenedKeys, "forward", lambda self, z: torch.nn.functional.linear(z, self.directions.to(z.dtype)))
 
 
-def mean_not_measured(patch: Patch) -> None:
+def centre_not_measured(patch: Patch) -> None:
     def measure(layer: FastWeight, *args: Any) -> None:
         real(layer, *args)
-        layer.ttt.keys.bias.zero_()  # type: ignore[union-attr]
+        layer.ttt.keys.centre.zero_()  # type: ignore[union-attr]
 
     real = calibrate._set
     patch.setattr(calibrate, "_set", measure)
 
 
 def centred_for_w0_too(patch: Patch) -> None:
-    """W0 is given Z less the mean of the keys; what that takes away is added as the W0 of the conversion made it."""
+    """W0 is given Z less its centre; what that takes away is added as the W0 of the conversion made it."""
 
     def read(self: FastWeight, z: Tensor, x: Tensor, call: Any) -> Tensor:
         out, keys, w0 = real(self, z, x, call), self.ttt.keys, self.matrix()
         assert keys is not None and w0 is not None
         first = self.__dict__.setdefault("first", w0.detach().clone())
-        mean = -torch.linalg.lstsq(keys.directions.to(z.dtype), keys.bias.to(z.dtype)[:, None]).solution[:, 0]
-        return out - mean @ (w0 - first).to(z.dtype).T
+        centre = -torch.linalg.lstsq(keys.directions.to(z.dtype), keys.centre.to(z.dtype)[:, None]).solution[:, 0]
+        return out - z.norm(dim=-1, keepdim=True) * (centre @ (w0 - first).to(z.dtype).T)
 
     real = FastWeight._read
     patch.setattr(FastWeight, "_read", read)
@@ -310,8 +310,8 @@ EXTENSION: tuple[Mutation, ...] = (
     Mutation("ranks share one sum of two", "context-parallel", plant=ranks_share_one_sum, settings=COMPACT),
     Mutation("no gradient through G", "gradient", plant=no_gradient_through_the_gram, settings=RAW),
     Mutation("keys are read with as they are not written", "keys", plant=read_unwhitened, settings=COMPACT),
-    Mutation("the keys' mean is not subtracted", "keys", plant=mean_not_subtracted, settings=COMPACT),
-    Mutation("the keys' mean is not measured", "keys", plant=mean_not_measured, settings=COMPACT),
+    Mutation("the keys' centre is not subtracted", "keys", plant=centre_not_subtracted, settings=COMPACT),
+    Mutation("the keys' centre is not measured", "keys", plant=centre_not_measured, settings=COMPACT),
     Mutation("W0 is given centred inputs", "fast-tensor", plant=centred_for_w0_too, settings=COMPACT),
     Mutation("the gate weighs targets and no keys", "declared-rule", plant=gate_of_targets_alone, settings=GATED),
     Mutation("the gate of the token before", "declared-rule", plant=gating(lambda gate: gate.roll(1, -1)), settings=GATED),

@@ -100,12 +100,14 @@ def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 @torch.no_grad()
 def whole(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The covariance [h, h] in float32 and its largest eigenvalues [r], descending, by a decomposition of all of it in float64."""
+    """What `Directions` is of, [h, h] in float32, and its largest eigenvalues [r], descending, by a decomposition of all of it in float64."""
     sigma = torch.zeros(z.shape[-1], z.shape[-1])
     for row in z:
         sigma.addmm_(row.T, row)
-    mean = z.flatten(0, -2).mean(0)
-    sigma = sigma.div_(z.shape[:-1].numel()).addr_(mean, mean, alpha=-1)
+    tokens = z.flatten(0, -2)
+    lengths = tokens.norm(dim=-1)
+    along, square = lengths @ tokens / len(tokens), float(lengths.square().mean())
+    sigma = sigma.div_(len(tokens)).addr_(along, along, alpha=-1 / square)
     return sigma, torch.linalg.eigh(sigma.double())[0].flip(0)[:rank]
 
 

@@ -173,10 +173,10 @@ def leading(model: Any, rows: Tensor, rank: int) -> dict[int, Directions]:
 def keys_of(found: Directions, rank: int | None) -> Keys:
     """Keys whose mean square is one: raw ones scaled, or whitened ones."""
     if rank is None:
-        scale = (found.trace + float(found.mean.square().sum())) ** -0.5
+        scale = ((1 - float(found.centre.square().sum())) / found.trace) ** 0.5
         return lambda z: z * scale
     directions = whitened(found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().ridge)
-    return lambda z: linear(z, directions, -directions @ found.mean)
+    return lambda z: linear(z - z.norm(dim=-1, keepdim=True) * found.centre, directions)
 
 
 @torch.no_grad()

@@ -59,10 +59,11 @@ def model_keys(whole: WholeModel, expected: Any) -> Outcome:
         handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         model(calibration_ids(), use_cache=False)
         handle.remove()
-        read = layer.keys(seen[0])[0].double()
-    mean, size = float(read.mean(0).norm()), float(read.square().sum(-1).mean())
-    numbers = {**outcome.numbers, "size of the mean key over the text": mean, "mean of ‖K‖² over the text": size}
+        read, lengths = layer.keys(seen[0])[0].double(), seen[0][0].double().norm(dim=-1)
+    mean = float((lengths @ read).norm() / len(read) / lengths.square().mean().sqrt())
+    size = float(read.square().sum(-1).mean())
+    numbers = {**outcome.numbers, "size of the mean key over the text, by length": mean, "mean of ‖K‖² over the text": size}
     if max(mean, abs(size - 1)) >= TOLERANCE:
-        found = f"over the text of their calibration, keys have a mean of {mean:.2g} and a size of {size:.2g}, where 0 and 1 are meant"
+        found = f"over the text of their calibration, keys have a mean by length of {mean:.2g} and a size of {size:.2g}, where 0 and 1 are meant"
         return judged(False, found, numbers, TOLERANCE)
     return Outcome(outcome.verdict, outcome.found, numbers, TOLERANCE)

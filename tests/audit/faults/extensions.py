@@ -70,7 +70,7 @@ def gram_of_all_rows(walk: _Walk, row: int, group: Any, before: Tensor, after: T
     return torch.cat([after[: walk.d], after[walk.d :] + size * keys.mT @ keys])
 
 
-def with_keys(change: Callable[[WhitenedKeys, Tensor, float], Tensor]) -> Callable[[float, When], Plant]:
+def with_keys(change: Callable[[WhitenedKeys, Tensor, Tensor, float], Tensor]) -> Callable[[float, When], Plant]:
     """Other keys [B, T, r] where the condition holds."""
 
     def of(size: float, when: When) -> Plant:
@@ -82,7 +82,7 @@ def with_keys(change: Callable[[WhitenedKeys, Tensor, float], Tensor]) -> Callab
                 at = torch.zeros(call.batch, call.tokens, 1, dtype=torch.bool)
                 for piece in places_of_call(call):
                     at[piece.index, piece.start : piece.stop] = when.holds(piece.place)
-                return torch.where(at, change(self.ttt.keys, right, size), right)
+                return torch.where(at, change(self.ttt.keys, z, right, size), right)
 
             real = FastWeight.keys
             patch.setattr(FastWeight, "keys", keys)
@@ -92,11 +92,11 @@ def with_keys(change: Callable[[WhitenedKeys, Tensor, float], Tensor]) -> Callab
     return of
 
 
-def without_mean(keys: WhitenedKeys, right: Tensor, size: float) -> Tensor:
-    return right - size * keys.bias.to(right.dtype)
+def without_centre(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
+    return right - size * z.norm(dim=-1, keepdim=True) * keys.centre.to(right.dtype)
 
 
-def larger(keys: WhitenedKeys, right: Tensor, size: float) -> Tensor:
+def larger(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
     return right * (1 + size)
 
 
@@ -108,7 +108,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("the Gram keeps few bits", "extension", owned(f"{LAW} state-precision"), writing(coarse_gram), (1, 2),
          (*CHUNKS, *only.STREAMED), 3, world=COMPACT),
     Kind("the Gram is of all rows", "extension", owned("rows in-batches"), writing(gram_of_all_rows), SIZES, ROWS, 3, ("batch",), COMPACT),
-    Kind("the keys' mean stays", "extension", owned("keys"), with_keys(without_mean), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
+    Kind("the keys' centre stays", "extension", owned("keys"), with_keys(without_centre), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
          world=COMPACT),
     Kind("keys are too large", "extension", owned(f"keys {LAW}"), with_keys(larger), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
          world=COMPACT),
