@@ -94,7 +94,7 @@ class ConvertedLayer(AuditedModule):
         self.name = f"layer {index}"
         self.input_size, self.d = features(self.layer)
         whitened = self.layer.ttt.keys
-        self.h = self.input_size if whitened is None else len(whitened.centre)
+        self.h = self.input_size if whitened is None else len(whitened.directions)
         self.whitening = None if whitened is None else f"{self.h} whitened numbers of {self.input_size}"
         self.damping = self.layer.fast.config.damping
         self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
@@ -136,7 +136,7 @@ class ConvertedLayer(AuditedModule):
         x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
         if whitened is None:
             return x
-        return x @ whitened.directions.to(self.dtype).T + x.norm(dim=-1, keepdim=True) * whitened.centre.to(self.dtype)
+        return (x - x.norm(dim=-1, keepdim=True) * whitened.centre.to(self.dtype)) @ whitened.directions.to(self.dtype).T
 
     def features(self, x: Tensor) -> Tensor:
         return x.to(self.device, self.dtype)
@@ -157,11 +157,11 @@ class ConvertedLayer(AuditedModule):
         if whitened is None:
             return keys.contiguous()
         directions, centre = (t.double().cpu() for t in (whitened.directions, whitened.centre))
-        shortest, along = (torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, centre[None]))
-        # z = shortest - ‖z‖ along, where ‖along‖ < 1
-        across, rest = shortest @ along.T, 1 - along.square().sum()
-        lengths = ((across.square() + rest * shortest.square().sum(-1, keepdim=True)).sqrt() - across) / rest
-        return (shortest - lengths * along).contiguous()
+        seen, along = (torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, (directions @ centre)[None]))
+        # z = seen + ‖z‖ along, where ‖along‖ ≤ ‖c‖ < 1
+        across, rest = seen @ along.T, 1 - along.square().sum()
+        lengths = (across + (across.square() + rest * seen.square().sum(-1, keepdim=True)).sqrt()) / rest
+        return (seen + lengths * along).contiguous()
 
     def targets(self, target: Tensor) -> Tensor:
         return self.layer.ttt(self._source(target)[None], ChunkLayout.from_lengths([[len(target)]], self.chunk_size))[0]

@@ -65,7 +65,8 @@ class DeclaredRule:
         """K [n, r] of the down-projection's input [n, h]."""
         if "directions" not in self.tensors:
             return z
-        return self._rounded(z @ self.tensors["directions"].T + z.norm(dim=-1, keepdim=True) * self.tensors["centre"])
+        centred = self._rounded(z - self._rounded(z.norm(dim=-1, keepdim=True)) * self.tensors["centre"])
+        return self._rounded(centred @ self.tensors["directions"].T)
 
     def counted(self, k: Tensor) -> Tensor:
         """Keys [n, r], each as often as its write counts."""

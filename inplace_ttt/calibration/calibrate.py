@@ -105,9 +105,8 @@ def _set(layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vo
         layer.ttt.gain.copy_(over_text.residual / over_text.felt / size)
     if layer.ttt.keys is not None and whitening is not None and over_text.directions is not None:
         found = over_text.directions.found()
-        directions = whitened(found, whitening.ridge)
-        layer.ttt.keys.directions.copy_(directions)
-        layer.ttt.keys.centre.copy_(-directions @ found.centre)
+        layer.ttt.keys.directions.copy_(whitened(found, whitening.ridge))
+        layer.ttt.keys.centre.copy_(found.centre)
 
 
 def whitened(found: Directions, ridge: float) -> Tensor:

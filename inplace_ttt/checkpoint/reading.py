@@ -219,8 +219,9 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
     for layer, held in tensors.items():
         width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
         wanted = {"conv": [width, 1, taps], "proj": [width, width]}
-        if "keys.centre" in held:
-            wanted["write_gate.gate"] = [held["keys.centre"].numel() + 1]
+        if "keys.directions" in held:
+            rank, inputs = held["keys.directions"].shape if held["keys.directions"].ndim == 2 else (0, 0)
+            wanted |= {"keys.directions": [rank, inputs], "keys.centre": [inputs], "write_gate.gate": [rank + 1]}
         for kind, shape in wanted.items():
             if kind in held and list(held[kind].shape) != shape:
                 raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")

@@ -12,8 +12,8 @@ from torch.nn.functional import linear
 class WhitenedKeys(nn.Module):
     """k = A (z - ‖z‖ c), r numbers a token; see `KeyWhitening`.
 
-    directions A [r, h] and centre -A c [r] are buffers, filled by `inplace_ttt.calibration.calibrate`. r h multiply-adds a token. A key is
-    as long as its z, as what W0 gives is: a token whose z is next to nothing, which a norm behind W0 makes large, reads next to nothing.
+    directions A [r, h] and centre c [h] are buffers, filled by `inplace_ttt.calibration.calibrate`. r h multiply-adds a token. A key grows
+    as its z does, as what W0 gives does: a token whose z is next to nothing, which a norm behind W0 makes large, reads next to nothing.
     """
 
     directions: Tensor
@@ -22,9 +22,9 @@ class WhitenedKeys(nn.Module):
     def __init__(self, width: int, rank: int, **factory: Any) -> None:
         super().__init__()
         self.register_buffer("directions", torch.zeros(rank, width, **factory))
-        self.register_buffer("centre", torch.zeros(rank, **factory))
+        self.register_buffer("centre", torch.zeros(width, **factory))
 
     def forward(self, z: Tensor) -> Tensor:
         """Keys [..., r] of z [..., h], in z's dtype."""
         length = torch.linalg.vector_norm(z, dim=-1, keepdim=True, dtype=torch.promote_types(z.dtype, torch.float32))
-        return torch.addcmul(linear(z, self.directions.to(z.dtype)), length.to(z.dtype), self.centre.to(z.dtype))
+        return linear(torch.addcmul(z, length.to(z.dtype), self.centre.to(z.dtype), value=-1), self.directions.to(z.dtype))

@@ -249,8 +249,7 @@ def centred_for_w0_too(patch: Patch) -> None:
         out, keys, w0 = real(self, z, x, call), self.ttt.keys, self.matrix()
         assert keys is not None and w0 is not None
         first = self.__dict__.setdefault("first", w0.detach().clone())
-        centre = -torch.linalg.lstsq(keys.directions.to(z.dtype), keys.centre.to(z.dtype)[:, None]).solution[:, 0]
-        return out - z.norm(dim=-1, keepdim=True) * (centre @ (w0 - first).to(z.dtype).T)
+        return out - z.norm(dim=-1, keepdim=True) * (keys.centre.to(z.dtype) @ (w0 - first).to(z.dtype).T)
 
     real = FastWeight._read
     patch.setattr(FastWeight, "_read", read)

@@ -93,7 +93,7 @@ def with_keys(change: Callable[[WhitenedKeys, Tensor, Tensor, float], Tensor]) -
 
 
 def without_centre(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
-    return right - size * z.norm(dim=-1, keepdim=True) * keys.centre.to(right.dtype)
+    return right + size * z.norm(dim=-1, keepdim=True) * (keys.directions @ keys.centre).to(right.dtype)
 
 
 def larger(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
