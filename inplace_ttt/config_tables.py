@@ -59,8 +59,8 @@ class KeyWhitening:
     """Extension, not in the paper: keys k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c) of r numbers, in place of the h of z.
 
     z is the down-projection's input, c = E[‖z‖z] / E[‖z‖²] its centre over a calibration text, U, Λ are the r largest directions and
-    variances of what the centre leaves. These inputs lie in few directions, so that raw keys collide and every read returns a mixture of all writes. s makes the
-    mean of ‖k‖² about one: a key that was written once reads its own target back with weight about one.
+    variances of what the centre leaves. These inputs lie in few directions, so that raw keys collide and every read returns a mixture of
+    all writes. s makes the mean of ‖k‖² about one: a key that was written once reads its own target back with weight about one.
 
     rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.
     ridge: ρ as a fraction of the mean variance.

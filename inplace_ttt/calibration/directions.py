@@ -29,7 +29,7 @@ _AT_ONCE = 1024
 
 
 class Directions(NamedTuple):
-    """Of the second moment of z - ‖z‖c, float32: r largest eigenvalues [r], descending, their vectors [h, r], orthonormal; its trace; c [h].
+    """Of the second moment of z - ‖z‖c, float32: r largest eigenvalues [r], descending, their orthonormal vectors [h, r]; its trace; c [h].
 
     c = E[‖z‖z] / E[‖z‖²] leaves the least of z, as the mean does where all z are equally long.
 

@@ -214,9 +214,14 @@ def ttt_config_in(values: Any, file: Path) -> InPlaceTTTConfig:
 def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) -> None:
     """Refuse TTT tensors that are not those of the config: other layers, other kinds, shapes that do not belong together."""
     assert isinstance(config.layers, tuple)
-    if sorted(tensors) != list(config.layers) or any(set(held) != kinds(config) for held in tensors.values()):
+    if sorted(tensors) != list(config.layers):
         raise InPlaceTTTError(f"{name} has TTT tensors for layers {sorted(tensors)}, its config names {list(config.layers)}.")
     for layer, held in tensors.items():
+        if set(held) != kinds(config):
+            has, wants = (", ".join(sorted(names)) for names in (held, kinds(config)))
+            raise InPlaceTTTError(
+                f"{name}: layer {layer} has the TTT tensors {has} where its config wants {wants}; convert the base again."
+            )
         width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
         wanted = {"conv": [width, 1, taps], "proj": [width, width]}
         if "keys.directions" in held:

@@ -71,6 +71,22 @@ def test_keys_come_out_white_and_targets_standard(target: str) -> None:
         )
 
 
+def test_a_key_grows_as_its_input_does() -> None:
+    """As what W0 gives does: behind a norm, whatever a token of next to no input reads beyond its share is all that is left of it."""
+    model = convert(build("gemma3", dtype=torch.float64), InPlaceTTTConfig(**COMPACT))
+    rows = [random_ids(1, 200)]
+    calibrate(model, rows)
+    for index, z in inputs(model, rows).items():
+        keys = fast_weights(model)[index].ttt.keys
+        assert keys is not None and keys.centre.norm() > 0.1
+        for size in (1e-6, 0.5, 100.0):
+            assert distance(keys(size * z), size * keys(z)) < 1e-9
+        assert not keys(torch.zeros_like(z)).any()
+        nothing = torch.zeros_like(z[:3], requires_grad=True)
+        keys(nothing).sum().backward()
+        assert nothing.grad is not None and nothing.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "granite", "gemma3", "olmo2"])
 def test_targets_are_as_large_as_the_stream_where_they_arrive(name: str) -> None:
     """Behind a multiplier or a norm a write of that size would be nothing, or all there is: by differences, what the block makes of it."""

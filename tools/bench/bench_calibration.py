@@ -100,7 +100,7 @@ def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 @torch.no_grad()
 def whole(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What `Directions` is of, [h, h] in float32, and its largest eigenvalues [r], descending, by a decomposition of all of it in float64."""
+    """What `Directions` is of, [h, h] in float32, and its largest eigenvalues [r], descending, by decomposing all of it in float64."""
     sigma = torch.zeros(z.shape[-1], z.shape[-1])
     for row in z:
         sigma.addmm_(row.T, row)

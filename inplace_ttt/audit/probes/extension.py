@@ -64,6 +64,6 @@ def model_keys(whole: WholeModel, expected: Any) -> Outcome:
     size = float(read.square().sum(-1).mean())
     numbers = {**outcome.numbers, "size of the mean key over the text, by length": mean, "mean of ‖K‖² over the text": size}
     if max(mean, abs(size - 1)) >= TOLERANCE:
-        found = f"over the text of their calibration, keys have a mean by length of {mean:.2g} and a size of {size:.2g}, where 0 and 1 are meant"
+        found = f"over the text of their calibration, their mean by length is {mean:.2g} and their size {size:.2g}, where 0 and 1 are meant"
         return judged(False, found, numbers, TOLERANCE)
     return Outcome(outcome.verdict, outcome.found, numbers, TOLERANCE)
