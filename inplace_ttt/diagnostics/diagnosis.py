@@ -145,7 +145,12 @@ def _layer(m: Measurements, index: int) -> dict[str, Any]:
         "keys": None if keys is None else asdict(keys),
         "effect": None
         if effect is None
-        else {"loss_change": effect.loss.loss, "stderr": effect.loss.stderr, "logit_change": effect.logits},
+        else {
+            "loss_change": effect.loss.loss,
+            "stderr": effect.loss.stderr,
+            "logit_change": effect.logits,
+            "of_few_tokens": asdict(effect.few),
+        },
         "precision": {
             "state": sorted(str(dtype).removeprefix("torch.") for dtype in m.states[index]),
             "lost": None if writes is None else asdict(writes.lost),

@@ -185,6 +185,14 @@ CATALOGUE: dict[str, Kind] = {
         "Train conv and P, lower eta, or leave out the layers whose writes raise the loss.",
         "The loss falls by what is named when the layer is left out.",
     ),
+    "few-tokens-hurt": Kind(
+        "A few tokens pay for the writes",
+        "What the writes take is lost at a hundredth of the tokens, often wherever one token is read; the others lose little or gain.",
+        "What the hundredth of the tokens harmed most loses, less what the hundredth helped most gains; above half of the whole.",
+        "Look at what the layer's W0 gives that token: where it is next to nothing and a norm follows, what is read is all that is left. "
+        "Write less there: a lower eta, another layer, or keys that grow with the down-projection's input.",
+        "The loss falls by the share named.",
+    ),
     "writes-aligned": Kind(
         "Writes repeat each other",
         "Successive chunks write the same direction whatever they say: a drift that grows with length and tells nothing of the text.",

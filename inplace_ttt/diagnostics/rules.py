@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 
@@ -16,12 +17,14 @@ from .gradients import Gradients, Rates, first_step, gradients
 from .measurements import Measurements
 from .overrides import with_eta, with_values
 from .sweeps import HARM
-from .write_effects import Change
+from .write_effects import Change, Few
 
 EXCEEDS_WEIGHT, TENTH_OF_WEIGHT = 1.0, 0.1
 """η‖S‖/‖W0‖ after a document: as large as the weight; enough to look at."""
 DOMINATES = 0.99
 """Of the target generators' squared gradient norm, in one layer: ten times that of all others together."""
+OF_FEW = 0.5
+"""Of the loss that writes add, what a hundredth of the tokens carries."""
 ALIGNED = 0.9
 """Mean cosine of successive writes."""
 FEW_DIRECTIONS = 10.0
@@ -251,6 +254,8 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
             error = "" if change.stderr is None else f" ± {change.stderr:.1g}"
             message = f"layer {index}: the loss is {change.loss:.3g}{error} nats a token higher with its writes"
             found.append(Finding("writes-hurt", "warning", message, (index,), {"loss_change": change.loss, "stderr": change.stderr}))
+        if effect is not None and effect.loss.exceeds(HARM) and effect.few.share > OF_FEW:
+            found.append(_few_tokens(index, effect.loss.loss, effect.few))
         if writes.alignment is not None and writes.alignment > ALIGNED and len(writes.by_chunk) > 2:
             growth = "" if writes.growth is None else f", and ‖S‖ grows as chunks^{writes.growth:.2f}"
             message = f"layer {index}: the mean cosine of successive writes is {writes.alignment:.3f}{growth}"
@@ -263,6 +268,14 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         message = f"{named(undone)}: every chunk is clipped, and a whole document moves the weight by {ratio:.1e} of its norm at most"
         found.append(Finding("clip-at-inference", "warning", message, tuple(undone), {"state_ratio": ratio}))
     return found
+
+
+def _few_tokens(index: int, loss: float, few: Few) -> Finding:
+    message = (
+        f"layer {index}: of the {loss:.3g} nats a token that its writes add, {few.share:.0%} is lost at {few.count} tokens; "
+        f"{few.times} of them are where token {few.token} is read"
+    )
+    return Finding("few-tokens-hurt", "warning", message, (index,), asdict(few))
 
 
 def _keys(m: Measurements) -> list[Finding]:

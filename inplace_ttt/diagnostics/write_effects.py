@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,11 +35,25 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Few:
+    """How much of a change of the loss is of the hundredth of the tokens harmed most, less what the hundredth helped most gains.
+
+    share: of the whole change. count: a hundredth of the tokens. token: the id that those harmed most read most often; times: how often.
+    """
+
+    share: float
+    count: int
+    token: int
+    times: int
+
+
+@dataclass(frozen=True)
 class Effect:
     """One layer's writes: loss with them minus loss without; RMS of the change of the logits, each token's mean taken off."""
 
     loss: Change
     logits: float
+    few: Few
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,16 @@ class Scored:
         stderr = float(parts.square().sum().mul(n / (n - 1)).sqrt() / len(difference)) if n > 1 else None
         return Change(float(mean), stderr)
 
+    def few(self, on: Reading, off: Reading, ids: Tensor) -> Few:
+        """ids: [B, T], what each token reads."""
+        difference, read = (on.losses - off.losses)[self.mask].double(), ids[self.mask]
+        count, ordered = -(-len(difference) // 100), difference.argsort()
+        helped, harmed = ordered[:count], ordered[-count:]
+        whole = float(difference.sum())
+        share = float(difference[harmed].sum() + difference[helped].sum()) / whole if whole else 0.0
+        token, times = Counter(read[harmed].tolist()).most_common(1)[0]
+        return Few(share, count, token, times)
+
     def logit_change(self, on: Reading, off: Reading) -> float:
         assert on.logits is not None and off.logits is not None
         total = 0.0
@@ -107,9 +132,9 @@ def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None =
 
 def effects(model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[str], None]) -> dict[int, Effect]:
     """Each layer's, by turning its writes off alone; `on` with its logits."""
-    found = {}
+    found, ids = {}, model.inputs["input_ids"]
     for index in model.layers:
         tick(f"layer {index} off")
         off = read(model, with_eta(model.layers, {index: 0.0}), keep_logits=True)
-        found[index] = Effect(scored.change(on, off), scored.logit_change(on, off))
+        found[index] = Effect(scored.change(on, off), scored.logit_change(on, off), scored.few(on, off, ids))
     return found

@@ -237,7 +237,30 @@ def half_precision() -> nn.Module:
     return healthy().to(torch.bfloat16)
 
 
+ODD = 7
+"""A token."""
+
+
+def long_rows() -> dict[str, Tensor]:
+    return rows(400)
+
+
+@torch.no_grad()
+def one_token_spoilt() -> nn.Module:
+    """Wherever one token is read, the model says token 0 with layer 2's writes, and loudly."""
+    model = healthy(eta=0.1)
+    model.lm_head.weight[0] *= 50
+    loud, layer, odd = model.lm_head.weight[0].clone(), fast_weights(model)[2], long_rows()["input_ids"] == ODD
+
+    def spoil(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return out + 30 * odd[..., None] * loud if layer.eta > 0 and out.shape[:2] == odd.shape else out
+
+    layer.register_forward_hook(spoil)
+    return model
+
+
 NEW: dict[str, Sick] = {
+    "one token's reading spoilt": Sick("few-tokens-hurt", one_token_spoilt, "warning", layers=(2,), batch=long_rows),
     "rate 1": Sick("step-too-large", healthy, batch=told_apart, rates=1.0),
     "rate 3 for P alone": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 3.0, 5e-6)),
     "rate 1 for all but conv and P": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 5e-6, 1.0)),
