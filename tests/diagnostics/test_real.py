@@ -17,12 +17,12 @@ from inplace_ttt.surgery import fast_weights
 ROOT = Path(__file__).parents[2]
 MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text" / "sotu" / "1995_william_j_clinton_d.txt"
 pytestmark = pytest.mark.real
-TOKENS = 520
+TOKENS = 264
 """Four chunks and a bit."""
 
 
 def converted(*layers: int) -> PreTrainedModel:
-    return convert(load_base(MODEL, dtype=torch.bfloat16), InPlaceTTTConfig(layers=layers, chunk_size=128))
+    return convert(load_base(MODEL, dtype=torch.bfloat16), InPlaceTTTConfig(layers=layers, chunk_size=64))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def ids_of(diagnosis: Diagnosis, severity: str) -> set[tuple[str, tuple[int, ...
 
 
 def test_a_fresh_conversion_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert_it = ["convert", MODEL, tmp_path / "ttt", "--layers", "12,18,24", "--chunk-size", "128", "--no-verify"]
+    convert_it = ["convert", MODEL, tmp_path / "ttt", "--layers", "12,18,24", "--chunk-size", "64", "--no-verify"]
     assert cli.main([str(a) for a in convert_it]) == 0
     capsys.readouterr()
     diagnose_it = ["diagnose", tmp_path / "ttt", "--text", TEXT, "--tokens", TOKENS, "--out", tmp_path / "out", "--json"]
