@@ -1,11 +1,11 @@
-"""What it takes that whitened keys are centred by a constant, and not by as much as their token is long.
+"""What it costs to centre whitened keys by a constant in place of by the length of their input.
 
 python tools/experiments/key_centre.py [--models gemma-3-270m smollm2-135m] [--documents 2] [--out docs/results/cpu-2026-11/key-centre]
 
 Untrained conversions by `compact`, whose conv is given one tap by hand: every token's target is the next one's, η times the tap is SIZE.
 Held-out documents of 2,048 tokens are read as `memory_evidence.py` reads them (SmolLM2 behind its window, Gemma in its own attention),
 with k = A (z - ‖z‖c) and with k = A (z - ac), a the RMS of ‖z‖ over the tokens that are read at once; nothing else differs. What is said
-is the loss with those writes less the one without. Under it, of the tokens harmed most by the constant, which ones they are. A model
+is the loss with those writes less the one without. Under it stand the tokens that the constant harms most. A model
 that is in OUT.json is done.
 """
 
@@ -40,7 +40,6 @@ RULE = {"smollm2-135m": "compact", "gemma-3-270m": "compact, eta 0.3"}
 SIZES = {"smollm2-135m": (0.03, 0.1, 0.3), "gemma-3-270m": (0.003, 0.01, 0.03)}
 NEXT = 3
 """The tap of a kernel of five that stands on the next token."""
-CHUNK = 128
 
 
 def main() -> int:
@@ -76,11 +75,12 @@ def measure(name: str, model: Model, documents: int) -> dict[str, Any]:
     files = files_in([WORK / "text" / "held-out"])[:documents]
     rows = [tokens_of(file, tokenizer, TOKENS) for file in files]
     layers = fast_weights(lm)
+    piece = next(iter(layers.values())).chunk_size
     sets = [*([index] for index in layers), list(layers)]
     ways = {"length": WhitenedKeys.forward, "constant": centred_by_a_constant}
 
     def read(ids: Tensor) -> Tensor:
-        return token_losses(lm, ids, piece=CHUNK, window=model.window)[0, model.past :].double()
+        return token_losses(lm, ids, piece=piece, window=model.window)[0, model.past :].double()
 
     off = [read(ids) for ids in tqdm(rows, desc=f"{name} without writes", file=sys.stderr)]
     found, harms = [], {}

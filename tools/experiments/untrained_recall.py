@@ -36,6 +36,7 @@ from inplace_ttt.config import InPlaceTTTConfig, KeyWhitening
 from inplace_ttt.families import locate
 from inplace_ttt.files.results import Results
 from inplace_ttt.files.text import files_in, tokens_of
+from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import convert, fast_weights, ttt_disabled
@@ -176,7 +177,10 @@ def keys_of(found: Directions, rank: int | None) -> Keys:
         scale = ((1 - float(found.centre.square().sum())) / found.trace) ** 0.5
         return lambda z: z * scale
     directions = whitened(found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().ridge)
-    return lambda z: linear(z - z.norm(dim=-1, keepdim=True) * found.centre, directions)
+    keys = WhitenedKeys(directions.shape[1], len(directions))
+    keys.directions.copy_(directions)
+    keys.centre.copy_(found.centre)
+    return keys
 
 
 @torch.no_grad()
