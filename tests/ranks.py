@@ -1,6 +1,5 @@
 """Several processes of this machine as ranks of one gloo group."""
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -9,16 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-PRELOADED = ("torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "inplace_ttt.surgery")
-"""Ranks are forked from a process that has these, which are seconds to import."""
+from forkserver import FORKSERVER
 
 
 def on_ranks(ranks: int, function: Callable[..., None], *args: Any) -> None:
     """Call `function(group, *args)` in `ranks` processes; an exception in any of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.set_forkserver_preload([*PRELOADED])
-        mp.start_processes(_main, (ranks, os.path.join(folder, "store"), function, args), nprocs=ranks, start_method="forkserver")
+        mp.start_processes(
+            _main, (ranks, os.path.join(folder, "store"), function, args), nprocs=ranks, start_method=FORKSERVER.get_start_method()
+        )
 
 
 def _main(rank: int, ranks: int, store: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:

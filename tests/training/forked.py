@@ -1,6 +1,5 @@
-"""Processes that start in a moment: forked from one that has imported everything once, which takes some ten seconds."""
+"""Processes that start in a moment, with an environment and a log of their own."""
 
-import multiprocessing
 import os
 import resource
 import sys
@@ -11,34 +10,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from forkserver import FORKSERVER
 
 from inplace_ttt.training.launch import _remove_shared_memory
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "accelerate.utils.deepspeed",
-        "datasets",
-        "deepspeed.runtime.sequence_parallel.ulysses_sp",
-        "inplace_ttt.training.worker",
-        "peft",
-        "torch._inductor.utils",
-        "transformers.integrations.deepspeed",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.mistral.modeling_mistral",
-    ]
-)
 
 
 class Forked:
     """Processes that call a function of no arguments, each in an environment of its own; what they print goes into one log."""
 
     def __init__(self, call: Callable[[], Any], environments: list[Mapping[str, str]], largest_file: int | None = None) -> None:
-        reader, writer = _CONTEXT.Pipe(duplex=False)
+        reader, writer = FORKSERVER.Pipe(duplex=False)
         self.processes: list[Any] = [
-            _CONTEXT.Process(target=_run, args=(call, dict(environment), writer, largest_file), daemon=True) for environment in environments
+            FORKSERVER.Process(target=_run, args=(call, dict(environment), writer, largest_file), daemon=True)
+            for environment in environments
         ]
         self.ports = {int(environment["MASTER_PORT"]) for environment in environments if "MASTER_PORT" in environment}
         for process in self.processes:
