@@ -71,7 +71,9 @@ def run(args: argparse.Namespace) -> Result:
             bar.total, bar.n = total, done
             bar.set_postfix_str(title, refresh=True)
 
-        diagnosis = diagnose(model, {"input_ids": ids}, learning_rates=args.learning_rate, name=args.path, progress=progress)
+        diagnosis = diagnose(
+            model, {"input_ids": ids}, learning_rates=args.learning_rate, name=args.path, tokenizer=tokenizer, progress=progress
+        )
         write_into(folder, diagnosis)
     return {**diagnosis.to_dict(), "summary": summary(diagnosis), "output": args.out}, 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,15 +26,19 @@ Key = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class DiagnosedModel:
-    """A converted model and rows for it: input_ids [B, T], and attention_mask, position_ids, labels where there are any."""
+    """A converted model and rows for it: input_ids [B, T], and attention_mask, position_ids, labels where there are any.
+
+    tokenizer: what says a token's text, or None.
+    """
 
     module: nn.Module
     inputs: dict[str, Tensor]
     labels: Tensor
     layers: dict[int, FastWeight] = field(default_factory=dict)
+    tokenizer: Any = None
 
     @classmethod
-    def of(cls, model: nn.Module, batch: Mapping[str, Any]) -> DiagnosedModel:
+    def of(cls, model: nn.Module, batch: Mapping[str, Any], tokenizer: Any = None) -> DiagnosedModel:
         """Raises InPlaceTTTError for a model that is not converted, partitioned weights, and rows that do not fit it."""
         layers = fast_weights(model)
         if not layers:
@@ -54,7 +58,7 @@ class DiagnosedModel:
             )
         if labels is None:
             labels = _own_next_tokens(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
-        diagnosed = cls(model, inputs, labels, layers)
+        diagnosed = cls(model, inputs, labels, layers, tokenizer)
         if not bool((diagnosed.next_tokens != IGNORED).any()):
             raise InPlaceTTTError("these rows predict no token, so that there is no loss; give longer rows, or labels other than -100.")
         return diagnosed
@@ -66,7 +70,7 @@ class DiagnosedModel:
 
     def without(self, *names: str) -> DiagnosedModel:
         """The same with inputs left out."""
-        return DiagnosedModel(self.module, {k: v for k, v in self.inputs.items() if k not in names}, self.inputs["input_ids"], self.layers)
+        return replace(self, inputs={k: v for k, v in self.inputs.items() if k not in names}, labels=self.inputs["input_ids"])
 
     def parameters(self) -> dict[Key, nn.Parameter]:
         """conv, P and W0 of every TTT layer and the embeddings, where they are plain floating-point parameters."""

@@ -59,6 +59,7 @@ def diagnose(
     learning_rates: Rates | float | None = None,
     float32_masters: bool = False,
     name: str | None = None,
+    tokenizer: Any = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Gradient flow, write health, precision and safe ranges of a converted model on rows of tokens.
@@ -66,10 +67,10 @@ def diagnose(
     batch: input_ids [B, T], and attention_mask, position_ids, labels where there are any. What requires a gradient is what
     counts as trained. The model is changed for the measurements and put back bit by bit: parameters, `.grad`, modes, generators.
     learning_rates: for Adam's first step (default: 5e-6, the paper's continued training). float32_masters: the optimizer keeps
-    parameters in float32 besides, as DeepSpeed does, so that no step rounds away.
+    parameters in float32 besides, as DeepSpeed does, so that no step rounds away. tokenizer: says the text of a token that a finding names.
     Raises InPlaceTTTError for a model that is not converted or has partitioned weights, and for rows that do not fit it.
     """
-    diagnosed = DiagnosedModel.of(model, batch)
+    diagnosed = DiagnosedModel.of(model, batch, tokenizer)
     rate = PAPER_RATE if learning_rates is None else learning_rates
     rates = rate if isinstance(rate, Rates) else Rates(rate, rate, rate)
     steps = _Steps(progress, 4 + len(diagnosed.layers) + 10)

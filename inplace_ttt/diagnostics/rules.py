@@ -273,7 +273,7 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
 def _few_tokens(index: int, loss: float, few: Few) -> Finding:
     message = (
         f"layer {index}: of the {loss:.3g} nats a token that its writes add, {few.share:.0%} is lost at {few.count} tokens; "
-        f"{few.times} of them are where token {few.token} is read"
+        f"{few.times} of them are where token {few.token}{'' if few.text is None else f' ({few.text!r})'} is read"
     )
     return Finding("few-tokens-hurt", "warning", message, (index,), asdict(few))
 

@@ -38,13 +38,15 @@ class Change:
 class Few:
     """How much of a change of the loss is of the hundredth of the tokens harmed most, less what the hundredth helped most gains.
 
-    share: of the whole change. count: a hundredth of the tokens. token: the id that those harmed most read most often; times: how often.
+    share: of the whole change. count: a hundredth of the tokens. token: the id that those harmed most read most often; times: how often;
+    text: the token's, where a tokenizer says it.
     """
 
     share: float
     count: int
     token: int
     times: int
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,14 @@ class Scored:
         stderr = float(parts.square().sum().mul(n / (n - 1)).sqrt() / len(difference)) if n > 1 else None
         return Change(float(mean), stderr)
 
-    def few(self, on: Reading, off: Reading, ids: Tensor) -> Few:
-        """ids: [B, T], what each token reads."""
-        difference, read = (on.losses - off.losses)[self.mask].double(), ids[self.mask]
+    def few(self, on: Reading, off: Reading, model: DiagnosedModel) -> Few:
+        difference, read = (on.losses - off.losses)[self.mask].double(), model.inputs["input_ids"][self.mask]
         count, ordered = -(-len(difference) // 100), difference.argsort()
         helped, harmed = ordered[:count], ordered[-count:]
         whole = float(difference.sum())
         share = float(difference[harmed].sum() + difference[helped].sum()) / whole if whole else 0.0
         token, times = Counter(read[harmed].tolist()).most_common(1)[0]
-        return Few(share, count, token, times)
+        return Few(share, count, token, times, None if model.tokenizer is None else model.tokenizer.decode([token]))
 
     def logit_change(self, on: Reading, off: Reading) -> float:
         assert on.logits is not None and off.logits is not None
@@ -132,9 +133,9 @@ def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None =
 
 def effects(model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[str], None]) -> dict[int, Effect]:
     """Each layer's, by turning its writes off alone; `on` with its logits."""
-    found, ids = {}, model.inputs["input_ids"]
+    found = {}
     for index in model.layers:
         tick(f"layer {index} off")
         off = read(model, with_eta(model.layers, {index: 0.0}), keep_logits=True)
-        found[index] = Effect(scored.change(on, off), scored.logit_change(on, off), scored.few(on, off, ids))
+        found[index] = Effect(scored.change(on, off), scored.logit_change(on, off), scored.few(on, off, model))
     return found

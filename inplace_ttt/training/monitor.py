@@ -120,6 +120,7 @@ class DiagnoseCallback(TrainerCallback):
                 learning_rates=rates,
                 float32_masters=True,
                 name=f"{self.recipe.output}, {name}",
+                tokenizer=kwargs.get("processing_class"),
             )
         try:
             write_report(diagnosis, self.folder / name, overwrite=True)

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from models import converted
+from tiny import word_level
 
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
 from inplace_ttt.surgery import fast_weights
 
-from .sick import SICK, at_the_papers_start, both_small, half_precision, healthy, rows, zero_in_one_chunk
+from .sick import ODD, SICK, at_the_papers_start, both_small, half_precision, healthy, long_rows, one_token_spoilt, rows, zero_in_one_chunk
 
 
 def severe(diagnosis: Diagnosis) -> dict[str, set[int]]:
@@ -31,6 +32,14 @@ def test_the_planted_cause_is_found_and_no_other(name: str) -> None:
     assert {layer for f in planted for layer in f.layers} == set(sick.layers)
     assert severe(diagnosis).keys() <= {sick.planted}, [f.message for f in diagnosis.findings]
     assert all(f.kind.remedy and f.numbers for f in planted)
+
+
+def test_a_token_is_named_by_its_text_where_a_tokenizer_says_it() -> None:
+    said = {}
+    for tokenizer in (None, word_level(f"w{n}" for n in range(100))):
+        (finding,) = (f for f in diagnose(one_token_spoilt(), long_rows(), tokenizer=tokenizer).findings if f.id == "few-tokens-hurt")
+        said[finding.numbers["text"]] = finding.message
+    assert said[None].endswith(f"where token {ODD} is read") and said["w4"].endswith(f"where token {ODD} ('w4') is read")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3"])
