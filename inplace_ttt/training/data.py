@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InPlaceTTTError
+from ..files.text import begins_of
 from ..tasks.recall import recall_data
 from .data_report import DataReport, Tally, make_report
 from .data_settings import Data
 from .mixture import Given, describe, mixed
-from .packing import count, lay_out, pack
+from .packing import Size, count, lay_out, pack
 from .recipe import Recipe
 from .sources import TOKENS, Source, find, open_source, root_cause
 from .streams import Documents, RowStream, open_stream
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 16
 """Rows of a stream that its report counts."""
-_FORMAT = 1
+_FORMAT = 2
 """Part of every cache key; raise it when the same input gives other tokens or rows."""
 _BATCH = 32
 """Documents, or rows, handled at a time: one may have a million tokens."""
@@ -44,7 +45,8 @@ class TrainingData:
     """train and validation: rows with input_ids, position_ids and labels, each a list of `sequence_length` integers.
 
     train is a stream where the recipe says so; its rows come in the same order every time. documents: those that `train` is made of,
-    in their order, as token ids; each starts on a multiple of `align` tokens of its row.
+    in their order, as token ids; each starts on a multiple of `align` tokens of its row, and one that begins with `begins` does so in
+    each row that it reaches.
     """
 
     train: Dataset | RowStream
@@ -52,6 +54,7 @@ class TrainingData:
     report: DataReport
     documents: Callable[[], Iterator[Sequence[int]]]
     align: int = 1
+    begins: tuple[int, ...] = ()
 
 
 def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
@@ -75,9 +78,9 @@ def _recall(job: _Job) -> TrainingData:
     make = functools.partial(recall_data, pairs=task.pairs, vocabulary=task.vocabulary, length=data.sequence_length, seed=data.seed)
     train = make(task.rows)
     validation = make(data.validation_documents, held_out=True) if data.validation_documents else None
-    counts = count([data.sequence_length] * task.rows, data.sequence_length, job.chunk_size)
+    counts = count([Size(data.sequence_length)] * task.rows, data.sequence_length, job.chunk_size)
     sha256 = hashlib.sha256("".join(map(digest_of, train[TOKENS])).encode()).hexdigest()
-    sizes = _sizes([data.sequence_length] * data.validation_documents, job)
+    sizes = _held_out_sizes([Size(data.sequence_length)] * data.validation_documents, job)
     report = make_report(job.recipe, counts, Tally(task.rows, sha256=sha256), [], sizes)
     return TrainingData(train, validation, report, lambda: iter(train[TOKENS]))
 
@@ -98,6 +101,10 @@ class _Job:
     def pad_token(self) -> int:
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in known if token is not None), 0)
+
+    @functools.cached_property
+    def begins(self) -> tuple[int, ...]:
+        return tuple(begins_of(self.tokenizer))
 
     @functools.cached_property
     def tokenizer_key(self) -> str:
@@ -153,23 +160,26 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
         elif chosen[index]:
             sha.update(digest.encode())
     order = order[~np.isin(order, repeated)]
-    all_lengths, held_lengths = np.fromiter(_column(documents, "length"), np.int64), np.fromiter(_column(held, "length"), np.int64)
+    all_sizes, held_sizes = _sizes_of(documents), _sizes_of(held)[held_order]
     if data.weights:
         own = np.searchsorted(source_ends, order, side="right")
         orders = [order[own == number] for number in range(len(sources))]
-        order = mixed(orders, all_lengths, data.weights, data.seed if data.shuffle else None)
-    lengths, held_lengths = all_lengths[order], held_lengths[held_order]
-    counts = count(lengths.tolist(), data.sequence_length, job.chunk_size, job.align)
-    mixture = _mixture(sources, data, lengths, np.searchsorted(source_ends, order, side="right"))
+        order = mixed(orders, all_sizes[:, 0], data.weights, data.seed if data.shuffle else None)
+    sizes = all_sizes[order]
+    counts = count(map(Size._make, sizes.tolist()), data.sequence_length, job.chunk_size, job.align)
+    mixture = _mixture(sources, data, sizes[:, 0], np.searchsorted(source_ends, order, side="right"))
     tally = Tally(len(order), empty, len(repeated), sha.hexdigest(), mixture=mixture)
-    report = make_report(job.recipe, counts, tally, [*sources, *held_sources], _sizes(held_lengths.tolist(), job))
-    validation = _rows(job, held, held_order, held_lengths, cache) if len(held_order) else None
+    report = make_report(
+        job.recipe, counts, tally, [*sources, *held_sources], _held_out_sizes([*map(Size._make, held_sizes.tolist())], job)
+    )
+    validation = _rows(job, held, held_order, held_sizes, cache) if len(held_order) else None
     return TrainingData(
-        _rows(job, documents, order, lengths, cache),
+        _rows(job, documents, order, sizes, cache),
         validation,
         report,
         lambda: (documents[int(number)][TOKENS] for number in order),
         job.align,
+        job.begins,
     )
 
 
@@ -214,19 +224,20 @@ def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
     )
 
 
-def _rows(job: _Job, documents: Dataset, order: np.ndarray, lengths: np.ndarray, cache: Path) -> Dataset:
-    """The packed rows of `documents` in that order, as a file in the cache; `lengths` are theirs in that order."""
+def _rows(job: _Job, documents: Dataset, order: np.ndarray, sizes: np.ndarray, cache: Path) -> Dataset:
+    """The packed rows of `documents` in that order, as a file in the cache; `sizes` are theirs in that order."""
     import numpy as np
     from datasets import Dataset
 
     length = job.recipe.data.sequence_length
-    ends = ((row[0].document, row[0].start, row[-1].document + 1) for row in lay_out(lengths.tolist(), length, job.align))
+    pieces = lay_out(map(Size._make, sizes.tolist()), length, job.align)
+    ends = ((row[0].document, row[0].start, row[-1].document + 1) for row in pieces)
     plan = np.fromiter(ends, np.dtype((np.int64, 3)))
-    key = _key(_FORMAT, documents._fingerprint, hashlib.sha256(order.tobytes()).hexdigest(), length, job.pad_token, job.align)
+    key = _key(_FORMAT, documents._fingerprint, hashlib.sha256(order.tobytes()).hexdigest(), length, job.pad_token, job.align, job.begins)
     chosen = documents.select(order).select_columns([TOKENS]).with_format("numpy")
     columns = {"first": plan[:, 0], "start": plan[:, 1], "stop": plan[:, 2]}
     return Dataset.from_dict(columns).map(
-        functools.partial(_pack_rows, documents=chosen, length=length, pad_token=job.pad_token, align=job.align),
+        functools.partial(_pack_rows, documents=chosen, length=length, pad_token=job.pad_token, align=job.align, begins=job.begins),
         batched=True,
         batch_size=_BATCH,
         writer_batch_size=_BATCH,
@@ -238,15 +249,16 @@ def _rows(job: _Job, documents: Dataset, order: np.ndarray, lengths: np.ndarray,
     )
 
 
-def _pack_rows(plan: Mapping[str, list[int]], documents: Dataset, length: int, pad_token: int, align: int) -> dict[str, np.ndarray]:
+def _pack_rows(
+    plan: Mapping[str, list[int]], documents: Dataset, length: int, pad_token: int, align: int, begins: Sequence[int]
+) -> dict[str, np.ndarray]:
     """Rows [batch, length], one after another, each of documents first:stop, from token `start` of the first on."""
     import numpy as np
 
     rows, before = [], plan["first"][0]
     held = documents[before : plan["stop"][-1]][TOKENS]  # once each: a book may go through all of the rows
     for first, start, stop in zip(plan["first"], plan["start"], plan["stop"], strict=True):
-        head, *others = held[first - before : stop - before]
-        rows.append(next(pack([head[start:], *others], length, pad_token, align)))
+        rows.append(next(pack(held[first - before : stop - before], length, pad_token, align, begins, used=start)))
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -265,26 +277,29 @@ def _streamed(job: _Job) -> TrainingData:
     held = [document for _, _, document in kept]
     digests = frozenset(document["digest"] for document in held)
     documents = dataclasses.replace(documents, wanted=lambda document: document["digest"] not in digests)
-    rows = list(pack((document[TOKENS] for document in held), length, job.pad_token, job.align))
+    rows = list(pack((document[TOKENS] for document in held), length, job.pad_token, job.align, job.begins))
     validation = Dataset.from_list(rows, features=_row_features()) if rows else None
-    lengths, of_source, sha, room = [], [], hashlib.sha256(), SAMPLED_ROWS * length
+    read, of_source, sha, room = list[Size](), [], hashlib.sha256(), SAMPLED_ROWS * length
     for _, source, document in documents.read():
-        lengths.append(document["length"])
+        read.append(_size(document))
         of_source.append(source)
         sha.update(document["digest"].encode())
         room -= document["length"]
         if room <= 0:
             break
-    tally = Tally(len(lengths), sha256=sha.hexdigest(), sampled=room <= 0, mixture=_mixture(sources, data, lengths, of_source))
-    counts = count(lengths, length, job.chunk_size, job.align)
-    sizes = _sizes([document["length"] for document in held], job)
+    tally = Tally(
+        len(read), sha256=sha.hexdigest(), sampled=room <= 0, mixture=_mixture(sources, data, [size.length for size in read], of_source)
+    )
+    counts = count(read, length, job.chunk_size, job.align)
+    sizes = _held_out_sizes([_size(document) for document in held], job)
     report = make_report(job.recipe, counts, tally, [*sources, *held_sources], sizes)
     return TrainingData(
-        RowStream(documents, length, job.pad_token, job.align),
+        RowStream(documents, length, job.pad_token, job.align, job.begins),
         validation,
         report,
         lambda: (document[TOKENS] for _, _, document in documents.read()),
         job.align,
+        job.begins,
     )
 
 
@@ -297,10 +312,21 @@ def _mixture(sources: Sequence[Source], data: Data, lengths: Iterable[int], of_s
     return describe(sources, data.weights, given)
 
 
-def _sizes(lengths: list[int], job: _Job) -> dict[str, int] | None:
+def _held_out_sizes(sizes: list[Size], job: _Job) -> dict[str, int] | None:
     """What the report says of validation."""
-    counts = count(lengths, job.recipe.data.sequence_length, job.chunk_size, job.align)
-    return {"documents": len(lengths), "tokens": counts.tokens, "rows": counts.rows} if lengths else None
+    counts = count(sizes, job.recipe.data.sequence_length, job.chunk_size, job.align)
+    return {"documents": len(sizes), "tokens": counts.tokens, "rows": counts.rows} if sizes else None
+
+
+def _size(document: Mapping[str, Any]) -> Size:
+    return Size(document["length"], document["lead"])
+
+
+def _sizes_of(documents: Dataset) -> np.ndarray:
+    """Of each document its length and its lead: int64 [documents, 2]."""
+    import numpy as np
+
+    return np.stack([np.fromiter(_column(documents, name), np.int64) for name in ("length", "lead")], axis=1)
 
 
 def _column(documents: Dataset, name: str) -> Iterator[Any]:

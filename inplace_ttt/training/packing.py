@@ -1,8 +1,9 @@
 """Documents laid one after another into rows of fixed length, their boundaries kept. Pure: token ids in, token ids out.
 
 Every piece of a document that lands in a row is a document of its own there: its positions start at 0 and its first label
-is -100, so that nothing is predicted across a border. What is left of a row is a document too, of padding that is never
-predicted; attention and fast weight keep it apart as they keep any two documents apart.
+is -100, so that nothing is predicted across a border. Where a document begins with special tokens (a BOS), each of its pieces does: a model
+that was trained with them reads hardly anything without, and writes would learn to make up for it. What is left of a row is a document
+too, of padding that is never predicted; attention and fast weight keep it apart as they keep any two documents apart.
 """
 
 from __future__ import annotations
@@ -19,28 +20,42 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Tokens start:stop of document number `document`, standing at `at` in their row."""
+    """Tokens start:stop of document number `document`, behind its first `lead` ones, which stand at `at` in their row."""
 
     document: int
     start: int
     stop: int
     at: int
+    lead: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.lead + self.stop - self.start
 
 
-def lay_out(lengths: Iterable[int], row_length: int, align: int = 1) -> Iterator[list[Piece]]:
+class Size(NamedTuple):
+    """Of a document: its tokens, and how many of the first are special ones that begin every text."""
+
+    length: int
+    lead: int = 0
+
+
+def lay_out(sizes: Iterable[Size], row_length: int, align: int = 1, used: int = 0) -> Iterator[list[Piece]]:
     """The pieces of each row. Documents start on multiples of `align`, which divides row_length; empty ones are left out.
 
-    Takes the next length only when the row has room for it.
+    used: tokens of the first document that stand in earlier rows. Takes the next size only when the row has room for it.
     """
     assert row_length % align == 0
     row: list[Piece] = []
     at = 0
-    for document, length in enumerate(lengths):
-        start = 0
+    for document, (length, lead) in enumerate(sizes):
+        assert lead < row_length
+        start = 0 if document else used
         while start < length:
-            stop = min(length, start + row_length - at)
-            row.append(Piece(document, start, stop, at))
-            at += -(-(stop - start) // align) * align
+            again = lead if start else 0
+            stop = min(length, start + row_length - at - again)
+            row.append(Piece(document, start, stop, at, again))
+            at += -(-row[-1].length // align) * align
             start = stop
             if at == row_length:
                 yield row
@@ -49,26 +64,34 @@ def lay_out(lengths: Iterable[int], row_length: int, align: int = 1) -> Iterator
         yield row
 
 
-def pack(documents: Iterable[Sequence[int]], row_length: int, pad_token: int, align: int = 1) -> Iterator[dict[str, np.ndarray]]:
+def lead_of(tokens: Sequence[int], begins: Sequence[int]) -> int:
+    """How many of a document's first tokens are the special ones that begin every text."""
+    return len(begins) if list(tokens[: len(begins)]) == list(begins) else 0
+
+
+def pack(
+    documents: Iterable[Sequence[int]], row_length: int, pad_token: int, align: int = 1, begins: Sequence[int] = (), used: int = 0
+) -> Iterator[dict[str, np.ndarray]]:
     """Rows of input_ids, position_ids and labels, int32 [row_length] each; holds no more documents than one row has.
 
-    Labels are not shifted: transformers shifts them.
+    begins: special tokens that begin every text, as `begins_of` has them. used: tokens of the first document in earlier rows. Labels
+    are not shifted: transformers shifts them.
     """
-    return (row for _, row in pack_pieces(documents, row_length, pad_token, align))
+    return (row for _, row in pack_pieces(documents, row_length, pad_token, align, begins, used))
 
 
 def pack_pieces(
-    documents: Iterable[Sequence[int]], row_length: int, pad_token: int, align: int = 1
+    documents: Iterable[Sequence[int]], row_length: int, pad_token: int, align: int = 1, begins: Sequence[int] = (), used: int = 0
 ) -> Iterator[tuple[list[Piece], dict[str, np.ndarray]]]:
     """The same rows, each with what stands in it. When a row comes, no document beyond its last was taken."""
     held: dict[int, Sequence[int]] = {}
 
-    def lengths() -> Iterator[int]:
+    def sizes() -> Iterator[Size]:
         for number, tokens in enumerate(documents):
             held[number] = tokens
-            yield len(tokens)
+            yield Size(len(tokens), lead_of(tokens, begins))
 
-    for row in lay_out(lengths(), row_length, align):
+    for row in lay_out(sizes(), row_length, align, used):
         yield row, _fill(row, held, row_length, pad_token, align)
         for number in [number for number in held if number < row[-1].document]:
             del held[number]
@@ -81,9 +104,10 @@ def _fill(row: list[Piece], documents: dict[int, Sequence[int]], row_length: int
     ids = np.full(row_length, pad_token, dtype=np.int32)
     labels = np.full(row_length, IGNORED, dtype=np.int32)
     starts = np.zeros(row_length, dtype=np.int32)
-    for document, start, stop, at in row:
-        end = at + stop - start
-        ids[at:end] = documents[document][start:stop]
+    for piece in row:
+        at, end, tokens = piece.at, piece.at + piece.length, documents[piece.document]
+        ids[at : at + piece.lead] = tokens[: piece.lead]
+        ids[at + piece.lead : end] = tokens[piece.start : piece.stop]
         labels[at + 1 : end] = ids[at + 1 : end]
         starts[at:end] = at
         next_start = -(-end // align) * align
@@ -109,12 +133,12 @@ class PackingCounts:
 
     def add(self, row: list[Piece]) -> None:
         self.rows += 1
-        for _, start, stop, _ in row:
-            count = -(-(stop - start) // self.chunk_size)
+        for piece in row:
+            count = -(-piece.length // self.chunk_size)
             self.chunks[count] += 1
-            self.tokens += stop - start
+            self.tokens += piece.length
             self.writes += count - 1
-            self.long_tokens += stop - start if count > 1 else 0
+            self.long_tokens += piece.length if count > 1 else 0
 
     @property
     def pieces(self) -> int:
@@ -131,9 +155,9 @@ class PackingCounts:
         return 0
 
 
-def count(lengths: Iterable[int], row_length: int, chunk_size: int, align: int = 1) -> PackingCounts:
-    """The counts of `pack` over documents of these lengths, without their tokens."""
+def count(sizes: Iterable[Size], row_length: int, chunk_size: int, align: int = 1) -> PackingCounts:
+    """The counts of `pack` over documents of these sizes, without their tokens."""
     counts = PackingCounts(chunk_size)
-    for row in lay_out(lengths, row_length, align):
+    for row in lay_out(sizes, row_length, align):
         counts.add(row)
     return counts

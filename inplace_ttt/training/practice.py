@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -15,23 +16,24 @@ from ..diagnostics.writes import labelled, longest_document
 from ..layout import ChunkLayout
 from ..tasks.facts import Encode
 from .data_settings import Data
+from .packing import lead_of
 from .repeated_passages import repeat_passage
 from .streams import Row, RowStream
 from .told_facts import require_room, tell_facts
 
 
-def with_practice(rows: Any, data: Data, encode: Encode) -> Any:
+def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Any:
     """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens and the data's seed.
 
-    Raises InPlaceTTTError where no row has room for the facts.
+    begins: special tokens that begin every text, which stay where they are. Raises InPlaceTTTError where no row has room for the facts.
     """
     if data.repeat is None and data.facts is None:
         return rows
     if data.facts is not None:
         require_room(data.facts, data.sequence_length, encode)
     if isinstance(rows, RowStream):
-        return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode))
-    return rows.with_transform(lambda batch: _transposed([practise(row, data, encode) for row in _rows(batch)]))
+        return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode, begins=begins))
+    return rows.with_transform(lambda batch: _transposed([practise(row, data, encode, begins) for row in _rows(batch)]))
 
 
 def seen_anyway(data: Data, reach: float) -> list[str]:
@@ -50,7 +52,7 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
     ]
 
 
-def practise(row: Row, data: Data, encode: Encode) -> Row:
+def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
     """The row itself, or one whose longest document tells facts or has a passage twice; input_ids, position_ids and labels are lists.
 
     Padding, which has no label, is no document.
@@ -58,7 +60,7 @@ def practise(row: Row, data: Data, encode: Encode) -> Row:
     generator = random.Random(data.seed ^ crc32(torch.tensor(row["input_ids"]).numpy().tobytes()))
     layout = ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"]))
     _, (start, stop) = longest_document(labelled(layout, torch.tensor([row["labels"]])))
-    document = slice(start, stop)
+    document = slice(start + lead_of(row["input_ids"][start:stop], begins), stop)
     drawn = generator.random()
     if data.facts is not None:
         if drawn < data.facts.share:

@@ -62,7 +62,7 @@ class Position:
 
 
 def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Opened:
-    """The source, and a call that gives its documents as input_ids, length and digest, in another order for each pass if shuffled."""
+    """The source, and a call that gives its documents as input_ids, length, lead and digest, in another order for each pass if shuffled."""
     records, column = open_source(source, data, streaming=True)
     to_tokens = functools.partial(tokenise, column=column, tokenizer=tokenizer, source=source.name)
 
@@ -175,7 +175,7 @@ class Documents:
 
 @dataclass(eq=False)
 class RowStream(IterableDataset):
-    """Packed rows of documents. endless: start again at the end. transform: applied to each row as it comes.
+    """Packed rows of documents. begins: as `pack` has them. endless: start again at the end. transform: applied to each row as it comes.
 
     start: the position of the first row; or the number of rows before it, which are then made and dropped.
     reach: how many of the last rows it knows the position of.
@@ -185,6 +185,7 @@ class RowStream(IterableDataset):
     length: int
     pad_token: int
     align: int
+    begins: Sequence[int] = ()
     endless: bool = False
     start: Position | int = 0
     transform: Callable[[Row], Row] | None = None
@@ -212,14 +213,14 @@ class RowStream(IterableDataset):
         def tokens() -> Iterator[Sequence[int]]:
             for number, (places, _, document) in enumerate(self.documents.read(start.places, self.endless)):
                 before[number] = places
-                yield document[TOKENS][0 if number else start.used :]
+                yield document[TOKENS]
 
         self._known.clear()
         self._known.append(start)
-        for pieces, row in pack_pieces(tokens(), self.length, self.pad_token, self.align):
+        for pieces, row in pack_pieces(tokens(), self.length, self.pad_token, self.align, self.begins, start.used):
             last = pieces[-1]
             rows = self._known[-1].rows + 1
-            self._known.append(Position(rows, before[last.document], last.stop + (0 if last.document else start.used)))
+            self._known.append(Position(rows, before[last.document], last.stop))
             for number in [number for number in before if number < last.document]:
                 del before[number]
             if rows > dropped:

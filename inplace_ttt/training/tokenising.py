@@ -1,4 +1,4 @@
-"""Documents of records as token ids, with their length and a digest."""
+"""Documents of records as token ids, with their length, how many special tokens begin them, and a digest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InPlaceTTTError, shown
+from ..files.text import begins_of
+from .packing import lead_of
 from .sources import TOKENS
 
 if TYPE_CHECKING:
@@ -23,7 +25,13 @@ def tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, so
 
     found = _checked(batch[column], len(tokenizer), source) if column == TOKENS else _read(batch[column], column, tokenizer, source)
     documents = [np.asarray(tokens, dtype=np.int32) for tokens in found]
-    return {TOKENS: documents, "length": [len(d) for d in documents], "digest": [digest_of(d) for d in documents]}
+    begins = begins_of(tokenizer)
+    return {
+        TOKENS: documents,
+        "length": [len(d) for d in documents],
+        "lead": [lead_of(d, begins) for d in documents],
+        "digest": [digest_of(d) for d in documents],
+    }
 
 
 def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator[Sequence[int]]:
@@ -62,4 +70,4 @@ def digest_of(tokens: Sequence[int] | np.ndarray) -> str:
 def token_features() -> Features:
     from datasets import Features, List, Value
 
-    return Features({"input_ids": List(Value("int32")), "length": Value("int64"), "digest": Value("string")})
+    return Features({"input_ids": List(Value("int32")), "length": Value("int64"), "lead": Value("int64"), "digest": Value("string")})

@@ -166,7 +166,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
         Stopping(every=shared // math.gcd(shared, recipe.optimisation.accumulation)),
         model=model,
         args=arguments,
-        train_dataset=with_practice(rows, recipe.data, functools.partial(ids_within, tokenizer)),
+        train_dataset=with_practice(rows, recipe.data, functools.partial(ids_within, tokenizer), data.begins),
         eval_dataset=held_out,
         data_collator=collate,
         processing_class=tokenizer,

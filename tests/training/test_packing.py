@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.training.packing import count, lay_out, pack
+from inplace_ttt.training.packing import Size, count, lay_out, pack
 
 PAD = 99_999
 Row = dict[str, np.ndarray]
@@ -121,7 +121,7 @@ def test_the_counts_are_those_of_the_rows(lengths: list[int], row_length: int, a
         rows = packed(lengths, row_length, align)
         found = sorted(len(piece) for row in rows for piece in pieces(row))
         chunks = sorted(-(-n // chunk) for n in found)
-        counts = count(lengths, row_length, chunk, align)
+        counts = count(map(Size, lengths), row_length, chunk, align)
         assert (counts.rows, counts.tokens, counts.pieces) == (len(rows), sum(lengths), len(found))
         assert counts.long_tokens == sum(n for n in found if n > chunk)
         assert counts.writes == ChunkLayout.from_lengths([[n] for n in found], chunk).writes()
@@ -144,8 +144,37 @@ def test_packing_reads_no_further_than_the_row() -> None:
 
 
 def test_lay_out_says_where_each_piece_stands() -> None:
-    assert list(lay_out([4, 3], 5)) == [[(0, 0, 4, 0), (1, 0, 1, 4)], [(1, 1, 3, 0)]]
-    assert list(lay_out([4, 3], 6, align=3)) == [[(0, 0, 4, 0)], [(1, 0, 3, 0)]]
+    assert list(lay_out([Size(4), Size(3)], 5)) == [[(0, 0, 4, 0, 0), (1, 0, 1, 4, 0)], [(1, 1, 3, 0, 0)]]
+    assert list(lay_out([Size(4), Size(3)], 6, align=3)) == [[(0, 0, 4, 0, 0)], [(1, 0, 3, 0, 0)]]
+    assert list(lay_out([Size(4, lead=1), Size(5, lead=2)], 5)) == [
+        [(0, 0, 4, 0, 0), (1, 0, 1, 4, 0)],
+        [(1, 1, 4, 0, 2)],
+        [(1, 4, 5, 0, 2)],
+    ]
+
+
+BEGINS = [PAD + 1, PAD + 2]
+
+
+@pytest.mark.parametrize("align", [1, 3])
+@pytest.mark.parametrize("lengths", [[20, 7, 0, 40, 1], [3], [25]])
+def test_each_piece_begins_as_its_document(lengths: list[int], align: int) -> None:
+    """A document that begins with special tokens has them in every row; in one that does not, they stand in none. Nothing else is lost."""
+    marked = [[*(BEGINS if i % 2 == 0 else ()), *tokens] for i, tokens in enumerate(documents(lengths))]
+    rows = list(pack(marked, 12, PAD, align, BEGINS))
+    found, owner = [piece for row in rows for piece in pieces(row)], np.repeat(np.arange(len(lengths)), lengths)
+    for piece in found:
+        kept = [token for token in piece if token < PAD]
+        begins_so = not kept or owner[kept[0]] % 2 == 0
+        assert piece == ([*BEGINS, *kept] if begins_so else kept)[-len(piece) :] and (not kept or (piece[:2] == BEGINS) == begins_so)
+    assert [token for piece in found for token in piece if token < PAD] == list(range(sum(lengths)))
+    sizes = [Size(len(tokens), 2 if i % 2 == 0 else 0) for i, tokens in enumerate(marked)]
+    counts = count(sizes, 12, 5, align)
+    assert (counts.rows, counts.tokens, counts.pieces) == (len(rows), sum(map(len, found)), len(found))
+    for at, whole in enumerate(rows[1:], 1):  # from any row on, as a cache and a stream read them
+        first = list(lay_out(sizes, 12, align))[at][0]
+        again = next(pack(marked[first.document :], 12, PAD, align, BEGINS, used=first.start))
+        assert all(np.array_equal(again[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("align", [1, CHUNK])
@@ -172,8 +201,8 @@ def test_a_packed_row_trains_as_its_documents_apart(name: str, align: int) -> No
 
     row_length = 5 * CHUNK
     apart = []
-    for row in lay_out(lengths, row_length, align):
-        for document, start, stop, _ in row:
+    for row in lay_out(map(Size, lengths), row_length, align):
+        for document, start, stop, *_ in row:
             ids = torch.tensor(texts[document][start:stop])[None]
             apart.append({"input_ids": ids, "position_ids": torch.arange(stop - start)[None], "labels": ids})
     expected, expected_gradients = losses(apart)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from families import WINDOW, build
+from tiny import word_level
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.attention_window import attention_reach
@@ -129,10 +130,24 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
     data = Data(train=[str(tmp_path / "a.parquet")], repeat=REPEAT, facts=Facts(0.3, 1, 0), seed=3)
     stored = list(with_practice(rows, data, encode))
     rows.select_columns(["input_ids"]).to_parquet(tmp_path / "a.parquet")
-    opened = open_stream(find(data.train, "auto", "train")[0], data, range(100), shuffle=False)
+    opened = open_stream(find(data.train, "auto", "train")[0], data, word_level(f"w{n}" for n in range(97)), shuffle=False)
     streamed = list(with_practice(RowStream(Documents((opened,), data), 64, 0, 1), data, encode))
     assert stored == streamed == [practise(r, data, encode) for r in rows] != list(rows)
     assert with_practice(rows, Data(train=["a"]), encode) is rows
+
+
+@pytest.mark.parametrize("practice", [{"repeat": REPEAT}, {"facts": FACTS}], ids=["repeat", "facts"])
+def test_what_begins_a_text_stays_there(practice: dict[str, Repeat | Facts]) -> None:
+    """And comes nowhere else, however many facts are told right behind it, or where a passage begins."""
+    begins, moved = (1001, 1002), 0
+    for seed in range(300):
+        plain = row([170], seed)
+        marked = {name: [*start, *plain[name]] for name, start in zip(plain, (begins, (0, 1), (-100, begins[1])), strict=True)}
+        marked["position_ids"] = list(range(172))
+        found = practise(marked, Data(train=["a"], seed=seed, **practice), encode, begins)
+        moved += found != marked
+        assert (*found["input_ids"][:2],) == begins and not {*found["input_ids"][2:]} & {*begins}
+    assert moved > 100
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Run:
 
 
 SMOLLM2 = ("--layers", LAYERS, *COMPACT)
-GEMMA = ("--layers", MODELS["gemma-3-270m-layers-7-11-14"].layers, *COMPACT, "--calibrate-tokens", "16384")
+GEMMA = ("--layers", MODELS["gemma-3-270m"].layers, *COMPACT, "--calibrate-tokens", "16384")
 GEMMA_BASE = ROOT / ".cache" / "gemma-3-270m-float32"
 GATED = (*SMOLLM2, "--set", "write_gate=true")
 LONG_ROWS = ("data.sequence_length=2048", "data.facts.number=24", "optimisation.steps=90")

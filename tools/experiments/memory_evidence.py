@@ -8,8 +8,7 @@ recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 he
 off, and with a cross-document state, then with a passage that comes again. The first seed's models are read under full attention too,
 on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without
 writes is the base's, and is read once for all. Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own
-attention, windows of 512 tokens and in each sixth layer all of the text, and is read past token 512; its results are memory-gemma-3-270m. Its layer 7, which training spoilt, is left out; with it, it is
-another model by name.
+attention, windows of 512 tokens and in each sixth layer all of the text, and is read past token 512; its results are memory-gemma-3-270m.
 What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped. OUT.json, OUT.png
 and the tables have what is there so far.
 """
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import sys
@@ -67,10 +65,6 @@ class Model:
     besides: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        return self.folder or self.base.name
-
-    @property
     def work(self) -> Path:
         return WORK / self.folder
 
@@ -84,11 +78,16 @@ class Model:
         return {**attention, "documents": documents, **{key: beyond[key] for key in beyond if key in self.besides}, **kept_runs.digests()}
 
 
-_gemma = functools.partial(Model, MODEL.with_name("gemma-3-270m"), window=None, past=512, settings=("model.window=null", *ONE_PROCESS))
 MODELS = {
     "smollm2-135m": Model(MODEL, LAYERS, WINDOW, past=WINDOW, besides=BESIDES),
-    "gemma-3-270m": _gemma("11,14", folder="gemma-3-270m"),
-    "gemma-3-270m-layers-7-11-14": _gemma("7,11,14", folder="gemma-3-270m-layers-7-11-14"),
+    "gemma-3-270m": Model(
+        MODEL.with_name("gemma-3-270m"),
+        "7,11,14",
+        None,
+        past=512,
+        folder="gemma-3-270m",
+        settings=("model.window=null", *ONE_PROCESS),
+    ),
 }
 
 
@@ -185,7 +184,7 @@ class Record:
         return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if seed.keys() & set(what)]
 
     def save(self) -> None:
-        command = f"python tools/experiments/memory_evidence.py --model {self.model.name}"
+        command = f"python tools/experiments/memory_evidence.py --model {self.model.base.name}"
         self.results.put(self.name, {"command": command, "protocol": self.model.protocol(), "rules": self.rows()})
 
 

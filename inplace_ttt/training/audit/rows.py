@@ -36,20 +36,25 @@ class Place(NamedTuple):
     label: int
 
 
-def laid_out(documents: Iterable[Sequence[int]], length: int, align: int) -> Iterator[list[Place]]:
-    """Rows of documents one after another, each from a multiple of `align` on; a document starts anew in each row that it reaches."""
+def laid_out(documents: Iterable[Sequence[int]], length: int, align: int, begins: Sequence[int] = ()) -> Iterator[list[Place]]:
+    """Rows of documents one after another, each from a multiple of `align` on; a document starts anew in each row that it reaches, one
+    that begins with the special tokens that begin a text with them too."""
     row: list[Place] = []
     for tokens in documents:
         row += [_padding(i) for i in range(-len(row) % align)]
         start = len(row)
+        again = begins if [*tokens[: len(begins)]] == [*begins] else ()
         for token in tokens:
             if len(row) == length:
                 yield row
-                row, start = [], 0
-            position = len(row) - start
-            row.append(Place(token, position, token if position else IGNORED))
+                row, start = [_place(first, position) for position, first in enumerate(again)], 0
+            row.append(_place(token, len(row) - start))
     if row:
         yield row + [_padding(i) for i in range(length - len(row))]
+
+
+def _place(token: int, position: int) -> Place:
+    return Place(token, position, token if position else IGNORED)
 
 
 def _padding(position: int) -> Place:
@@ -61,7 +66,7 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
     length = recipe.data.sequence_length
     count = max(2, min(_ROWS, _TOKENS // length))
     rows = list(islice(iter(data.train), count))
-    off = _off(rows, list(islice(laid_out(data.documents(), length, data.align), count)))
+    off = _off(rows, list(islice(laid_out(data.documents(), length, data.align, data.begins), count)))
     if recipe.data.recall is not None:  # the task asks for some of its tokens only
         del off[_MISSING]
     unlike = _unlike(rows[:2]) or _unlike(rows[-3:])

@@ -76,13 +76,13 @@ def first_chunks_labelled(made: Row, row: list[Any]) -> None:
 
 
 def padding_labelled(made: Row, row: list[Any]) -> None:
-    end = row[-1].at + row[-1].stop - row[-1].start
+    end = row[-1].at + row[-1].length
     made["labels"][end:] = made["input_ids"][end:]
 
 
 def reversed_documents(made: Row, row: list[Any]) -> None:
     for piece in row:
-        end = piece.at + piece.stop - piece.start
+        end = piece.at + piece.length
         made["input_ids"][piece.at : end] = made["input_ids"][piece.at : end][::-1].copy()
         made["labels"][piece.at + 1 : end] = made["input_ids"][piece.at + 1 : end]
 
