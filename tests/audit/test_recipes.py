@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import word_level
+from tokenizers import processors
 from training.recipes import CONFIG, tiny_recipe
 from transformers import AutoTokenizer
 
@@ -98,26 +99,35 @@ def test_documents_are_measured(tmp_path: Path) -> None:
     assert gate(model, recipe, data=data_of(recipe, long_share=0.0)).undeclared == ["long-documents"]
 
 
+@pytest.mark.parametrize("begins", [(), (1, 1)], ids=["plain", "begun"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
 @pytest.mark.parametrize("align", [1, 16])
-def test_rows_are_held_against_documents(streaming: bool, align: int, tmp_path: Path) -> None:
-    """Of every kind of data that a recipe can have."""
+def test_rows_are_held_against_documents(begins: tuple[int, ...], streaming: bool, align: int, tmp_path: Path) -> None:
+    """Of every kind of data that a recipe can have, also where special tokens begin every text."""
     lengths = (70, 33, 150, 12, 300, 64, 5, 41, 128, 16, 90)
     folder = tmp_path / "texts"
     folder.mkdir()
     for number, length in enumerate(lengths):
         (folder / f"{number:02}.txt").write_text(" ".join(f"t{(7 * number + i) % 50}" for i in range(length)))
-    word_level(f"t{i}" for i in range(50)).save_pretrained(tmp_path / "tokenizer")
+    tokenizer = word_level(f"t{i}" for i in range(50))
+    if begins:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<eos> <eos> $A", special_tokens=[("<eos>", tokenizer.eos_token_id)]
+        )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
     given = {"train": str(folder), "sequence_length": 64, "streaming": streaming, "shuffle": True}
     cache = {} if streaming else {"cache": str(tmp_path / "cache")}
     shared = {"processes": 2, "sequence_parallel": 2} if align > 1 else {"processes": 1}
     recipe = tiny_recipe(tmp_path, data={**given, **cache}, parallel=shared, surgery={"chunk_size": 16})
     data = build_data(recipe, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), 16)
-    assert data.align == align
+    assert (data.align, data.begins) == (align, begins)
     found = read_rows(recipe, data)
     assert found.verdict == "conforms" and found.numbers["rows"] > 5
     shifted = dataclasses.replace(data, documents=lambda: itertools.islice(data.documents(), 1, None))
     assert read_rows(recipe, shifted).verdict == "deviates"
+    if begins:
+        assert all(tuple(row["input_ids"][:2]) == begins for row in itertools.islice(iter(data.train), 6))
+        assert read_rows(recipe, dataclasses.replace(data, begins=())).verdict == "deviates"
 
 
 # What a recipe sets that comes to nothing, and the item that says so.

@@ -136,14 +136,14 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
     assert with_practice(rows, Data(train=["a"]), encode) is rows
 
 
-@pytest.mark.parametrize("practice", [{"repeat": REPEAT}, {"facts": FACTS}], ids=["repeat", "facts"])
-def test_what_begins_a_text_stays_there(practice: dict[str, Repeat | Facts]) -> None:
+@pytest.mark.parametrize(("practice", "length"), [({"repeat": REPEAT}, 50), ({"facts": FACTS}, 700)], ids=["repeat", "facts"])
+def test_what_begins_a_text_stays_there(practice: dict[str, Repeat | Facts], length: int) -> None:
     """And comes nowhere else, however many facts are told right behind it, or where a passage begins."""
     begins, moved = (1001, 1002), 0
     for seed in range(300):
-        plain = row([170], seed)
+        plain = row([length], seed)
         marked = {name: [*start, *plain[name]] for name, start in zip(plain, (begins, (0, 1), (-100, begins[1])), strict=True)}
-        marked["position_ids"] = list(range(172))
+        marked["position_ids"] = list(range(length + 2))
         found = practise(marked, Data(train=["a"], seed=seed, **practice), encode, begins)
         moved += found != marked
         assert (*found["input_ids"][:2],) == begins and not {*found["input_ids"][2:]} & {*begins}

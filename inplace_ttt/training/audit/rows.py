@@ -47,7 +47,7 @@ def laid_out(documents: Iterable[Sequence[int]], length: int, align: int, begins
         for token in tokens:
             if len(row) == length:
                 yield row
-                row, start = [_place(first, position) for position, first in enumerate(again)], 0
+                row, start = [_place(first, i) for i, first in enumerate(again if start < length else ())], 0
             row.append(_place(token, len(row) - start))
     if row:
         yield row + [_padding(i) for i in range(length - len(row))]
