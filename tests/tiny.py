@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from inplace_ttt import InPlaceTTTConfig, convert
@@ -34,11 +34,13 @@ def byte_level(special: Iterable[str] = ("<pad>", "<s>", "</s>"), **roles: str) 
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **{"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"} | roles)
 
 
-def word_level(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A word a token, from id 3 on, after <pad>, <eos> and <unk>."""
+def word_level(words: Iterable[str], begins: int = 0) -> PreTrainedTokenizerFast:
+    """A word a token, from id 3 on, after <pad>, <eos> and <unk>. begins: how many <eos> it puts before every text, as others a BOS."""
     vocabulary = {word: i for i, word in enumerate(("<pad>", "<eos>", "<unk>", *words))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if begins:
+        inner.post_processor = processors.TemplateProcessing(single=["<eos>"] * begins + ["$A"], special_tokens=[("<eos>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 

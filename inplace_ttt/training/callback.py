@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from ..config_tables import is_number
 from ..errors import InPlaceTTTError, shown
 from ..surgery import config_of
-from .guards import FiniteGradients, FirstStep, GradientTap
+from .guards import FiniteGradients, FirstStep, GradientTap, check_beginnings
 from .monitor import EtaWarmup, LayerMonitor
 from .parameters import refuse_without_effect, split_off
 from .run_state import LOG, shorten_log
@@ -30,8 +30,9 @@ class InPlaceTTTCallback(TrainerCallback):
     eta_warmup_steps: η rises linearly from 0 to its own value over as many optimiser steps; a resumed run goes on in it.
     stop_write_ratio: the run stops where the writes of one document move a weight by more than so many times its norm.
 
-    It also stops before a step whose loss is no number, checks after the first step that every target generator learns, and writes what
-    is logged into `log.jsonl` in the Trainer's output, with writes and gradients of each TTT layer. `warnings` has what it warned of.
+    It also warns of rows that begin without the tokenizer's BOS, stops before a step whose loss is no number, checks after the first step
+    that every target generator learns, and writes what is logged into `log.jsonl` in the Trainer's output, with writes and gradients of
+    each TTT layer. `warnings` has what it warned of.
     Given as one of `callbacks` without `attach` it does all of this but the rates and decays.
 
     Raises InPlaceTTTError for settings that cannot be or would have no effect, and NotSoError where a guard stops the run.
@@ -94,6 +95,8 @@ class InPlaceTTTCallback(TrainerCallback):
         config_of(model)
         split_off(model)
         self._check_effect(kwargs["optimizer"], state.max_steps)
+        if state.is_world_process_zero:
+            check_beginnings(getattr(kwargs.get("train_dataloader"), "dataset", None), kwargs.get("processing_class"), self.warnings)
         log = Path(args.output_dir) / LOG if state.is_world_process_zero else None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)

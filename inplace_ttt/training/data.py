@@ -168,7 +168,7 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
     sizes = all_sizes[order]
     counts = count(map(Size._make, sizes.tolist()), data.sequence_length, job.chunk_size, job.align)
     mixture = _mixture(sources, data, sizes[:, 0], np.searchsorted(source_ends, order, side="right"))
-    tally = Tally(len(order), empty, len(repeated), sha.hexdigest(), mixture=mixture)
+    tally = Tally(len(order), empty, _unbegun(sizes[:, 1], job), len(repeated), sha.hexdigest(), mixture=mixture)
     report = make_report(
         job.recipe, counts, tally, [*sources, *held_sources], _held_out_sizes([*map(Size._make, held_sizes.tolist())], job)
     )
@@ -287,9 +287,9 @@ def _streamed(job: _Job) -> TrainingData:
         room -= document["length"]
         if room <= 0:
             break
-    tally = Tally(
-        len(read), sha256=sha.hexdigest(), sampled=room <= 0, mixture=_mixture(sources, data, [size.length for size in read], of_source)
-    )
+    mixture = _mixture(sources, data, [size.length for size in read], of_source)
+    unbegun = _unbegun((size.lead for size in read), job)
+    tally = Tally(len(read), unbegun=unbegun, sha256=sha.hexdigest(), sampled=room <= 0, mixture=mixture)
     counts = count(read, length, job.chunk_size, job.align)
     sizes = _held_out_sizes([_size(document) for document in held], job)
     report = make_report(job.recipe, counts, tally, [*sources, *held_sources], sizes)
@@ -316,6 +316,11 @@ def _held_out_sizes(sizes: list[Size], job: _Job) -> dict[str, int] | None:
     """What the report says of validation."""
     counts = count(sizes, job.recipe.data.sequence_length, job.chunk_size, job.align)
     return {"documents": len(sizes), "tokens": counts.tokens, "rows": counts.rows} if sizes else None
+
+
+def _unbegun(leads: Iterable[int], job: _Job) -> int:
+    """Of documents with these leads, those that lack one where every text has one."""
+    return sum(lead == 0 for lead in leads) if job.begins else 0
 
 
 def _size(document: Mapping[str, Any]) -> Size:

@@ -55,10 +55,11 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of documents that packing does not see."""
+    """Counts of documents that packing does not see. unbegun: without the special tokens that begin every text."""
 
     documents: int
     empty: int = 0
+    unbegun: int = 0
     repeated: int = 0
     sha256: str = ""
     sampled: bool = False
@@ -98,6 +99,11 @@ def make_report(
         warnings.append(f"one step reads {recipe.rows_per_step} rows, but there are {counts.rows}: rows repeat within a step")
     if tally.repeated:
         warnings.append(f"{tally.repeated} training documents stand in validation too and were left out of training")
+    if tally.unbegun:
+        warnings.append(
+            f"{tally.unbegun} of {tally.documents} documents do not begin with the special tokens that the tokenizer puts before every "
+            "text: a model that was trained with them reads hardly anything without; put them before each"
+        )
     if tally.empty:
         warnings.append(f"{tally.empty} documents are empty")
     return DataReport(

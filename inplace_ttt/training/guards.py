@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..diagnostics.precision import states_in_training
 from ..diagnostics.writes import WriteHealth
 from ..errors import InPlaceTTTError, NotSoError
+from ..files.text import begins_of
 from ..surgery import fast_weights
 
 logger = logging.getLogger(__name__)
 
-_WRITE_RATIO, _GRAD_NORM = 1.0, 100.0
+_WRITE_RATIO, _GRAD_NORM, _FIRST_ROWS = 1.0, 100.0, 8
 MOST_SKIPPED = 3
 """Steps in a row that DeepSpeed may skip before the run stops."""
 
@@ -142,6 +145,24 @@ def check_state_precision(model: nn.Module) -> None:
     for index, dtype in states_in_training(fast_weights(model)).items():
         if torch.finfo(dtype).bits < 32:
             raise InPlaceTTTError(f"layer {index} keeps its state in {dtype}, which loses small writes; use the package's own op.")
+
+
+def check_beginnings(rows: Any, tokenizer: Any, warnings: list[str]) -> None:
+    """Warn where the first of a dataset's rows begin without the special tokens that begin every text; of a stream nothing is read."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(rows, Sized) or isinstance(rows, IterableDataset):
+        return
+    begins = begins_of(tokenizer)
+    some = [rows[i] for i in range(min(len(rows), _FIRST_ROWS))]  # type: ignore[index]
+    first = [torch.as_tensor(row["input_ids"]).tolist() for row in some if isinstance(row, Mapping) and "input_ids" in row]
+    padding = {tokenizer.pad_token_id} - {*begins}
+    odd = sum([*itertools.dropwhile(padding.__contains__, ids)][: len(begins)] != begins for ids in first)
+    if odd:
+        said = tokenizer.decode(begins)
+        note(
+            warnings,
+            f"{odd} of the first {len(first)} rows do not begin with {said!r}, as the tokenizer begins every text: a model that was "
+            "trained with it reads hardly anything without, and writes learn to make up for that; put it before each part of a cut text",
+        )
 
 
 def check_writes(writes: dict[int, WriteHealth], limit: float, warnings: list[str]) -> None:

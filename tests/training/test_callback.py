@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import converted, distance, random_ids
 from safetensors.torch import load_file
+from tiny import word_level
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -33,12 +34,12 @@ class Eta(TrainerCallback):
         self.seen[state.global_step + 1] = fast_weights(kwargs["model"])[0].fast.eta
 
 
-def trainer(folder: Path, model: nn.Module | None = None, rows: Any = ROWS, **arguments: Any) -> Trainer:
+def trainer(folder: Path, model: nn.Module | None = None, rows: Any = ROWS, tokenizer: Any = None, **arguments: Any) -> Trainer:
     defaults = {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 2, "weight_decay": 0.1}
     args = TrainingArguments(
         str(folder), use_cpu=True, report_to=[], gradient_accumulation_steps=2, disable_tqdm=True, **{**defaults, **arguments}
     )
-    return Trainer(model or converted("llama", eta=0.5), args, train_dataset=rows)
+    return Trainer(model or converted("llama", eta=0.5), args, train_dataset=rows, processing_class=tokenizer)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -71,6 +72,19 @@ def test_the_optimiser_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
     InPlaceTTTCallback().attach(run)
     with pytest.raises(InPlaceTTTError, match="chooses its parameters itself"):
         run.create_optimizer()
+
+
+@pytest.mark.parametrize(("begins", "of_rows", "odd"), [(0, 0, 0), (1, 0, 8), (1, 6, 2), (1, 8, 0)])
+def test_rows_that_do_not_begin_as_texts_do_are_said(begins: int, of_rows: int, odd: int, tmp_path: Path) -> None:
+    """Padding on the left is no beginning; where the tokenizer has none, nothing is."""
+    tokenizer = word_level((f"w{i}" for i in range(94)), begins)
+    start = torch.tensor([tokenizer.pad_token_id, tokenizer.eos_token_id])
+    rows = [{name: torch.cat([start, ids[2:]]) if i < of_rows else ids for name, ids in row.items()} for i, row in enumerate(ROWS)]
+    run = trainer(tmp_path, rows=rows, tokenizer=tokenizer, max_steps=1)
+    callback = InPlaceTTTCallback().attach(run)
+    run.train()
+    said = [warning for warning in callback.warnings if "do not begin with '<eos>'" in warning]
+    assert [warning.split(" rows")[0] for warning in said] == ([f"{odd} of the first 8"] if odd else [])
 
 
 def test_the_log_has_every_layer(tmp_path: Path) -> None:

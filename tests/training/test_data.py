@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tiny import word_level
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast, default_data_collator
 
@@ -18,14 +19,14 @@ import inplace_ttt.training.data as data_module
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.training import streams
-from inplace_ttt.training.data import build_data
+from inplace_ttt.training.data import TrainingData, build_data
 from inplace_ttt.training.data_settings import Data, Recall
 from inplace_ttt.training.recipe import Model, Optimisation, Parallel, Recipe
 from inplace_ttt.training.row_order import rows_to_come, save_position
 from inplace_ttt.training.streams import Position
 from inplace_ttt.training.tokenising import tokenise
 
-from .corpus import CHUNK, LENGTH, LENGTHS, PAD, documents, recipe, texts, tokens
+from .corpus import CHUNK, EOS, FIRST, LENGTH, LENGTHS, PAD, WORDS, documents, recipe, texts, tokens
 
 
 def test_rows_are_lists_of_the_right_length(build: Any, folder: Path) -> None:
@@ -58,6 +59,37 @@ def test_the_usual_collator_makes_a_batch(build: Any, folder: Path, streaming: b
     batches = list(DataLoader(found.train, batch_size=2, collate_fn=default_data_collator, num_workers=workers))
     assert all(value.dtype == torch.int64 for value in batches[0].values())
     assert [row.tolist() for batch in batches for row in batch["labels"]] == [row["labels"] for row in found.train]
+
+
+@pytest.mark.parametrize("align", [1, CHUNK])
+def test_every_piece_begins_as_its_document(align: int, folder: Path, tmp_path: Path) -> None:
+    """Stored, streamed, and streamed from any row on; documents that do not begin as the tokenizer begins texts are counted."""
+    begun, begins = word_level((f"w{n}" for n in range(WORDS)), 2), [EOS, EOS]
+    parallel = Parallel(processes=2, sequence_parallel=2) if align > 1 else None
+
+    def built(train: Path, **settings: Any) -> TrainingData:
+        data = Data(train=[str(train)], sequence_length=LENGTH, shuffle=False, cache=str(tmp_path / "cache"), **settings)
+        return build_data(recipe(data, parallel), begun, CHUNK)
+
+    stored, streamed = built(folder), built(folder, streaming=True)
+    rows = list(stored.train)
+    assert rows == list(streamed.train)
+    assert not any("begin" in warning for data in (stored, streamed) for warning in data.report.warnings)
+    found = []
+    for row in rows:
+        spans = ChunkLayout.from_position_ids(torch.tensor(row["position_ids"])[None], 1).documents[0]
+        found += [piece for start, stop in spans if PAD not in (piece := row["input_ids"][start:stop])]
+    assert all(piece[:2] == begins[: len(piece)] for piece in found)
+    assert [token for piece in found for token in piece if token >= FIRST] == list(range(FIRST, FIRST + sum(LENGTHS)))
+    assert (stored.report.rows, stored.report.tokens, stored.report.pieces) == (len(rows), sum(map(len, found)), len(found))
+    seen = list(itertools.islice(whole := streamed.train.from_row(0), 30))
+    for n in range(0, 27, 4):
+        assert list(itertools.islice(streamed.train.from_row(whole.position(n)), 3)) == seen[n : n + 3]
+    Dataset.from_list([{"input_ids": [*begins, *range(3, 40)]}, {"input_ids": list(range(40, 80))}]).to_parquet(tmp_path / "a.parquet")
+    for streaming in (False, True):
+        given = built(tmp_path / "a.parquet", streaming=streaming)
+        assert any(warning.startswith("1 of 2 documents do not begin with the special tokens") for warning in given.report.warnings)
+        assert [row["input_ids"][:2] == begins for row in given.train][:2] == [True, True]
 
 
 class TestOrder:
