@@ -102,7 +102,7 @@ def make_report(
     if tally.unbegun:
         warnings.append(
             f"{tally.unbegun} of {tally.documents} documents do not begin with the special tokens that the tokenizer puts before every "
-            "text: a model that was trained with them reads hardly anything without; put them before each"
+            "text: a model that was trained with them reads much worse without; put them before each"
         )
     if tally.empty:
         warnings.append(f"{tally.empty} documents are empty")

@@ -161,7 +161,7 @@ def check_beginnings(rows: Any, tokenizer: Any, warnings: list[str]) -> None:
         note(
             warnings,
             f"{odd} of the first {len(first)} rows do not begin with {said!r}, as the tokenizer begins every text: a model that was "
-            "trained with it reads hardly anything without, and writes learn to make up for that; put it before each part of a cut text",
+            "trained with it reads much worse without, and writes learn to make up for that; put it before each part of a cut text",
         )
 
 

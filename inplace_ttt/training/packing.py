@@ -2,7 +2,7 @@
 
 Every piece of a document that lands in a row is a document of its own there: its positions start at 0 and its first label
 is -100, so that nothing is predicted across a border. Where a document begins with special tokens (a BOS), each of its pieces does: a model
-that was trained with them reads hardly anything without, and writes would learn to make up for it. What is left of a row is a document
+that was trained with them reads much worse without, and writes would learn to make up for it. What is left of a row is a document
 too, of padding that is never predicted; attention and fast weight keep it apart as they keep any two documents apart.
 """
 
