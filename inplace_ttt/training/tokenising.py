@@ -29,7 +29,7 @@ def tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, so
     return {
         TOKENS: documents,
         "length": [len(d) for d in documents],
-        "lead": [lead_of(d, begins) for d in documents],
+        "lead": [lead_of(d[: len(begins)].tolist(), begins) for d in documents],
         "digest": [digest_of(d) for d in documents],
     }
 
