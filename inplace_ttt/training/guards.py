@@ -151,7 +151,8 @@ def check_beginnings(rows: Any, tokenizer: Any, warnings: list[str]) -> None:
     """Warn where the first of a dataset's rows begin without the special tokens that begin every text; of a stream nothing is read."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(rows, Sized) or isinstance(rows, IterableDataset):
         return
-    begins = begins_of(tokenizer)
+    if not (begins := begins_of(tokenizer)):
+        return
     some = [rows[i] for i in range(min(len(rows), _FIRST_ROWS))]  # type: ignore[index]
     first = [torch.as_tensor(row["input_ids"]).tolist() for row in some if isinstance(row, Mapping) and "input_ids" in row]
     padding = {tokenizer.pad_token_id} - {*begins}

@@ -49,10 +49,9 @@ def lay_out(sizes: Iterable[Size], row_length: int, align: int = 1, used: int = 
     row: list[Piece] = []
     at = 0
     for document, (length, lead) in enumerate(sizes):
-        assert lead < row_length
         start = 0 if document else used
         while start < length:
-            again = lead if start else 0
+            again = lead if start and lead < row_length else 0
             stop = min(length, start + row_length - at - again)
             row.append(Piece(document, start, stop, at, again))
             at += -(-row[-1].length // align) * align
