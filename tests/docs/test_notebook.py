@@ -1,4 +1,4 @@
-"""The notebook runs, shows what it says, and is committed as it ran."""
+"""The notebook runs as it stands, shows what it says, and is committed as it ran."""
 
 import json
 from pathlib import Path
@@ -35,21 +35,15 @@ def test_it_is_committed_as_it_ran() -> None:
 
 @pytest.mark.real
 def test_it_runs_and_shows_what_it_says() -> None:
-    """A passage that was read costs less, one that was not or another text's memory changes little; a session goes on from its file.
-
-    All of this of half as much text.
-    """
+    """A passage that was read costs less, one that was not or another text's memory changes little; a session goes on from its file."""
     executed = notebook()
-    first = executed.cells[1]
-    assert first.source.count("READ = 4096") == 1
-    first.source = first.source.replace("READ = 4096", "READ = 2048")
     executed.cells.append(nbformat.v4.new_code_cell(FOUND))
     NotebookClient(executed, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     found = json.loads(executed.cells[-1].outputs[0].text)
     (book_read, book_not), elsewhere = found["of"]["the book"], found["of"]["elsewhere"]
     assert book_read < -0.4 and abs(book_not) < 0.15 and all(abs(difference) < 0.15 for difference in elsewhere)
     assert found["first"]["book"] > 0.4 > 3 * found["first"]["elsewhere"]
-    assert found["same"] and found["bytes"][0] * 5 < found["bytes"][1]
+    assert found["same"] and found["bytes"][0] * 10 < found["bytes"][1]
     assert all(0 < part < 1 for layers in found["full"] for part in layers.values())
     (new_before, old_before), (new_after, old_after) = found["gains"]["before"], found["gains"]["after"]
     assert new_after < new_before - 0.3 and abs(old_after - old_before) < 0.3 and old_after < -0.3

@@ -102,7 +102,7 @@ def by_srun(recipe: Path, node: Path) -> subprocess.Popen[str]:
 
 
 def test_torchrun_on_each_node(tmp_path: Path) -> None:
-    """Two nodes of one machine and no common disk train what one does."""
+    """Two nodes of one machine and no common disk train what one does; the same command again changes nothing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -110,14 +110,16 @@ def test_torchrun_on_each_node(tmp_path: Path) -> None:
     finish(run(recipe_file(tmp_path, model, text, parallel={"processes": 2}, output=str(tmp_path / "one"))))
     parallel = {"nodes": 2, "launcher": "torchrun", "rendezvous": rendezvous}
     recipe = recipe_file(tmp_path, model, text, parallel=parallel, output="out")
-    nodes = [tmp_path / "0", tmp_path / "1"]
-    for node in nodes:
-        node.mkdir()
-    commands = [by_srun(recipe, node) for node in nodes]
-    said = [command.communicate(timeout=300) for command in commands]
-    assert [command.returncode for command in commands] == [0, 0], said
-    (report,) = (found for found in (json.loads(out) for out, _ in said) if found["output"] is not None)
-    assert report["steps"] == 3 and not report["finished_before"]
+    for finished_before in (False, True):
+        nodes = [tmp_path / "0", tmp_path / "1"]
+        commands = []
+        for node in nodes:
+            node.mkdir(exist_ok=True)
+            commands.append(by_srun(recipe, node))
+        said = [command.communicate(timeout=300) for command in commands]
+        assert [command.returncode for command in commands] == [0, 0], said
+        (report,) = (found for found in (json.loads(out) for out, _ in said) if found["output"] is not None)
+        assert report["steps"] == 3 and report["finished_before"] == finished_before
     (final,) = tmp_path.glob("[01]/out/final")
     here, there = weights(tmp_path / "one" / "final"), weights(final)
     assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
