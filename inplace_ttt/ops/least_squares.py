@@ -4,7 +4,9 @@ The state is two sums in one matrix [d + r, r], B = Σ c_j V_jᵀK_j above G = �
 paper's sum holds of it. A chunk reads with M = B (G + λI)⁻¹, which minimises Σ c_j ‖V_j - K_jMᵀ‖² + λ‖M‖². In keys' place:
 
     forward     Y = K (G + λI)⁻¹        O = η Y Bᵀ
-    backward    X = η dO B (G + λI)⁻¹   dK = X   dB = η dOᵀY   dG = -(YᵀX + XᵀY) / 2
+    backward    X = η dO B (G + λI)⁻¹   dK = X   dB = η dOᵀY   dG = -YᵀX
+
+Of dG the symmetric part counts, since G is KᵀK, to whose gradient dG comes with its transpose.
 
 A gate β weighs tokens: what M minimises counts each as often, for which βK_j stands in the second place of both products.
 
@@ -239,12 +241,14 @@ class _Walk:
                     continue
                 groups = list(self.groups(document))
                 self.through_reads(row, number, groups, d_out, solved, into.k)
-                d_sums = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
+                handed_on = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
                 if d_state is not None and number == len(documents) - 1:
-                    d_sums += d_state[row]
-                d_sums = self.through_sums(row, number, groups, d_out, solved, d_sums, into)
+                    handed_on += d_state[row]
+                d_sums = self.through_sums(row, number, groups, d_out, solved, handed_on, into)
                 if d_initial is not None and number == 0:
                     d_initial[row] = d_sums
+                    by_reads = d_sums[self.d :] - handed_on[self.d :]
+                    d_initial[row, self.d :] += (by_reads.mT - by_reads) / 2  # its symmetric part
         return into.k, into.v, into.gate, d_initial
 
     def room(self, dv: Tensor) -> list[Tensor]:
@@ -281,8 +285,7 @@ class _Walk:
             if self.may_read(row, number, group):
                 x, grad, y, *lost = (self.chunked(t[group.here], group) for t in (into.k[row], d_out[row], *solved))
                 x = x + lost[0] if lost else x
-                cross = y.mT @ x
-                read = torch.cat([(grad.mT @ y).mul_(self.eta), (cross + cross.mT).mul_(-0.5)], dim=1)
+                read = torch.cat([(grad.mT @ y).mul_(self.eta), (y.mT @ x).neg_()], dim=1)
             after = d_sums[None]  # gradients of the sums after each chunk of the group
             if group.chunks > 1 and read is not None:
                 later = read.flip(0).cumsum(0).flip(0)
