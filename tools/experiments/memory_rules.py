@@ -54,7 +54,7 @@ RULES = {
     "compact": compact(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
-    "paper, eta 0.04": papers("paper", "eta=0.04"),
+    **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
     "ttt_ntp": papers("ttt_ntp").trained("optimisation.conv_learning_rate=null"),
     "LoRA, eta 0": without_writes(*LORA),
     "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
