@@ -56,6 +56,7 @@ RULES = {
     "official": papers("official", "eta=3"),
     **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
     "ttt_ntp": papers("ttt_ntp").trained("optimisation.conv_learning_rate=null"),
+    "ttt_ntp, eta 0.01": papers("ttt_ntp", "eta=0.01").trained("optimisation.conv_learning_rate=null"),
     "LoRA, eta 0": without_writes(*LORA),
     "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
     "compact, rank 0.5": compact("whitening.rank=0.5"),
