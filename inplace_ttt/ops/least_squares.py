@@ -6,7 +6,7 @@ paper's sum holds of it. A chunk reads with M = B (G + λI)⁻¹, which minimise
     forward     Y = K (G + λI)⁻¹        O = η Y Bᵀ
     backward    X = η dO B (G + λI)⁻¹   dK = X   dB = η dOᵀY   dG = -YᵀX
 
-Of dG the symmetric part counts, since G is KᵀK, to whose gradient dG comes with its transpose.
+Of dG the symmetric part counts: of G = KᵀK a key's gradient is K (dG + dGᵀ).
 
 A gate β weighs tokens: what M minimises counts each as often, for which βK_j stands in the second place of both products.
 
