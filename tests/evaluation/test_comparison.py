@@ -66,6 +66,13 @@ def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) 
     assert distance(foreign, own) > 1e-3
 
 
+def test_lenders_have_no_logits_made() -> None:
+    model, rows, made = converted("llama"), random_ids(3, LENGTH), []
+    model.get_output_embeddings().register_forward_hook(lambda head, args, out: made.append(out.shape[0]))
+    foreign_losses(model, rows, rows.roll(-1, 0), piece=CHUNK)
+    assert set(made) == {3}
+
+
 class reading:
     """Within it every TTT layer adds what it reads of given states to its output."""
 
