@@ -9,10 +9,12 @@ import torch
 import transformers
 from models import CHUNK, distance, random_ids, turn_writer_on
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import inplace_ttt
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert
+from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.surgery import is_converted
 
@@ -105,7 +107,10 @@ def test_the_text_tower_is_converted_and_generates_what_it_reads(name: str, targ
     base, model, ids = build(name), converted(name, target), random_ids(2, LENGTH)
     paths = [path for path, module in model.named_modules() if isinstance(module, FastWeight)]
     assert len(paths) == 2 and not any("vision" in path or "visual" in path for path in paths)
-    assert distance(logits(model, input_ids=ids), logits(base, input_ids=ids)) > 0.02
+    read = logits(model, input_ids=ids)
+    assert distance(read, logits(base, input_ids=ids)) > 0.02
+    losses = cross_entropy(read[:, :-1].mT.float(), ids[:, 1:], reduction="none")
+    assert distance(token_losses(model, ids, piece=CHUNK), losses) < 1e-4
     mask = torch.ones_like(ids)
     mask[1, : CHUNK + 2] = 0
     for given in (torch.ones_like(ids), mask):

@@ -36,7 +36,7 @@ def losses(model: PreTrainedModel, row: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("piece", [CHUNK, 4, 100])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "granite"])
 def test_pieces_are_one_call(name: str, piece: int, window: int | None) -> None:
     model, rows = converted(name), random_ids(3, LENGTH)
     found = token_losses(model, rows, piece=piece, window=window, sinks=2)
