@@ -37,6 +37,11 @@ def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
     return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
 
 
+def ttt_ntp(*changed: str) -> Rule:
+    """TTT-NTP's training form, which has no conv."""
+    return papers("ttt_ntp", *changed).trained("optimisation.conv_learning_rate=null")
+
+
 def compact(*changed: str) -> Rule:
     """The preset with some of the config's settings changed."""
     return Rule(("--preset", "compact", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
@@ -55,8 +60,8 @@ RULES = {
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
     **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
-    "ttt_ntp": papers("ttt_ntp").trained("optimisation.conv_learning_rate=null"),
-    "ttt_ntp, eta 0.01": papers("ttt_ntp", "eta=0.01").trained("optimisation.conv_learning_rate=null"),
+    "ttt_ntp": ttt_ntp(),
+    "ttt_ntp, eta 0.01": ttt_ntp("eta=0.01"),
     "LoRA, eta 0": without_writes(*LORA),
     "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
     "compact, rank 0.5": compact("whitening.rank=0.5"),
