@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -195,12 +195,7 @@ def _converted_class(base: Any, config_class: Any) -> type:
             model, info = base.from_pretrained.__func__(cls, *args, output_loading_info=True, **kwargs)
         finally:
             _loading.reset(token)
-        if missing := sorted(name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()):  # not a new head
-            where = "the state dict" if model.name_or_path in ("", "None") else model.name_or_path
-            raise InPlaceTTTError(
-                f"{where} lacks {len(missing)} tensors of a {base.__name__} ({missing[0]}, …): half a checkpoint, or another class's; "
-                "load it by the class that its config.json names, or convert the base model again."
-            )
+        refuse_lack(model, [name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()])  # not a new head
         _check_split(model)
         return (model, info) if output_loading_info else model
 
@@ -224,6 +219,16 @@ def _converted_class(base: Any, config_class: Any) -> type:
         "is_custom_code": classmethod(lambda cls: False),
     }
     return type(base.__name__, (base,), body)  # the base's name, by which transformers chooses losses and label shifts
+
+
+def refuse_lack(model: Any, missing: Iterable[str]) -> None:
+    """Raises InPlaceTTTError where a checkpoint lacks tensors of the model that it was loaded into, which have random numbers now."""
+    if lacking := sorted(missing):
+        where = "the state dict" if model.name_or_path in ("", "None") else model.name_or_path
+        raise InPlaceTTTError(
+            f"{where} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): half a checkpoint, or another class's; "
+            "load it by the class that its config.json names, or download the base, or convert it, again."
+        )
 
 
 def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import InPlaceTTTError, reported
 from ..layer.zero3 import whole
+from ..models import refuse_lack
 from ..surgery import convert, fast_weights
 from .adapter import is_adapter, located, read_adapter
 from .fingerprint import fingerprint
@@ -49,8 +50,9 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
         raise InPlaceTTTError(
             f"{path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; write the adapter again."
         )
-    for index, layer in layers.items():
-        layer.ttt.load_state_dict(tensors[index])
+    with reported(f"cannot load {path}"):
+        for index, layer in layers.items():
+            layer.ttt.load_state_dict(tensors[index])
     model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": source}}
     return model
 
@@ -58,11 +60,21 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
 def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     """A causal LM in eval mode; whatever transformers has against it becomes one sentence.
 
-    Raises InPlaceTTTError for a checkpoint of the public code, whose fast weights would be dropped.
+    Raises InPlaceTTTError for tensors that are missing, or of other shapes than config.json says, and for a checkpoint of the public
+    code, whose fast weights would be dropped.
     """
     if os.path.isdir(path):
         read_config(Path(path))
-    with reported(f"cannot load {path}"):
-        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
+    anyway = kwargs.pop("ignore_mismatched_sizes", False)
+    with reported(f"cannot load {path}"):  # transformers' own refusal names neither tensor nor shape
+        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    if (others := sorted(found["mismatched_keys"])) and not anyway:
+        name, has, wants = others[0]
+        more = f" ({len(others) - 1} more are others)" if len(others) > 1 else ""
+        raise InPlaceTTTError(
+            f"cannot load {path}: {name} is {list(has)}, and its config.json says {list(wants)}{more}; take config and weights of one "
+            "checkpoint."
+        )
+    refuse_lack(model, found["missing_keys"])
     refuse_official(str(path), found["unexpected_keys"])
     return model.eval()

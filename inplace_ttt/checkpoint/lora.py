@@ -62,10 +62,23 @@ def standing_on(path: str | os.PathLike[str], base: str | None = None) -> tuple[
 
 
 def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:
-    """The converted model with a PEFT adapter's LoRA added to its weights, and the adapter's conv and P in place of its own."""
+    """The converted model with a PEFT adapter's LoRA added to its weights, and the adapter's conv and P in place of its own.
+
+    Raises InPlaceTTTError for an adapter that lacks tensors of what its config adapts, or has others that the model has no place for.
+    """
     try:
-        from peft import PeftModel
+        from peft import PeftModel, get_peft_model_state_dict
+        from peft.utils import load_peft_weights
     except ImportError:
         raise InPlaceTTTError(f"{path} is an adapter of PEFT, which is not installed; pip install 'inplace-ttt[train]'.") from None
     with reported(f"cannot load {path}"):
-        return PeftModel.from_pretrained(model, str(path)).merge_and_unload().eval()
+        held = load_peft_weights(str(path), device="cpu").keys()
+        adapted = PeftModel.from_pretrained(model, str(path))
+        wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    for names, problem in (
+        (wanted - held, "lacks {} tensors of what it adapts"),
+        (held - wanted - adapted.state_dict().keys(), "has {} tensors that its base has no place for"),
+    ):
+        if names:  # PEFT warns of the first, and passes over the second
+            raise InPlaceTTTError(f"{path} {problem.format(len(names))} ({min(names)}, …); copy it again, or load it onto its own base.")
+    return adapted.merge_and_unload().eval()

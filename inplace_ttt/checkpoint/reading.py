@@ -223,10 +223,12 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
                 f"{name}: layer {layer} has the TTT tensors {has} where its config wants {wants}; convert the base again."
             )
         width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
-        wanted = {"conv": [width, 1, taps], "proj": [width, width]}
-        if "keys.directions" in held:
-            rank, inputs = held["keys.directions"].shape if held["keys.directions"].ndim == 2 else (0, 0)
-            wanted |= {"keys.directions": [rank, inputs], "keys.centre": [inputs], "write_gate.gate": [rank + 1]}
+        wanted = {"proj": [width, width], "conv": [width, 1, taps], "mean": [width], "gain": []}
+        if (directions := held.get("keys.directions")) is not None:
+            if directions.ndim != 2:
+                raise InPlaceTTTError(f"{name}: keys.directions of layer {layer} is {list(directions.shape)}, which is no matrix [r, h].")
+            rank, inputs = directions.shape
+            wanted |= {"keys.centre": [inputs], "write_gate.gate": [rank + 1]}
         for kind, shape in wanted.items():
             if kind in held and list(held[kind].shape) != shape:
                 raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")

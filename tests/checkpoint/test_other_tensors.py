@@ -1,0 +1,108 @@
+"""Tensors that are not those of the config beside them: a checkpoint, a base, an adapter is refused by the tensor's name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import random_ids
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoint.folders import save_base
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, cli, convert, load, save_adapter
+from inplace_ttt.calibration.calibrate import calibrate
+from inplace_ttt.checkpoint.loading import load_base
+from inplace_ttt.config_tables import KeyWhitening
+
+TTT = {"conv", "proj", "mean", "gain", "keys.directions", "keys.centre", "write_gate.gate"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base, and its conversion with every tensor that there is, as a full checkpoint and as an adapter."""
+    made = tmp_path_factory.mktemp("made")
+    base = save_base(made / "base")
+    extensions = {"rule": "least_squares", "damping": 1.0, "whitening": KeyWhitening(rank=8), "standardised": True, "write_gate": True}
+    model = convert(load_base(base), InPlaceTTTConfig(layers=(0, 2), chunk_size=7, **extensions))
+    calibrate(model, [random_ids(1, 60)])
+    model.save_pretrained(made / "full")
+    save_adapter(model, made / "adapter", base=str(base))
+    return {name: made / name for name in ("base", "full", "adapter")}
+
+
+def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of a folder whose one file of tensors is changed."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (shard,) = folder.glob("*.safetensors")
+    tensors = load_file(shard)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, shard, {"format": "pt"})
+    return folder
+
+
+def named(tensors: dict[str, Tensor], ending: str) -> str:
+    return next(name for name in sorted(tensors) if name.endswith(ending))
+
+
+@pytest.mark.parametrize("form", ["full", "adapter"])
+@pytest.mark.parametrize("kind", sorted(TTT))
+def test_another_shape(kind: str, form: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    def widen(tensors: dict[str, Tensor]) -> None:
+        name = named(tensors, kind)
+        tensors[name] = torch.cat([tensors[name].reshape(-1), torch.zeros(1)])
+
+    with pytest.raises(InPlaceTTTError, match=rf"{kind}( of layer 0)? is \[\d+\][ ,]"):
+        load(changed(folders[form], tmp_path / "other", widen))
+
+
+@pytest.mark.parametrize("form", ["full", "adapter"])
+def test_fewer_directions_than_the_config_has(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    def fewer(tensors: dict[str, Tensor]) -> None:
+        for ending in ("keys.directions", "write_gate.gate"):
+            tensors[name] = tensors[name := named(tensors, ending)][:-1]
+
+    with pytest.raises(InPlaceTTTError, match=r"keys.directions"):
+        load(changed(folders[form], tmp_path / "other", fewer))
+
+
+def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_path: Path) -> None:
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        for ending in ("0.self_attn.q_proj.weight", "1.self_attn.q_proj.weight"):
+            tensors[name] = tensors[name := named(tensors, ending)][:3]
+
+    other = changed(folders["base"], tmp_path / "other", narrow)
+    said = r"layers.0.self_attn.q_proj.weight is \[3, 32\], and its config.json says \[32, 32\] \(1 more are others\); take config and"
+    with pytest.raises(InPlaceTTTError, match=said):
+        load_base(other)
+    assert load_base(other, ignore_mismatched_sizes=True) is not None
+
+
+def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers would go on with random numbers in its place."""
+    half = changed(folders["base"], tmp_path / "half", lambda tensors: tensors.pop(named(tensors, "1.self_attn.q_proj.weight")))
+    said = f"{half} lacks 1 tensors of a LlamaForCausalLM (model.layers.1.self_attn.q_proj.weight, …)"
+    with pytest.raises(InPlaceTTTError) as refused:
+        load_base(half)
+    assert said in str(refused.value)
+    assert cli.main(["convert", str(half), str(tmp_path / "out"), "--layers", "0"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_peft_adapter_is_not_whole(folders: dict[str, Path], tmp_path: Path) -> None:
+    adapted = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["ttt"], task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(load(folders["full"]), adapted).save_pretrained(tmp_path / "whole")
+    load(tmp_path / "whole")
+
+    def lose(ending: str) -> Callable[[dict[str, Tensor]], object]:
+        return lambda tensors: tensors.pop(named(tensors, ending))
+
+    for kind in ("lora_A.weight", "lora_B.weight", "ttt.conv"):
+        with pytest.raises(InPlaceTTTError, match=rf"layers.0\..*{kind}"):
+            load(changed(tmp_path / "whole", tmp_path / kind, lose(kind)))
+    more = {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(2, 32)}
+    with pytest.raises(InPlaceTTTError, match=r"has 1 tensors that its base has no place for \(.*layers.9"):
+        load(changed(tmp_path / "whole", tmp_path / "more", lambda tensors: tensors.update(more)))
