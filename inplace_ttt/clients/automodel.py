@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM
 
+from ..checkpoint.loading import load_base
 from .settings import prepare, settings_of
 
 
@@ -16,7 +16,7 @@ def from_pretrained(pretrained_model_name_or_path: str, surgery: Mapping[str, An
 
     surgery: what is converted and how, as in a recipe of ours; none for a folder that is converted already.
     options: for `AutoModelForCausalLM.from_pretrained`.
-    Raises InPlaceTTTError for settings that cannot be.
+    Raises InPlaceTTTError for settings that cannot be, and for weights that cannot be loaded whole.
     """
     settings = settings_of({} if surgery is None else {"surgery": surgery})
-    return prepare(AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, **options), settings.surgery)
+    return prepare(load_base(pretrained_model_name_or_path, **options), settings.surgery)
