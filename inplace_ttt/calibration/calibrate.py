@@ -56,7 +56,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     """Measure what a converted model's extensions need on `rows` of token ids [1, T], and set it, in place.
 
     The rows are read with TTT off; for a calibrated P once more, with a backward pass. Raises InPlaceTTTError when the
-    config needs no calibration, or nothing is read.
+    config needs no calibration, nothing is read, or the model's hidden states are not finite.
     """
     config = config_of(model)
     if not config.needs_calibration:
@@ -67,7 +67,10 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     over_text: dict[int, _Seen] = {}
     with ttt_disabled(model), seeing(model) as found, feeling(model) as felt:
         for row in tqdm(rows, desc="calibrating", file=sys.stderr, disable=None if progress else True):
-            locate(model).base(row, use_cache=False)
+            if not locate(model).base(row, use_cache=False).last_hidden_state.isfinite().all():
+                raise InPlaceTTTError(
+                    "the model's hidden states are not finite on the calibration text; its weights are damaged, or their dtype too narrow."
+                )
             for index, seen in found.items():
                 over_text.setdefault(index, _Seen(layers[index], seen)).add(seen, felt[index])
     vocabulary = _mean_embedding(model) if config.standardised and config.target == "embeddings" else None

@@ -116,7 +116,8 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
         return None
     if not args.calibrate:
         raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
-    return calibration_rows(files_in(args.calibrate), tokenizer_of(args.src), args.calibrate_tokens or CALIBRATION_TOKENS)
+    tokenizer = tokenizer_of(args.src, model=plan.model)
+    return calibration_rows(files_in(args.calibrate), tokenizer, args.calibrate_tokens or CALIBRATION_TOKENS)
 
 
 def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from models import random_ids
 from peft import LoraConfig, get_peft_model
@@ -90,6 +91,34 @@ def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys:
     assert said in str(refused.value)
     assert cli.main(["convert", str(half), str(tmp_path / "out"), "--layers", "0"]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--set", "standardised=true"], ["--set", "calibrated_proj=true"], ["--preset", "compact"]], ids=str
+)
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_base_holds_what_is_no_number(number: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the proof, which compares it with itself, nor a calibration goes on with it."""
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[named(tensors, "1.mlp.gate_proj.weight")][0, 0] = float(number)
+
+    base = changed(tiny.save_base(tmp_path / "base"), tmp_path / "other", spoil)
+    (tmp_path / "book.txt").write_text(tiny.text(words=100))
+    read = ["--calibrate", str(tmp_path / "book.txt"), "--no-verify"] if options else []
+    assert cli.main(["convert", str(base), str(tmp_path / "out"), "--layers", "0", *options, *read]) == 2
+    assert "not finite" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_text_to_calibrate_on_is_read_by_another_tokenizer(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = changed(folders["base"], tmp_path / "other", lambda tensors: None)
+    tiny.tokenizer().save_pretrained(base)
+    (tmp_path / "book.txt").write_text(tiny.text(words=100))
+    how = ["--layers", "0", "--preset", "compact", "--calibrate", str(tmp_path / "book.txt")]
+    assert cli.main(["convert", str(base), str(tmp_path / "out"), *how]) == 2
+    assert "has the tokenizer of another model" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_peft_adapter_is_not_whole(folders: dict[str, Path], tmp_path: Path) -> None:
