@@ -44,6 +44,8 @@ def _served(architecture: str) -> type:
             if odd := own.keys() ^ mine.keys():
                 raise InPlaceTTTError(f"the checkpoint's fast weights and its config differ in {min(odd)}; convert the base again.")
             for name, tensor in mine.items():
+                if tensor.shape != (shape := own[name].shape):  # else one number would be copied into all
+                    raise InPlaceTTTError(f"{name} is {list(tensor.shape)} and the config says {list(shape)}; convert the base again.")
                 own[name].data.copy_(tensor)
             for module in self.modules():
                 if isinstance(module, FastRowParallelLinear):
