@@ -196,6 +196,11 @@ def _converted_class(base: Any, config_class: Any) -> type:
         finally:
             _loading.reset(token)
         refuse_lack(model, [name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()])  # not a new head
+        if dropped := sorted(name for name in info["unexpected_keys"] if ".ttt." in name):
+            raise InPlaceTTTError(
+                f"{_source(model)} has {len(dropped)} tensors of fast weights that its config names no layer for ({dropped[0]}, …); take "
+                "config and weights of one checkpoint."
+            )
         _check_split(model)
         return (model, info) if output_loading_info else model
 
@@ -224,11 +229,14 @@ def _converted_class(base: Any, config_class: Any) -> type:
 def refuse_lack(model: Any, missing: Iterable[str]) -> None:
     """Raises InPlaceTTTError where a checkpoint lacks tensors of the model that it was loaded into, which have random numbers now."""
     if lacking := sorted(missing):
-        where = "the state dict" if model.name_or_path in ("", "None") else model.name_or_path
         raise InPlaceTTTError(
-            f"{where} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): half a checkpoint, or another class's; "
-            "load it by the class that its config.json names, or download the base, or convert it, again."
+            f"{_source(model)} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): half a checkpoint, or another "
+            "class's; load it by the class that its config.json names, or download the base, or convert it, again."
         )
+
+
+def _source(model: Any) -> str:
+    return "the state dict" if model.name_or_path in ("", "None") else model.name_or_path
 
 
 def mark(config: PreTrainedConfig, ttt: InPlaceTTTConfig) -> None:

@@ -1,5 +1,6 @@
 """Tensors that are not those of the config beside them: a checkpoint, a base, an adapter is refused by the tensor's name."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from models import random_ids
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from checkpoint.folders import save_base
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, cli, convert, load, save_adapter
@@ -68,6 +70,17 @@ def test_fewer_directions_than_the_config_has(form: str, folders: dict[str, Path
 
     with pytest.raises(InPlaceTTTError, match=r"keys.directions"):
         load(changed(folders[form], tmp_path / "other", fewer))
+
+
+def test_more_layers_than_the_config_names(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers would leave their fast weights out."""
+    other = changed(folders["full"], tmp_path / "other", lambda tensors: None)
+    config = json.loads((other / "config.json").read_text())
+    config["inplace_ttt"]["config"]["layers"] = [0]
+    (other / "config.json").write_text(json.dumps(config))
+    for read in (load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(InPlaceTTTError, match=r"has 7 tensors of fast weights that its config names no layer for \(.*layers.2"):
+            read(other)
 
 
 def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_path: Path) -> None:
