@@ -16,7 +16,7 @@ from .adapter import is_adapter, located, read_adapter
 from .fingerprint import fingerprint
 from .lora import merged, standing_on
 from .official import refuse_official
-from .reading import Checkpoint, is_peft_adapter, read_config
+from .reading import Checkpoint, is_folder, is_peft_adapter, read_config
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -63,7 +63,7 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     Raises InPlaceTTTError for tensors that are missing, or of other shapes than config.json says, and for a checkpoint of the public
     code, whose fast weights would be dropped.
     """
-    if os.path.isdir(path):
+    if is_folder(path):
         read_config(Path(path))
     anyway = kwargs.pop("ignore_mismatched_sizes", False)
     with reported(f"cannot load {path}"):  # transformers' own refusal names neither tensor nor shape

@@ -281,16 +281,22 @@ def parameters_of(tensors: LayerTensors) -> int:
     return sum(pair[kind].numel() for pair in tensors.values() for kind in ("conv", "proj", "write_gate.gate") if kind in pair)
 
 
-def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:
-    folder = Path(source)
-    if os.path.isdir(folder):
-        return folder, None
+def is_folder(source: str | os.PathLike[str]) -> bool:
+    """Whether a model is a folder here, or else, by its name, on the hub. Raises InPlaceTTTError for what can be neither."""
+    if os.path.isdir(source):
+        return True
     if (problem := name_problem(str(source))) is not None:
         raise InPlaceTTTError(f"{shown(str(source))} {problem}; give a model folder or a hub id.")
-    if os.path.lexists(folder):
+    if os.path.lexists(source):
         raise InPlaceTTTError(f"{source} is a file; give the model's folder or a hub id.")
-    if len(folder.parts) > 2 or str(source).startswith((".", "/", "~")):
+    if len(Path(source).parts) > 2 or str(source).startswith((".", "/", "~")):
         raise InPlaceTTTError(f"{source} does not exist; give a model folder or a hub id.")
+    return False
+
+
+def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    if is_folder(source):
+        return Path(source), None
     with reported(f"{source} is neither a folder nor a model that can be downloaded"):
         patterns = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "README.md"]
         snapshot = Path(snapshot_download(str(source), allow_patterns=patterns))

@@ -95,6 +95,13 @@ def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_pa
     assert load_base(other, ignore_mismatched_sizes=True) is not None
 
 
+def test_there_is_no_base(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, said in ((tmp_path / "gone", "gone does not exist"), (tmp_path / "file", "file is a file"), ("", "is empty")):
+        with pytest.raises(InPlaceTTTError, match=f"{said}.*; give (a model folder|the model's folder) or a hub id"):
+            load_base(place)
+
+
 def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """transformers would go on with random numbers in its place."""
     half = changed(folders["base"], tmp_path / "half", lambda tensors: tensors.pop(named(tensors, "1.self_attn.q_proj.weight")))
