@@ -166,10 +166,11 @@ class FastWeightTrainer(Trainer):
         total, asked = _summed(mine, loss.device).tolist()
         self.stopping.agreed |= asked > 0
         if not math.isfinite(total):
-            last = last_checkpoint(self.args.output_dir)
+            last, step = last_checkpoint(self.args.output_dir), self.state.global_step + 1
+            lower = "lower the learning rates or eta, or look for bad rows in the data"
             raise NotSoError(
-                f"the loss is not finite at step {self.state.global_step + 1}; the weights are as before it, and the last checkpoint is "
-                f"{last or 'none'}: lower the learning rates or eta, or look for bad rows in the data."
+                f"the loss is not finite at step {step}; the weights are as before it, and the last checkpoint is {last or 'none'}: "
+                f"{lower if step > 1 else 'nothing has learnt yet, so look for damaged weights or bad rows, or lower eta'}."
             )
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
