@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -17,9 +18,17 @@ from checkpoint.folders import save_base
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, cli, convert, load, save_adapter
 from inplace_ttt.calibration.calibrate import calibrate
 from inplace_ttt.checkpoint.loading import load_base
+from inplace_ttt.checkpoint.reading import kinds
 from inplace_ttt.config_tables import KeyWhitening
 
-TTT = {"conv", "proj", "mean", "gain", "keys.directions", "keys.centre", "write_gate.gate"}
+EXTENSIONS: dict[str, Any] = {
+    "rule": "least_squares",
+    "damping": 1.0,
+    "whitening": KeyWhitening(rank=8),
+    "standardised": True,
+    "write_gate": True,
+}
+CONFIG = InPlaceTTTConfig(layers=(0, 2), chunk_size=7, **EXTENSIONS)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A base, and its conversion with every tensor that there is, as a full checkpoint and as an adapter."""
     made = tmp_path_factory.mktemp("made")
     base = save_base(made / "base")
-    extensions = {"rule": "least_squares", "damping": 1.0, "whitening": KeyWhitening(rank=8), "standardised": True, "write_gate": True}
-    model = convert(load_base(base), InPlaceTTTConfig(layers=(0, 2), chunk_size=7, **extensions))
+    model = convert(load_base(base), CONFIG)
     calibrate(model, [random_ids(1, 60)])
     model.save_pretrained(made / "full")
     save_adapter(model, made / "adapter", base=str(base))
@@ -52,7 +60,7 @@ def named(tensors: dict[str, Tensor], ending: str) -> str:
 
 
 @pytest.mark.parametrize("form", ["full", "adapter"])
-@pytest.mark.parametrize("kind", sorted(TTT))
+@pytest.mark.parametrize("kind", sorted(kinds(CONFIG)))
 def test_another_shape(kind: str, form: str, folders: dict[str, Path], tmp_path: Path) -> None:
     def widen(tensors: dict[str, Tensor]) -> None:
         name = named(tensors, kind)
