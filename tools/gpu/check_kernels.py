@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -66,33 +67,49 @@ def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[
         for (start, keep, w0, clip), tile in itertools.product(chosen, range(4 if every_tile else 1)):
             chunk, d, h = shapes[shape]
             tau = 0.9 * (chunk * d * h) ** 0.5 if clip else None  # the typical norm of a random delta: some chunks are clipped
-            given = _inputs(documents, chunk, d, h, dtype, device, start, w0)
-            expected = _run("reference", *given, tau, keep)
             name = f"{documents}, {shape}, {str(dtype)[6:]}, state {start}, weight {w0}, clip {clip}, tile {tile}"
             try:
+                given = _inputs(documents, chunk, d, h, dtype, device, start, w0)
+                expected = _run("reference", *given, tau, keep)
                 with _poisoned(), _candidate(tile):
                     found = _run("triton", *given, tau, keep)
             except Exception as error:
-                where = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                yield {"name": name, "ok": False, "worst": float("nan"), "bound": BOUND[dtype], "where": where}
+                yield _broken(name, error, BOUND[dtype])
                 continue
             errors = {name: _distance(found[name], expected[name]) for name in expected}
             where = max(errors, key=lambda name: errors[name])
             ok = all(error < BOUND[dtype] for error in errors.values())  # false of NaN
             yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
     if part == parts - 1:
-        yield from _convolutions(device, smoke)
+        try:
+            yield from _convolutions(device, smoke)
+        except Exception as error:
+            yield _broken("convolutions", error, 0.0)
+
+
+def _broken(name: str, error: BaseException, bound: float) -> dict[str, Any]:
+    """The row of a case that raised, with where it did."""
+    where = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    trace = "".join(traceback.format_exception(error))[-4000:]
+    return {"name": name, "ok": False, "worst": float("nan"), "bound": bound, "where": where, "traceback": trace}
 
 
 def on_all_cores(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """The checks in a process a core, which is where the time to compile goes; the kernels stay compiled for who comes next."""
-    parts = 1 if smoke else max(1, min(len(os.sched_getaffinity(0)), 8))
+    """The checks in a process a core, which is where the time to compile goes; the kernels stay compiled for who comes next.
+
+    A part whose process dies, as after an illegal address, is a row that does not hold.
+    """
+    parts = 1 if smoke else max(1, min(len(os.sched_getaffinity(0)), 18))
     if parts == 1:
         yield from checks(device, smoke)
         return
     with concurrent.futures.ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in concurrent.futures.as_completed(pool.submit(_part, device, part, parts) for part in range(parts)):
-            yield from done.result()
+        running = {pool.submit(_part, device, part, parts): part for part in range(parts)}
+        for done in concurrent.futures.as_completed(running):
+            try:
+                yield from done.result()
+            except Exception as error:
+                yield _broken(f"part {running[done]} of {parts}", error, 0.0)
 
 
 def _part(device: str, part: int, parts: int) -> list[dict[str, Any]]:

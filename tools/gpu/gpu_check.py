@@ -13,9 +13,13 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+_COMPILED = (512, 4096)
+"""Chunk sizes at which the formulations that torch compiles are measured too."""
 
 
 class Clock:
@@ -37,6 +41,7 @@ class Clock:
             yield
         except Exception as error:
             self.skipped.append(f"{task}: {type(error).__name__}: {str(error)[:300]}")
+            traceback.print_exc()
 
 
 def main() -> int:
@@ -75,15 +80,20 @@ def main() -> int:
         rate = next(row["tflops"] for row in limits if row["name"] == "product")
         copy = next(row["terabytes_per_second"] for row in limits if row["name"] == "copy")
         table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copy:.2f} TB/s copied")
-        # models first, then the first op shapes, then the rest for as long as the time lasts
-        models = _record(folder / "models.json", about, _models(clock, args.smoke), say)
-        shapes = list(_shapes(args.smoke))
-        first = _record(folder / "op.json", about, _ops(shapes[:5], clock, args.smoke), say)
-        others = _record(folder / "situations.json", about, _situations(clock, args.smoke), say)
+        # the bars first: a model of each rule and the first op shapes; then the rest for as long as the time lasts
+        shapes, tasks = list(_shapes(args.smoke)), list(_model_tasks(args.smoke))
+        models = _record(folder / "models.json", about, _models(tasks[:2], clock), say)
+        ops = _record(folder / "op.json", about, _ops(shapes[:5], clock, args.smoke), say)
         _record(folder / "kernels.json", about, _alone(clock, args.smoke), say)
-        ops = _record(folder / "op.json", about, _ops(shapes[5:], clock, args.smoke), say, first)
+        models = _record(folder / "models.json", about, _models(tasks[2:], clock), say, models)
+        others = _record(folder / "situations.json", about, _situations(clock, args.smoke), say)
+        ops = _record(folder / "op.json", about, _ops(shapes[5:], clock, args.smoke), say, ops)
         table += [*_op_table(ops, rate), *_situation_table(others), *_model_table(models)]
     _record(folder / "tiles.json", about, _tiles(), say)
+    if not args.smoke and clock.has(situations.SANITIZER_SECONDS, "compute-sanitizer"):
+        found = _record(folder / "checks.json", about, situations.sanitizer(), _say_check, checks)[len(checks) :]
+        table += [f"{'holds' if row['ok'] else 'wrong'}: {row['name']} {row['where']}" for row in found]
+        wrong += [row["name"] for row in found if not row["ok"]]
     print("\n".join([*table, *(f"skipped: {line}" for line in clock.skipped)]))
     return 1 if wrong else 0
 
@@ -159,27 +169,37 @@ def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[d
         if smoke:
             yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 1, "cpu", torch.bfloat16, every_form=False)}
         elif clock.has(seconds, task := f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"):
+            every_form = shape.chunk_size in _COMPILED  # else compiling is most of the time
             with clock.carries_on(task):
-                yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 5, "cuda", torch.bfloat16)}
+                yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 5, "cuda", torch.bfloat16, every_form)}
             torch.cuda.empty_cache()
 
 
-def _models(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
+def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
+    """What to measure of a converted model, and about how many seconds it takes."""
+    if smoke:
+        yield {"shape": "tiny", "tokens": 96, "chunk_size": 32, "repeats": 1, "device": "cpu", "dtype": "bfloat16"}, 0
+        return
+    long, short = 32768, 8192
+    for shape, tokens, preset, seconds in (
+        ("Qwen3-4B", long, "paper", 45), ("SmolLM2-135M", short, "compact", 30), ("SmolLM2-135M", long, "paper", 45),
+        ("Qwen3-4B", short, "paper", 20), ("SmolLM2-135M", short, "paper", 20),
+    ):  # fmt: skip
+        settings = {"shape": shape, "tokens": tokens, "chunk_size": 512, "repeats": 5, "device": "cuda", "dtype": "bfloat16"}
+        yield {**settings, "preset": preset}, seconds
+
+
+def _models(tasks: list[tuple[dict[str, Any], float]], clock: Clock) -> Iterable[dict[str, Any]]:
     import torch
     from bench_converted import measure
 
-    if smoke:
-        yield measure("tiny", 96, 32, 1, "cpu", "bfloat16")
-        return
-    both = ("Qwen3-4B", "SmolLM2-135M")
-    long, short = (
-        [(shape, tokens, preset, seconds) for shape in both] for tokens, preset, seconds in ((32768, "paper", 45), (8192, "paper", 20))
-    )
-    for shape, tokens, preset, seconds in [*long, *short, ("SmolLM2-135M", 8192, "compact", 30)]:
-        if clock.has(seconds, task := f"model {shape} at {tokens} tokens, {preset}"):
+    for settings, seconds in tasks:
+        task = f"model {settings['shape']} at {settings['tokens']} tokens, {settings.get('preset', 'paper')}"
+        if not seconds or clock.has(seconds, task):
             with clock.carries_on(task):
-                yield measure(shape, tokens, 512, 5, "cuda", "bfloat16", preset)
-            torch.cuda.empty_cache()
+                yield measure(**settings)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 def _situations(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
