@@ -13,7 +13,7 @@ from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
 from . import chunked, compiled, conv, least_squares, reference, row_norms, triton
 from .compiled import TracedLayout
-from .least_squares import read_once, readout
+from .normal_equations import read_once, readout
 from .norms import keeping_row_norms
 from .precision import state_dtype
 from .reference import write_factor

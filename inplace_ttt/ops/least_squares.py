@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from ..layout import ChunkLayout, Span
-from .precision import state_dtype, without_autocast
+from .normal_equations import factor
+from .precision import in_full_precision, product, state_dtype
 from .reference import clip_factor
 
-_CROWDED = 512
-"""Columns of so many numbers, or a multiple, share few lines of a CPU's cache: a Cholesky factor of 1,024 takes two thirds longer."""
+_SUMS_BYTES = 1 << 29
+"""Of a GPU's memory for the sums of the chunks that go together; as much again goes for their factors."""
 
 
-def chunks_together(device: torch.device) -> int:
-    """Chunks whose products and factorisations a device is handed at once: a CPU is busy with one."""
-    return 1 if device.type == "cpu" else 8
+def chunks_together(device: torch.device, state_bytes: int) -> int:
+    """Chunks whose products and factorisations a device is handed at once, for states of so many bytes: a CPU is busy with one."""
+    return 1 if device.type == "cpu" else max(_SUMS_BYTES // state_bytes, 1)
 
 
 def fast_weight(
@@ -58,23 +58,6 @@ def fast_weight(
     return out, state if return_state else None
 
 
-def readout(state: Tensor, damping: float | None) -> Tensor:
-    """M [..., d, r], what a key is read with, of a state [..., d + r, r]; without damping, the paper's, the state itself."""
-    if damping is None:
-        return state
-    return _solved(*_factor(state, damping))
-
-
-def read_once(state: Tensor, keys: Tensor, damping: float) -> Tensor:
-    """What keys [..., n, r] read, η left out, of a state [..., d + r, r]: [..., n, d] in the state's dtype.
-
-    It takes n solves where M takes d.
-    """
-    with without_autocast(state.device):
-        sums, factor = _factor(state, damping)
-        return _solved(keys.to(state.dtype), factor) @ sums.mT
-
-
 def sum_of_writes(
     k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None, gate: Tensor | None = None
 ) -> Tensor:
@@ -94,7 +77,7 @@ class _LeastSquares(torch.autograd.Function):
         ctx.save_for_backward(k, v, gate, initial_state)
         ctx.settings = eta, clip, damping, layout, return_state
         ctx.set_materialize_grads(False)
-        with without_autocast(k.device):
+        with in_full_precision(k.device):
             return _Walk(k, v, gate, initial_state, *ctx.settings).forward()
 
     @staticmethod
@@ -108,7 +91,7 @@ def gradients(
     clip: float | Tensor | None, damping: float, layout: ChunkLayout, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of k, v, gate and initial_state."""
-    with without_autocast(k.device):
+    with in_full_precision(k.device):
         walk = _Walk(k, v, gate, initial_state, eta, clip, damping, layout, return_state)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
 
@@ -121,7 +104,7 @@ class _SumOfWrites(torch.autograd.Function):
         ctx.save_for_backward(k, v, gate)
         ctx.spans, ctx.layout, ctx.clip = spans, layout, clip
         walk = _Walk(k, v, gate, None, 1.0, clip, 0.0, layout, True)
-        with without_autocast(k.device):
+        with in_full_precision(k.device):
             return torch.stack([walk.sum_over(row, span or (0, 0)) for row, span in enumerate(spans)])
 
     @staticmethod
@@ -130,41 +113,12 @@ class _SumOfWrites(torch.autograd.Function):
         k, v, gate = ctx.saved_tensors
         walk = _Walk(k, v, gate, None, 1.0, ctx.clip, 0.0, ctx.layout, True)
         into = _Gradients.of(k, v, gate)
-        with without_autocast(k.device):
+        with in_full_precision(k.device):
             for row, span in enumerate(ctx.spans):
                 for group in walk.groups(span or (0, 0)):
                     if group.is_complete:
                         walk.through_write(row, group, d_state[row].expand(group.chunks, -1, -1), into)
         return into.k, into.v, into.gate, None, None, None
-
-
-def _solved(rows: Tensor, factor: Tensor) -> Tensor:
-    """rows (G + λI)⁻¹ [..., n, r], given the Cholesky factor.
-
-    Solved from the right, where the rows lie: on a CPU that takes half to two thirds of what `cholesky_solve` of their transpose takes.
-    """
-    r, more = rows.shape[-1], factor.shape[-1] - rows.shape[-1]
-    half = torch.linalg.solve_triangular(factor.mT, pad(rows, (0, more)) if more else rows, upper=True, left=False)
-    return torch.linalg.solve_triangular(factor, half, upper=False, left=False)[..., :r]
-
-
-def _factor(state: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """B [..., d, r] and the Cholesky factor of G + λI, of a state [..., d + r, r]; not a number where G is no sum of KᵀK.
-
-    On a CPU the factor is that of a few directions more, which no key has, where it would be crowded.
-
-    To λ comes what rounding may have taken from the sum, 8 ε tr G (1e-6 of it in float32), a constant to the gradient: one key
-    that is written a hundred thousand times would else hide a small λ.
-    """
-    r = state.shape[-1]
-    gram = state[..., -r:, :]
-    lost = 8 * torch.finfo(state.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    more = 8 if r % _CROWDED == 0 and state.device.type == "cpu" else 0
-    damped = pad(gram, (0, more, 0, more))  # a copy
-    damped.diagonal(dim1=-2, dim2=-1).add_((damping + lost)[..., None])
-    factor, failed = torch.linalg.cholesky_ex(damped)  # without a look at `failed`, for which a GPU would be waited for
-    factor.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])  # every solve divides by each of them
-    return state[..., :-r, :], factor
 
 
 @dataclass(frozen=True)
@@ -210,7 +164,7 @@ class _Walk:
 
     def __post_init__(self) -> None:
         self.d, self.r, self.dtype = self.v.shape[-1], self.k.shape[-1], state_dtype(self.k.dtype)
-        self.together = chunks_together(self.k.device)
+        self.together = chunks_together(self.k.device, (self.d + self.r) * self.r * self.dtype.itemsize)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         out, states = torch.zeros_like(self.v), []
@@ -223,9 +177,9 @@ class _Walk:
                 for group in self.groups(document):
                     before, state = self.sums_around(row, number, group, state)
                     if self.may_read(row, number, group):
-                        sums, factor = _factor(before, self.damping)
-                        solved = _solved(self.of(self.k, row, group), factor)
-                        out[row, group.here] = (solved @ sums.mT).mul_(self.eta).flatten(0, 1).to(out.dtype)
+                        (solved,) = factor(before[:, self.d :], self.damping).solve(self.of(self.k[row], group))
+                        read = product(solved, before[:, : self.d].mT)
+                        out[row, group.here] = read.mul_(self.eta).flatten(0, 1).to(out.dtype)
             states.append(state)
         return out, torch.stack(states) if self.keeps_state else None
 
@@ -266,58 +220,54 @@ class _Walk:
         for group in groups:
             before, state = self.sums_around(row, number, group, state)
             if self.may_read(row, number, group):
-                sums, factor = _factor(before, self.damping)
-                keys, grad = self.of(self.k, row, group), self.of(d_out, row, group)
-                both = _solved(torch.cat([keys, (grad @ sums).mul_(self.eta)], dim=1), factor)
-                of_keys, of_grads = both.split(keys.shape[1], dim=1)
+                keys, grad = self.of(self.k[row], group), self.of(d_out[row], group)
+                wanted = product(grad, before[:, : self.d], alpha=self.eta)
+                of_keys, of_grads = factor(before[:, self.d :], self.damping).solve(keys, wanted)
                 y, *lost = solved
                 y[group.here] = of_keys.flatten(0, 1).to(y.dtype)
                 dk[row, group.here] = of_grads.flatten(0, 1).to(dk.dtype)
                 for rest in lost:
-                    rest[group.here] = (of_grads - self.of(dk, row, group)).flatten(0, 1).to(rest.dtype)
+                    rest[group.here] = (of_grads - self.of(dk[row], group)).flatten(0, 1).to(rest.dtype)
 
     def through_sums(
         self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: list[Tensor], d_sums: Tensor, into: _Gradients
     ) -> Tensor:
         """From the last chunk to the first: what each one's writes did to later reads; the gradient of the sums before all."""
         for group in reversed(groups):
-            read = None
+            after, before = d_sums[None], d_sums  # the gradients of the sums after each chunk of the group, the last one's first
             if self.may_read(row, number, group):
-                x, grad, y, *lost = (self.chunked(t[group.here], group) for t in (into.k[row], d_out[row], *solved))
-                x = x + lost[0] if lost else x
-                read = torch.cat([(grad.mT @ y).mul_(self.eta), (y.mT @ x).neg_()], dim=1)
-            after = d_sums[None]  # gradients of the sums after each chunk of the group
-            if group.chunks > 1 and read is not None:
-                later = read.flip(0).cumsum(0).flip(0)
-                after = torch.cat([later[1:] + d_sums, after])
+                x, grad, y, *lost = (self.turned(t, group) for t in (into.k[row], d_out[row], *solved))
+                x = x + lost[0].to(self.dtype) if lost else x
+                after, before = self.running(d_sums, (grad.mT, y, self.eta), (y.mT, x, -1.0))
             if self.is_written(row, number, group):
                 self.through_write(row, group, after, into)
             else:
                 into.v[row, group.here] = 0
-            if read is not None:
-                d_sums = after[0] + read[0]
+            d_sums = before
         return d_sums
 
     def through_write(self, row: int, group: _Group, d_after: Tensor, into: _Gradients) -> None:
-        """Add to dK, and set dV and dβ, of chunks that were added to sums with gradients `d_after` [n, d + r, r]."""
-        keys, values = self.of(self.k, row, group), self.of(self.v, row, group)
-        written = self.gated(keys, row, group)
+        """Add to dK, and set dV and dβ, of chunks that were added to sums with gradients `d_after` [n, d + r, r], the last one's first."""
+        keys, values = (self.turned(x[row], group) for x in (self.k, self.v))
+        counts = None if self.gate is None else self.turned(self.gate[row], group)[..., None]
+        written = keys if counts is None else keys.to(self.dtype) * counts
         d_b, d_g = d_after.split([self.d, self.r], dim=1)
         if self.clip is not None:
-            d_b, d_g = self.through_clip(d_b, d_g, values.mT @ written, keys.mT @ written)
-        into.v[row, group.here] = (written @ d_b.mT).flatten(0, 1).to(into.v.dtype)
-        by_targets, by_keys = values @ d_b, keys @ (d_g + d_g.mT)
-        into.k[row, group.here] += self.gated(by_targets + by_keys, row, group).flatten(0, 1).to(into.k.dtype)
+            d_b, d_g = self.through_clip(d_b, d_g, product(values.mT, written), product(keys.mT, written))
+        into.v[row, group.here] = self.flat(product(written, d_b.mT)).to(into.v.dtype)
+        by_targets, by_keys = product(values, d_b), product(keys, d_g + d_g.mT)
+        both = by_targets + by_keys
+        into.k[row, group.here] += self.flat(both if counts is None else both * counts).to(into.k.dtype)
         if into.gate is not None:
-            into.gate[row, group.here] = ((by_targets + by_keys / 2) * keys).sum(-1).flatten().to(into.gate.dtype)
+            into.gate[row, group.here] = self.flat(((by_targets + by_keys / 2) * keys).sum(-1)).to(into.gate.dtype)
 
-    def through_clip(self, d_b: Tensor, d_g: Tensor, product: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    def through_clip(self, d_b: Tensor, d_g: Tensor, delta: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of VᵀK and KᵀK from those of c VᵀK and c KᵀK, c = min(1, τ/‖VᵀK‖)."""
-        factor = clip_factor(product, self.clip)
-        square = product.square().sum((1, 2), keepdim=True)
-        inner = (product * d_b).sum((1, 2), keepdim=True) + (gram * d_g).sum((1, 2), keepdim=True)
-        along = torch.where(factor < 1, inner / torch.where(square > 0, square, 1.0), 0.0)
-        return factor * (d_b - along * product), factor * d_g
+        c = clip_factor(delta, self.clip)
+        square = delta.square().sum((1, 2), keepdim=True)
+        inner = (delta * d_b).sum((1, 2), keepdim=True) + (gram * d_g).sum((1, 2), keepdim=True)
+        along = torch.where(c < 1, inner / torch.where(square > 0, square, 1.0), 0.0)
+        return c * (d_b - along * delta), c * d_g
 
     def sums_around(self, row: int, number: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
         """The sums before each chunk of a group [n, d + r, r], and those after all [d + r, r], if anything reads them."""
@@ -325,14 +275,27 @@ class _Walk:
 
     def with_writes(self, row: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
         """The same of complete chunks that are written."""
-        keys, values = self.of(self.k, row, group), self.of(self.v, row, group)
-        deltas = torch.cat([values, keys], dim=-1).mT @ self.gated(keys, row, group)
-        if self.clip is not None:
-            deltas *= clip_factor(deltas[:, : self.d], self.clip)
-        if group.chunks == 1:
-            return state[None], state + deltas[0]
-        around = torch.cat([state[None], deltas]).cumsum(0)
-        return around[:-1], around[-1]
+        keys, values = self.of(self.k[row], group), self.of(self.v[row], group)
+        written = keys if self.gate is None else keys.to(self.dtype) * self.of(self.gate[row], group)[..., None]
+        return self.running(state, (values.mT, written, 1.0), (keys.mT, written, 1.0), self.clip)
+
+    def running(
+        self, first: Tensor, above: tuple[Tensor, Tensor, float], below: tuple[Tensor, Tensor, float], clip: float | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sums before each of n steps [n, d + r, r] and after all, from `first` on. A step is B above G, each a product of two
+        matrices [n, ·, ·] times a number; the clip is by B."""
+        n = len(above[0])
+        sums = first.new_empty(n + (n > 1), self.d + self.r, self.r)
+        steps = sums[-n:]
+        for (a, b, alpha), place in ((above, slice(None, self.d)), (below, slice(self.d, None))):
+            product(a, b, alpha=alpha, out=steps[:, place])
+        if clip is not None:
+            steps *= clip_factor(steps[:, : self.d], clip)
+        if n == 1:
+            return first[None], sums[0].add_(first)
+        sums[0] = first
+        sums.cumsum_(0)
+        return sums[:-1], sums[-1]
 
     def sum_over(self, row: int, span: Span) -> Tensor:
         state = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
@@ -379,13 +342,15 @@ class _Walk:
         """Whether anything was written before a group."""
         return group.start > self.layout.documents[row][number][0] or self.starts_written(number)
 
-    def of(self, x: Tensor, row: int, group: _Group) -> Tensor:
-        return self.chunked(x[row, group.here], group)
+    def of(self, x: Tensor, group: _Group) -> Tensor:
+        """A group's part of a row [T, ·] as chunks [n, C, ·]."""
+        return x[group.here].unflatten(0, (group.chunks, -1))
 
-    def gated(self, x: Tensor, row: int, group: _Group) -> Tensor:
-        """Rows of chunks [n, C, ·], each times how much its token's write counts."""
-        return x if self.gate is None else x * self.chunked(self.gate[row, group.here], group)[..., None]
+    def turned(self, x: Tensor, group: _Group) -> Tensor:
+        """The same from the last chunk to the first."""
+        chunks = self.of(x, group)
+        return chunks.flip(0) if group.chunks > 1 else chunks
 
-    def chunked(self, x: Tensor, group: _Group) -> Tensor:
-        """Rows of a group [n C, ·] as chunks [n, C, ·], in the state's dtype."""
-        return x.to(self.dtype).unflatten(0, (group.chunks, -1))
+    def flat(self, chunks: Tensor) -> Tensor:
+        """Rows [n C, ·] of chunks that lie from the last one to the first."""
+        return (chunks.flip(0) if len(chunks) > 1 else chunks).flatten(0, 1)

@@ -1,6 +1,7 @@
 """The precision of the fast-weight state, and how it meets tensors of less."""
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,6 +16,53 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast would take the state to half precision; there is none on the meta device, where `plan` runs the op."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+@contextlib.contextmanager
+def in_full_precision(device: torch.device) -> Iterator[None]:
+    """Products of float32 are of float32: without autocast, and on a GPU without the shorter numbers (TF32) that
+    transformers' Trainer has them multiplied in, of which no Cholesky factor could be made."""
+    with without_autocast(device):
+        if device.type != "cuda":
+            yield
+            return
+        settings = torch.backends.cuda.matmul
+        full: dict[str, object] = {"fp32_precision": "ieee", "allow_tf32": False}  # the latter before torch 2.9
+        name = next(name for name in full if hasattr(settings, name))
+        before = getattr(settings, name)
+        setattr(settings, name, full[name])
+        try:
+            yield
+        finally:
+            setattr(settings, name, before)
+
+
+def product(a: Tensor, b: Tensor, *, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """alpha · a @ b in the state's dtype, into `out` if given, of matrices of the state's dtype or of less.
+
+    A GPU's tensor cores multiply bfloat16 and float16 as they are and add up in float32. Where one of two is float32 and the
+    other bfloat16, the former goes as the sum of two of bfloat16, which is 16 of its 24 bits.
+    """
+    wide = torch.promote_types(state_dtype(a.dtype), state_dtype(b.dtype))
+    narrow = {a.dtype, b.dtype} - {wide}
+    if not (a.is_cuda and a.dim() == b.dim() == 3 and (a.dtype == b.dtype != wide or narrow == {torch.bfloat16})):
+        a, b = a.to(wide), b.to(wide)
+        if out is None:
+            return a @ b if alpha == 1 else (a @ b).mul_(alpha)
+        return torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
+    if out is None:
+        out = torch.empty(len(a), a.shape[1], b.shape[2], dtype=wide, device=a.device)
+    for number, (x, y) in enumerate((x, y) for x in _parts(a) for y in _parts(b)):
+        torch.baddbmm(out, x, y, out_dtype=wide, beta=min(number, 1), alpha=alpha, out=out)
+    return out
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """x of bfloat16 or float16 itself, of float32 two of bfloat16 that add up to it."""
+    if x.dtype != torch.float32:
+        return [x]
+    high = x.bfloat16()
+    return [high, torch.sub(x, high, out=torch.empty_like(high))]
 
 
 def in_range(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -61,7 +61,7 @@ def squared_norms(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
         return out
 
     candidates = tiles(a.dtype, capability(a.device), square=True)
-    key = ("gram", a.device, a.dtype, a.shape[1], b.shape[1])
+    key = ("gram", a.device, a.dtype, a.shape[1], b.shape[1], chunk.bit_length())
     return run_tuned(key, candidates, launch, repeatable=True, device=a.device).sum(dim=1).clamp(min=0)
 
 

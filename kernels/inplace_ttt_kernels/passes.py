@@ -43,6 +43,7 @@ def backward(
     given.read_plain(d_out, given.weight, dz)
     for slots, runs in given.readers():
         multiply(d_out, slots, runs, dz)
+        del slots  # else they stay beside those of the walk back
 
     dv = torch.zeros_like(given.v)
     d_weight, d_start = _through_writes(given, d_out, d_state, batch, needs_weight, dz, dv)

@@ -112,8 +112,8 @@ def read_unwhitened(patch: Patch) -> None:
 
 def other_damping(factor: float) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
-        real = least_squares._factor
-        patch.setattr(least_squares, "_factor", lambda state, damping: real(state, factor * damping))
+        real = least_squares.factor
+        patch.setattr(least_squares, "factor", lambda gram, damping: real(gram, factor * damping))
 
     return plant
 

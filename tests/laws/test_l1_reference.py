@@ -11,7 +11,7 @@ from torch import Tensor
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import fast_weight, least_squares, readout, state_dtype
+from inplace_ttt.ops import fast_weight, least_squares, normal_equations, readout, state_dtype
 
 H, D, ETA = 6, 5, 0.3
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -95,9 +95,11 @@ def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.
 def test_least_squares_is_the_reference(
     gated: bool, together: int, documents: str, chunk_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many chunks go at once, and with keys that are as wide as a CPU finds crowded."""
-    monkeypatch.setattr(least_squares, "chunks_together", lambda device: together)
-    monkeypatch.setattr(least_squares, "_CROWDED", H if together == 1 else 512)
+    """A chunk at a time, by a factor as wide as a CPU finds crowded; and as on a GPU several at once, by an inverse made of halves."""
+    monkeypatch.setattr(least_squares, "chunks_together", lambda device, state_bytes: together)
+    monkeypatch.setattr(normal_equations, "by_products", lambda device: together > 1)
+    monkeypatch.setattr(normal_equations, "_LEAF", 2)
+    monkeypatch.setattr(normal_equations, "_CROWDED", H if together == 1 else 512)
     layout = layout_of(documents, chunk_size)
     for clip, start, keep, w0 in CASES[together % 3 :: 3]:
         given = inputs(layout, dtype, start, w0, damping=0.5, gated=gated)
