@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..layout import ChunkLayout, Span
-from .normal_equations import factor
-from .precision import in_full_precision, product, state_dtype
+from .normal_equations import Factor, factor
+from .precision import in_full_precision, state_dtype
+from .products import Operand, product
 from .reference import clip_factor
 
 _SUMS_BYTES = 1 << 29
@@ -121,6 +122,10 @@ class _SumOfWrites(torch.autograd.Function):
         return into.k, into.v, into.gate, None, None, None
 
 
+_Step = tuple[Tensor, Tensor | Operand, float]
+"""Two matrices [n, ·, ·] and what their product is multiplied by."""
+
+
 @dataclass(frozen=True)
 class _Group:
     """Consecutive chunks of a document: complete ones, or the incomplete last one alone."""
@@ -177,9 +182,9 @@ class _Walk:
                 for group in self.groups(document):
                     before, state = self.sums_around(row, number, group, state)
                     if self.may_read(row, number, group):
-                        (solved,) = factor(before[:, self.d :], self.damping).solve(self.of(self.k[row], group))
-                        read = product(solved, before[:, : self.d].mT)
-                        out[row, group.here] = read.mul_(self.eta).flatten(0, 1).to(out.dtype)
+                        (solved,) = self.factor(before).solve(self.of(self.k[row], group))
+                        read = product(self.operand(solved), self.operand(before[:, : self.d]).mT, alpha=self.eta)
+                        out[row, group.here] = read.flatten(0, 1).to(out.dtype)
             states.append(state)
         return out, torch.stack(states) if self.keeps_state else None
 
@@ -221,8 +226,8 @@ class _Walk:
             before, state = self.sums_around(row, number, group, state)
             if self.may_read(row, number, group):
                 keys, grad = self.of(self.k[row], group), self.of(d_out[row], group)
-                wanted = product(grad, before[:, : self.d], alpha=self.eta)
-                of_keys, of_grads = factor(before[:, self.d :], self.damping).solve(keys, wanted)
+                wanted = product(grad, self.operand(before[:, : self.d]), alpha=self.eta)
+                of_keys, of_grads = self.factor(before).solve(keys, wanted)
                 y, *lost = solved
                 y[group.here] = of_keys.flatten(0, 1).to(y.dtype)
                 dk[row, group.here] = of_grads.flatten(0, 1).to(dk.dtype)
@@ -238,7 +243,7 @@ class _Walk:
             if self.may_read(row, number, group):
                 x, grad, y, *lost = (self.turned(t, group) for t in (into.k[row], d_out[row], *solved))
                 x = x + lost[0].to(self.dtype) if lost else x
-                after, before = self.running(d_sums, (grad.mT, y, self.eta), (y.mT, x, -1.0))
+                after, before = self.running(d_sums, (grad.mT, y, self.eta), (y.mT, self.operand(x), -1.0))
             if self.is_written(row, number, group):
                 self.through_write(row, group, after, into)
             else:
@@ -254,10 +259,15 @@ class _Walk:
         d_b, d_g = d_after.split([self.d, self.r], dim=1)
         if self.clip is not None:
             d_b, d_g = self.through_clip(d_b, d_g, product(values.mT, written), product(keys.mT, written))
-        into.v[row, group.here] = self.flat(product(written, d_b.mT)).to(into.v.dtype)
-        by_targets, by_keys = product(values, d_b), product(keys, d_g + d_g.mT)
-        both = by_targets + by_keys
-        into.k[row, group.here] += self.flat(both if counts is None else both * counts).to(into.k.dtype)
+        if self.clip is None:  # in one piece
+            both = self.operand(d_after)
+            of_b, of_g = both.rows(None, self.d), both.rows(self.d, None)
+        else:
+            of_b, of_g = self.operand(d_b), self.operand(d_g)
+        into.v[row, group.here] = self.flat(product(self.operand(written), of_b.mT).to(into.v.dtype))
+        by_targets, by_keys = product(values, of_b), product(keys, of_g) + product(keys, of_g.mT)
+        d_keys = by_targets + by_keys
+        into.k[row, group.here] += self.flat((d_keys if counts is None else d_keys * counts).to(into.k.dtype))
         if into.gate is not None:
             into.gate[row, group.here] = self.flat(((by_targets + by_keys / 2) * keys).sum(-1)).to(into.gate.dtype)
 
@@ -277,11 +287,10 @@ class _Walk:
         """The same of complete chunks that are written."""
         keys, values = self.of(self.k[row], group), self.of(self.v[row], group)
         written = keys if self.gate is None else keys.to(self.dtype) * self.of(self.gate[row], group)[..., None]
-        return self.running(state, (values.mT, written, 1.0), (keys.mT, written, 1.0), self.clip)
+        # G in full precision: what is solved with must stay positive definite
+        return self.running(state, (values.mT, self.operand(written), 1.0), (keys.mT, written, 1.0), self.clip)
 
-    def running(
-        self, first: Tensor, above: tuple[Tensor, Tensor, float], below: tuple[Tensor, Tensor, float], clip: float | Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def running(self, first: Tensor, above: _Step, below: _Step, clip: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The sums before each of n steps [n, d + r, r] and after all, from `first` on. A step is B above G, each a product of two
         matrices [n, ·, ·] times a number; the clip is by B."""
         n = len(above[0])
@@ -341,6 +350,13 @@ class _Walk:
     def may_read(self, row: int, number: int, group: _Group) -> bool:
         """Whether anything was written before a group."""
         return group.start > self.layout.documents[row][number][0] or self.starts_written(number)
+
+    def factor(self, sums: Tensor) -> Factor:
+        return factor(sums[:, self.d :], self.damping, self.k.dtype)
+
+    def operand(self, x: Tensor) -> Operand:
+        """As it is multiplied beside keys and targets."""
+        return Operand.of(x, self.k.dtype)
 
     def of(self, x: Tensor, group: _Group) -> Tensor:
         """A group's part of a row [T, ·] as chunks [n, C, ·]."""

@@ -1,7 +1,7 @@
 """The normal equations of least squares: rows (G + λI)⁻¹ for a sum G of KᵀK, by the Cholesky factor L of G + λI.
 
 A CPU solves with L, block after block. A GPU would wait for each of those blocks: there L⁻¹ is made of as many matrices at once as
-fit, by products of halves, and rows (G + λI)⁻¹ = (rows L⁻ᵀ) L⁻¹ is two products.
+fit, and rows (G + λI)⁻¹ = (rows L⁻ᵀ) L⁻¹ is two products.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .precision import in_full_precision, product
+from . import triton
+from .precision import in_full_precision
+from .products import Operand, product
 
 _CROWDED = 512
 """Columns of so many numbers, or a multiple, share few lines of a CPU's cache: a Cholesky factor of 1,024 takes two thirds longer."""
-_LEAF = 64
-"""Rows of a matrix that is not halved further: a GPU factors so many in one kernel."""
 
 
-def by_products(device: torch.device) -> bool:
-    """Whether a device solves by L⁻¹ and products."""
-    return device.type == "cuda"
+def by_products(gram: Tensor) -> bool:
+    """Whether matrices like these are solved with by L⁻¹ and products."""
+    return gram.dtype == torch.float32 and triton.factors(gram.device)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """L of G + λI [..., r, r], or L⁻¹ where a device solves by products; both lower, and on a CPU of some directions more."""
+    """L of G + λI [..., r, r], on a CPU of some directions more; or L⁻¹, as what is multiplied."""
 
-    matrix: Tensor
-    is_inverse: bool
+    matrix: Tensor | Operand
 
     def solve(self, *of: Tensor) -> tuple[Tensor, ...]:
-        """rows (G + λI)⁻¹ [..., n, r] of each of several rows [..., n, r], in the factor's dtype."""
-        if self.is_inverse:
-            return tuple(product(product(rows, self.matrix.mT), self.matrix) for rows in of)
+        """rows (G + λI)⁻¹ [..., n, r] of each of several rows [..., n, r], in the sums' dtype."""
+        if isinstance(self.matrix, Operand):
+            return tuple(self._by_products(rows, self.matrix) for rows in of)
         rows = torch.cat([rows.to(self.matrix.dtype) for rows in of], dim=-2) if len(of) > 1 else of[0].to(self.matrix.dtype)
         r, more = rows.shape[-1], self.matrix.shape[-1] - rows.shape[-1]
         # From the right, where the rows lie: on a CPU that takes half to two thirds of what `cholesky_solve` of their transpose takes.
@@ -43,21 +42,31 @@ class Factor:
         solved = torch.linalg.solve_triangular(self.matrix, half, upper=False, left=False)[..., :r]
         return solved.split([rows.shape[-2] for rows in of], dim=-2)
 
+    def _by_products(self, rows: Tensor, inverse: Operand) -> Tensor:
+        beside, flat = inverse.parts[0].dtype, rows.reshape(-1, *rows.shape[-2:])
+        half = product(Operand.of(flat, beside), inverse.mT)
+        return product(Operand.of(half, beside), inverse).view(rows.shape)
 
-def factor(gram: Tensor, damping: float) -> Factor:
-    """Of G + λI for G [..., r, r]; not a number where G is no sum of KᵀK.
+
+def factor(gram: Tensor, damping: float, beside: torch.dtype | None = None) -> Factor:
+    """Of G + λI for G [..., r, r]; not a number where G is no sum of KᵀK. beside: the dtype of what is solved (default: G's).
 
     On a CPU the factor is that of a few directions more, which no key has, where it would be crowded.
 
     To λ comes what rounding may have taken from the sum, 8 ε tr G (1e-6 of it in float32), a constant to the gradient: one key
     that is written a hundred thousand times would else hide a small λ.
     """
-    is_inverse = by_products(gram.device)
+    by_inverse = by_products(gram)
     lost = 8 * torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    more = 8 if not is_inverse and gram.shape[-1] % _CROWDED == 0 else 0
-    damped = pad(gram, (0, more, 0, more)) if more else gram.clone()
+    more = 8 if not by_inverse and gram.shape[-1] % _CROWDED == 0 and gram.device.type == "cpu" else 0
+    damped = pad(gram, (0, more, 0, more)) if more else gram.clone(memory_format=torch.contiguous_format)
     damped.diagonal(dim1=-2, dim2=-1).add_((damping + lost)[..., None])
-    return Factor(_inverse_factor(damped), True) if is_inverse else Factor(_cholesky(damped), False)
+    if by_inverse:
+        inverse = triton.inverse_factor(damped.view(-1, *damped.shape[-2:]))
+        return Factor(Operand.of(inverse, beside or gram.dtype))
+    matrix, failed = torch.linalg.cholesky_ex(damped)  # without a look at `failed`, for which a GPU would be waited for
+    matrix.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])  # every solve divides by each of them
+    return Factor(matrix)
 
 
 def readout(state: Tensor, damping: float | None) -> Tensor:
@@ -77,33 +86,3 @@ def read_once(state: Tensor, keys: Tensor, damping: float) -> Tensor:
     r = state.shape[-1]
     with in_full_precision(state.device):
         return factor(state[..., -r:, :], damping).solve(keys)[0] @ state[..., :-r, :].mT
-
-
-def _cholesky(matrix: Tensor) -> Tensor:
-    factor, failed = torch.linalg.cholesky_ex(matrix)  # without a look at `failed`, for which a GPU would be waited for
-    factor.diagonal(dim1=-2, dim2=-1).add_(torch.where(failed == 0, 0.0, torch.nan)[..., None])  # every solve divides by each of them
-    return factor
-
-
-def _inverse_factor(matrix: Tensor) -> Tensor:
-    """L⁻¹ [..., r, r]. With the halves of a matrix, L₁ that of its first and L₂ that of A₂₂ - L₂₁L₂₁ᵀ:
-
-    L₂₁ = A₂₁L₁⁻ᵀ        L⁻¹ = [L₁⁻¹, 0; -L₂⁻¹L₂₁L₁⁻¹, L₂⁻¹]
-    """
-    inverse = torch.zeros_like(matrix)
-    _fill(inverse, matrix)
-    return inverse
-
-
-def _fill(inverse: Tensor, matrix: Tensor) -> None:
-    r = matrix.shape[-1]
-    if r <= _LEAF:
-        one = torch.eye(r, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
-        inverse.copy_(torch.linalg.solve_triangular(_cholesky(matrix), one, upper=False))
-        return
-    half = -(-r // (2 * _LEAF)) * _LEAF
-    first, second = inverse[..., :half, :half], inverse[..., half:, half:]
-    _fill(first, matrix[..., :half, :half])
-    below = matrix[..., half:, :half] @ first.mT
-    _fill(second, matrix[..., half:, half:] - below @ below.mT)
-    inverse[..., half:, :half] = second @ (below @ first).neg_()

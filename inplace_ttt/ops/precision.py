@@ -37,34 +37,6 @@ def in_full_precision(device: torch.device) -> Iterator[None]:
             setattr(settings, name, before)
 
 
-def product(a: Tensor, b: Tensor, *, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """alpha · a @ b in the state's dtype, into `out` if given, of matrices of the state's dtype or of less.
-
-    A GPU's tensor cores multiply bfloat16 and float16 as they are and add up in float32. Where one of two is float32 and the
-    other bfloat16, the former goes as the sum of two of bfloat16, which is 16 of its 24 bits.
-    """
-    wide = torch.promote_types(state_dtype(a.dtype), state_dtype(b.dtype))
-    narrow = {a.dtype, b.dtype} - {wide}
-    if not (a.is_cuda and a.dim() == b.dim() == 3 and (a.dtype == b.dtype != wide or narrow == {torch.bfloat16})):
-        a, b = a.to(wide), b.to(wide)
-        if out is None:
-            return a @ b if alpha == 1 else (a @ b).mul_(alpha)
-        return torch.baddbmm(out, a, b, beta=0, alpha=alpha, out=out)
-    if out is None:
-        out = torch.empty(len(a), a.shape[1], b.shape[2], dtype=wide, device=a.device)
-    for number, (x, y) in enumerate((x, y) for x in _parts(a) for y in _parts(b)):
-        torch.baddbmm(out, x, y, out_dtype=wide, beta=min(number, 1), alpha=alpha, out=out)
-    return out
-
-
-def _parts(x: Tensor) -> list[Tensor]:
-    """x of bfloat16 or float16 itself, of float32 two of bfloat16 that add up to it."""
-    if x.dtype != torch.float32:
-        return [x]
-    high = x.bfloat16()
-    return [high, torch.sub(x, high, out=torch.empty_like(high))]
-
-
 def in_range(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """A matrix [..., d, h] of the state in `dtype`, and the factor [..., 1, 1] that its products are to be multiplied by.
 

@@ -76,3 +76,22 @@ def fast_weight(
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
     """The convolution of `inplace_ttt.ops.conv`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B, T]."""
     return torch.ops.inplace_ttt.chunk_conv(x, conv, chunk_ids, first_tap)
+
+
+def factors(device: torch.device) -> bool:
+    """Whether the kernels factor float32 matrices here: on CUDA, where they can run."""
+    return device.type == "cuda" and unavailable(device, torch.float32) is None
+
+
+def inverse_factor(matrices: Tensor) -> Tensor:
+    """L⁻¹ [n, r, r] of the Cholesky factors of float32 matrices [n, r, r], which are overwritten; NaN where there is none."""
+    from inplace_ttt_kernels import inverse_factor
+
+    return inverse_factor(matrices)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two of bfloat16 that add up to x [n, a, b] float32, but for its last 8 bits."""
+    from inplace_ttt_kernels import halves
+
+    return halves(x)

@@ -11,7 +11,7 @@ from torch import Tensor
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import fast_weight, least_squares, normal_equations, readout, state_dtype
+from inplace_ttt.ops import fast_weight, least_squares, normal_equations, products, readout, state_dtype
 
 H, D, ETA = 6, 5, 0.3
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -87,6 +87,21 @@ def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.
             assert distance(value, expected[name]) < TOLERANCE[dtype], where
 
 
+def check_least_squares(layout: ChunkLayout, dtype: torch.dtype, case: tuple[str, bool, bool, bool], gated: bool) -> None:
+    clip, start, keep, w0 = case
+    given = inputs(layout, dtype, start, w0, damping=0.5, gated=gated)
+    expected = run("reference", layout, given, CLIPS[clip], keep, damping=0.5)
+    found = run("auto", layout, given, CLIPS[clip], keep, damping=0.5)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
+        where = f"{name} with clip {clip}, initial_state {start}, return_state {keep}, weight {w0}"
+        known = expected[name]
+        if name == "d_gate":  # a token that is clipped alone counts as much whatever its gate: a gradient of rounding
+            value, known = (torch.cat([x.flatten(), expected["d_v"].flatten().to(x.dtype)]) for x in (value, known))
+        assert distance(value, known) < 10 * TOLERANCE[dtype], where
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
 @pytest.mark.parametrize("documents", DOCUMENTS)
@@ -95,24 +110,24 @@ def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.
 def test_least_squares_is_the_reference(
     gated: bool, together: int, documents: str, chunk_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk at a time, by a factor as wide as a CPU finds crowded; and as on a GPU several at once, by an inverse made of halves."""
+    """However many chunks go at once, and with keys that are as wide as a CPU finds crowded."""
     monkeypatch.setattr(least_squares, "chunks_together", lambda device, state_bytes: together)
-    monkeypatch.setattr(normal_equations, "by_products", lambda device: together > 1)
-    monkeypatch.setattr(normal_equations, "_LEAF", 2)
     monkeypatch.setattr(normal_equations, "_CROWDED", H if together == 1 else 512)
-    layout = layout_of(documents, chunk_size)
-    for clip, start, keep, w0 in CASES[together % 3 :: 3]:
-        given = inputs(layout, dtype, start, w0, damping=0.5, gated=gated)
-        expected = run("reference", layout, given, CLIPS[clip], keep, damping=0.5)
-        found = run("auto", layout, given, CLIPS[clip], keep, damping=0.5)
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
-            where = f"{name} with clip {clip}, initial_state {start}, return_state {keep}, weight {w0}"
-            known = expected[name]
-            if name == "d_gate":  # a token that is clipped alone counts as much whatever its gate: a gradient of rounding
-                value, known = (torch.cat([x.flatten(), expected["d_v"].flatten().to(x.dtype)]) for x in (value, known))
-            assert distance(value, known) < 10 * TOLERANCE[dtype], where
+    for case in CASES[together % 3 :: 3]:
+        check_least_squares(layout_of(documents, chunk_size), dtype, case, gated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_least_squares_as_on_a_gpu(documents: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks at once, by inverse factors and with float32 in halves: the kernels' part through their interpreter."""
+    monkeypatch.setattr(least_squares, "chunks_together", lambda device, state_bytes: 3)
+    monkeypatch.setattr(normal_equations, "by_products", lambda gram: True)
+    monkeypatch.setattr(products, "splits", lambda x, beside: x.dtype == torch.float32 and beside == torch.bfloat16)
+    number = list(DOCUMENTS).index(documents)
+    for gated in (False, True):
+        case = CASES[(number * 5 + 3 * gated + (dtype == torch.float32)) % len(CASES)]
+        check_least_squares(layout_of(documents, CHUNK_SIZES[number % len(CHUNK_SIZES)]), dtype, case, gated)
 
 
 @pytest.mark.parametrize("tokens", [2, 40])

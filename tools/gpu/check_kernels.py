@@ -80,11 +80,12 @@ def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[
             where = max(errors, key=lambda name: errors[name])
             ok = all(error < BOUND[dtype] for error in errors.values())  # false of NaN
             yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
-    if part == parts - 1:
-        try:
-            yield from _convolutions(device, smoke)
-        except Exception as error:
-            yield _broken("convolutions", error, 0.0)
+    for number, run in enumerate((_convolutions, _least_squares)):
+        if part == parts - 1 - number % parts:
+            try:
+                yield from run(device, smoke)
+            except Exception as error:
+                yield _broken(run.__name__, error, 0.0)
 
 
 def _broken(name: str, error: BaseException, bound: float) -> dict[str, Any]:
@@ -183,6 +184,38 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
         ok = all(error < BOUND[dtype] for error in errors.values())
         name = f"convolution, {taps} taps, {str(dtype)[6:]}"
         yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
+
+
+def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """Chunks together, inverse factors, float32 in two halves; wide keys, few keys, gates, clips, a state, packed rows."""
+    from inplace_ttt.layout import ChunkLayout
+    from inplace_ttt.ops import fast_weight
+
+    shapes = {"tiny": (8, 12, 10)} if smoke else {"odd": (75, 129, 203), "SmolLM2-135M": (128, 576, 1024), "few keys": (64, 512, 48)}
+    for (name, documents), (shape, (chunk, d, r)), dtype in itertools.product(DOCUMENTS.items(), shapes.items(), BOUND):
+        rows, length = documents
+        scaled = tuple(tuple((a * chunk // 8, b * chunk // 8) for a, b in row) for row in rows)
+        layout, g = ChunkLayout(scaled, length * chunk // 8, chunk), torch.Generator(device).manual_seed(3)
+        size = (layout.batch, layout.length)
+        made = {"z": torch.randn(*size, r, generator=g, device=device), "v": torch.randn(*size, d, generator=g, device=device)}
+        made = {key: x.to(dtype) for key, x in made.items()}
+        keys = torch.randn(layout.batch, 2 * r, r, generator=g, device=device)
+        made["initial_state"] = torch.cat([torch.randn(layout.batch, d, r, generator=g, device=device), keys.mT @ keys], dim=1)
+        made["gate"] = 2 * torch.rand(*size, generator=g, device=device)
+        clips = {"free": None, "clipped": 0.9 * (chunk * d * r) ** 0.5}
+        for (clipped, clip), given in itertools.product(clips.items(), (("z", "v"), tuple(made))):
+            inputs = {key: made[key].detach().requires_grad_() for key in given}
+            results: list[list[Tensor]] = []
+            for backend in ("reference", "auto"):
+                out = fast_weight(**inputs, weight=None, eta=1.0, layout=layout, clip=clip, damping=3.0, backend=backend)
+                grad = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(4), device=device).to(out)
+                results.append([out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)])
+            errors = {key: _distance(found, wanted) for key, wanted, found in zip(("out", *given), *results, strict=True)}
+            where = max(errors, key=lambda key: errors[key])
+            case = f"least squares, {name}, {shape}, {str(dtype)[6:]}, {clipped}, {'gated, from a state' if 'gate' in given else 'plain'}"
+            bound = 10 * BOUND[dtype] if dtype == torch.float32 else 2 * BOUND[dtype]
+            ok = all(error < bound for error in errors.values())
+            yield {"name": case, "ok": ok, "worst": errors[where], "bound": bound, "where": where}
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
