@@ -31,7 +31,7 @@ from .products import Operand, product
 from .reference import clip_factor
 
 _SUMS_BYTES = 1 << 29
-"""Of a GPU's memory for the sums of the chunks that go together; as much again goes for their factors."""
+"""Of a GPU's memory for the sums of the chunks that go together. Their gradients, factors and parts take four times as much again."""
 
 
 def chunks_together(device: torch.device, state_bytes: int) -> int:
@@ -119,10 +119,10 @@ class _SumOfWrites(torch.autograd.Function):
                 for group in walk.groups(span or (0, 0)):
                     if group.is_complete:
                         walk.through_write(row, group, d_state[row].expand(group.chunks, -1, -1), into)
-        return into.k, into.v, into.gate, None, None, None
+        return into.k.to(k.dtype), into.v, into.gate, None, None, None
 
 
-_Step = tuple[Tensor, Tensor | Operand, float]
+_Step = tuple[Tensor | Operand, Tensor | Operand, float]
 """Two matrices [n, ·, ·] and what their product is multiplied by."""
 
 
@@ -142,7 +142,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Of keys, targets and, where there is one, the gate: zero, to be filled."""
+    """Of keys, in the sums' precision, targets and, where there is one, the gate: zero, to be filled."""
 
     k: Tensor
     v: Tensor
@@ -150,7 +150,7 @@ class _Gradients:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, gate: Tensor | None) -> _Gradients:
-        return cls(torch.zeros_like(k), torch.zeros_like(v), None if gate is None else torch.zeros_like(gate))
+        return cls(torch.zeros_like(k, dtype=state_dtype(k.dtype)), torch.zeros_like(v), None if gate is None else torch.zeros_like(gate))
 
 
 @dataclass(eq=False)
@@ -194,12 +194,13 @@ class _Walk:
         for row, documents in enumerate(self.layout.documents):
             if d_initial is not None and d_state is not None and not documents:
                 d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
-            solved = self.room(into.v[row])
+            # in the sums' precision: after little was written most of a solved key lies beside it, and rounded it would be most of dV
+            solved = self.k.new_empty(self.k.shape[1:], dtype=self.dtype)
             for number, document in enumerate(documents):
                 if not self.matters(row, number):
                     continue
                 groups = list(self.groups(document))
-                self.through_reads(row, number, groups, d_out, solved, into.k)
+                self.through_reads(row, number, groups, d_out, solved, into.k[row])
                 handed_on = self.k.new_zeros(self.d + self.r, self.r, dtype=self.dtype)
                 if d_state is not None and number == len(documents) - 1:
                     handed_on += d_state[row]
@@ -208,19 +209,10 @@ class _Walk:
                     d_initial[row] = d_sums
                     by_reads = d_sums[self.d :] - handed_on[self.d :]
                     d_initial[row, self.d :] += (by_reads.mT - by_reads) / 2  # its symmetric part
-        return into.k, into.v, into.gate, d_initial
+        return into.k.to(self.k.dtype), into.v, into.gate, d_initial
 
-    def room(self, dv: Tensor) -> list[Tensor]:
-        """For what the walk back needs of a row [T, r] each: Y, and with a gate what rounding takes from X.
-
-        dV's place [T, d] is free until then. The gate's gradient is a small difference of large sums, which a rounded X would drown.
-        """
-        parts = 1 if self.gate is None or dv.dtype == self.dtype else 2
-        places = (slice(i * self.r, (i + 1) * self.r) for i in range(parts))
-        return [dv[:, place] if place.stop <= self.d else torch.empty_like(self.k[0]) for place in places]
-
-    def through_reads(self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: list[Tensor], dk: Tensor) -> None:
-        """dK of the reads, with the sums rebuilt in order; and what `room` is for into `solved`."""
+    def through_reads(self, row: int, number: int, groups: list[_Group], d_out: Tensor, y: Tensor, x: Tensor) -> None:
+        """Y and X, which is dK of the reads, of a row [T, r], with the sums rebuilt in order."""
         state = self.start(row, number)
         for group in groups:
             before, state = self.sums_around(row, number, group, state)
@@ -228,22 +220,18 @@ class _Walk:
                 keys, grad = self.of(self.k[row], group), self.of(d_out[row], group)
                 wanted = product(grad, self.operand(before[:, : self.d]), alpha=self.eta)
                 of_keys, of_grads = self.factor(before).solve(keys, wanted)
-                y, *lost = solved
-                y[group.here] = of_keys.flatten(0, 1).to(y.dtype)
-                dk[row, group.here] = of_grads.flatten(0, 1).to(dk.dtype)
-                for rest in lost:
-                    rest[group.here] = (of_grads - self.of(dk[row], group)).flatten(0, 1).to(rest.dtype)
+                y[group.here], x[group.here] = of_keys.flatten(0, 1), of_grads.flatten(0, 1)
 
     def through_sums(
-        self, row: int, number: int, groups: list[_Group], d_out: Tensor, solved: list[Tensor], d_sums: Tensor, into: _Gradients
+        self, row: int, number: int, groups: list[_Group], d_out: Tensor, y: Tensor, d_sums: Tensor, into: _Gradients
     ) -> Tensor:
         """From the last chunk to the first: what each one's writes did to later reads; the gradient of the sums before all."""
         for group in reversed(groups):
             after, before = d_sums[None], d_sums  # the gradients of the sums after each chunk of the group, the last one's first
             if self.may_read(row, number, group):
-                x, grad, y, *lost = (self.turned(t, group) for t in (into.k[row], d_out[row], *solved))
-                x = x + lost[0].to(self.dtype) if lost else x
-                after, before = self.running(d_sums, (grad.mT, y, self.eta), (y.mT, self.operand(x), -1.0))
+                of_keys, of_grads = (self.operand(self.turned(rows, group)) for rows in (y, into.k[row]))
+                grad = self.turned(d_out[row], group)
+                after, before = self.running(d_sums, (grad.mT, of_keys, self.eta), (of_keys.mT, of_grads, -1.0))
             if self.is_written(row, number, group):
                 self.through_write(row, group, after, into)
             else:
@@ -256,18 +244,17 @@ class _Walk:
         keys, values = (self.turned(x[row], group) for x in (self.k, self.v))
         counts = None if self.gate is None else self.turned(self.gate[row], group)[..., None]
         written = keys if counts is None else keys.to(self.dtype) * counts
-        d_b, d_g = d_after.split([self.d, self.r], dim=1)
-        if self.clip is not None:
-            d_b, d_g = self.through_clip(d_b, d_g, product(values.mT, written), product(keys.mT, written))
-        if self.clip is None:  # in one piece
+        if self.clip is None:
             both = self.operand(d_after)
             of_b, of_g = both.rows(None, self.d), both.rows(self.d, None)
         else:
-            of_b, of_g = self.operand(d_b), self.operand(d_g)
+            d_b, d_g = d_after.split([self.d, self.r], dim=1)
+            clipped = self.through_clip(d_b, d_g, product(values.mT, written), product(keys.mT, written))
+            of_b, of_g = (self.operand(x) for x in clipped)
         into.v[row, group.here] = self.flat(product(self.operand(written), of_b.mT).to(into.v.dtype))
         by_targets, by_keys = product(values, of_b), product(keys, of_g) + product(keys, of_g.mT)
         d_keys = by_targets + by_keys
-        into.k[row, group.here] += self.flat((d_keys if counts is None else d_keys * counts).to(into.k.dtype))
+        into.k[row, group.here] += self.flat(d_keys if counts is None else d_keys * counts)
         if into.gate is not None:
             into.gate[row, group.here] = self.flat(((by_targets + by_keys / 2) * keys).sum(-1)).to(into.gate.dtype)
 
@@ -293,7 +280,7 @@ class _Walk:
     def running(self, first: Tensor, above: _Step, below: _Step, clip: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The sums before each of n steps [n, d + r, r] and after all, from `first` on. A step is B above G, each a product of two
         matrices [n, ·, ·] times a number; the clip is by B."""
-        n = len(above[0])
+        n = len(above[0].parts[0] if isinstance(above[0], Operand) else above[0])
         sums = first.new_empty(n + (n > 1), self.d + self.r, self.r)
         steps = sums[-n:]
         for (a, b, alpha), place in ((above, slice(None, self.d)), (below, slice(self.d, None))):

@@ -32,7 +32,7 @@ class Operand:
 
 def splits(x: Tensor, beside: torch.dtype) -> bool:
     """Whether float32 goes in two parts beside such tensors here."""
-    return x.dtype == torch.float32 and triton.preferred(x.device, beside) and beside == torch.bfloat16
+    return x.dtype == torch.float32 and beside == torch.bfloat16 and triton.preferred(x.device, beside)
 
 
 def product(a: Tensor | Operand, b: Tensor | Operand, *, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ def definite(n: int, r: int, seed: int = 0) -> Tensor:
     return (x @ x.mT / r + 0.1 * torch.eye(r, dtype=torch.float64)).to(DEVICE)
 
 
-@pytest.mark.parametrize("r", [1, 7, 8, 9, 24, 37])
+@pytest.mark.parametrize("r", [1, 7, 8, 9, 16, 17, 37])
 def test_the_inverse_factor(r: int) -> None:
     matrices = definite(3, r)
     found = inverse_factor(matrices.float())

@@ -213,7 +213,7 @@ def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
             errors = {key: _distance(found, wanted) for key, wanted, found in zip(("out", *given), *results, strict=True)}
             where = max(errors, key=lambda key: errors[key])
             case = f"least squares, {name}, {shape}, {str(dtype)[6:]}, {clipped}, {'gated, from a state' if 'gate' in given else 'plain'}"
-            bound = 10 * BOUND[dtype] if dtype == torch.float32 else 2 * BOUND[dtype]
+            bound = 100 * BOUND[dtype] if dtype == torch.float32 else 2 * BOUND[dtype]  # of 1,024 keys G + λI has a condition of 1e3
             ok = all(error < bound for error in errors.values())
             yield {"name": case, "ok": ok, "worst": errors[where], "bound": bound, "where": where}
 
