@@ -72,7 +72,8 @@ def _fill(inverse: Tensor, matrix: Tensor) -> None:
     r = matrix.shape[-1]
     if r <= _LEAF:
         strides = (*matrix.stride()[:2], *inverse.stride()[:2])
-        leaf_kernel[(len(matrix),)](matrix, inverse, r, *strides, HALVES=r > _BLOCK, B=_BLOCK, num_warps=4)
+        halves = r > _BLOCK
+        leaf_kernel[(len(matrix),)](matrix, inverse, r, *strides, HALVES=halves, B=_BLOCK, num_warps=8 if halves else 4)
         return
     half = -(-r // (2 * _LEAF)) * _LEAF  # of whole leaves
     first, second, corner = inverse[:, :half, :half], inverse[:, half:, half:], inverse[:, half:, :half]

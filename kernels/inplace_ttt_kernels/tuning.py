@@ -31,7 +31,7 @@ class Tile:
 
 
 # Of Hopper's, those of 4 warps and 3 stages are for two programs a multiprocessor: one multiplies while the other writes.
-_HOPPER = (Tile(128, 256, 64, 2, 8, 3), Tile(128, 128, 64, 4, 4, 3), Tile(256, 128, 64, 2, 8, 3), Tile(64, 128, 64, 1, 4, 4))
+_HOPPER = (Tile(128, 256, 64, 2, 8, 3), Tile(128, 128, 64, 4, 4, 3), Tile(64, 128, 64, 1, 4, 4))
 _HOPPER_TWO_SUMS = (Tile(128, 128, 64, 2, 8, 3), Tile(64, 128, 64, 2, 4, 3))
 # By pointer, which is Ampere's way, addresses take registers too.
 _AMPERE = (Tile(128, 128, 32, 4, 8, 3), Tile(64, 128, 32, 4, 4, 3))

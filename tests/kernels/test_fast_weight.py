@@ -25,7 +25,7 @@ DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
     "only padding": ([[]], 4),
 }
 # chunk size, d, h: tiles by descriptor (whole tiles deep, rows of 16 bytes), two of them each way, and by pointer; documents
-# of up to 25 tokens in the dual form, beside walks
+# of up to 51 tokens in the dual form, beside walks
 SHAPES = {"descriptors": (32, 40, 72), "pointers": (13, 17, 35), "short documents": (8, 40, 72)}
 CLIPS = {"free": None, "biting": 60.0, "tensor": torch.tensor(90.0)}
 CASES = [(clip, start, keep, w0) for start, keep, w0 in itertools.product((False, True), repeat=3) for clip in CLIPS]
@@ -127,7 +127,7 @@ def test_every_output_is_written(shape: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_longest_document_that_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """25 tokens at 40 × 72; a clip, a state and float16 take the walk. W0's gradient is a walk too and not asked for."""
+    """51 tokens at 40 × 72; a clip, a state and float16 take the walk. W0's gradient is a walk too and not asked for."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("walked")
@@ -146,8 +146,8 @@ def test_the_longest_document_that_is_not_walked(monkeypatch: pytest.MonkeyPatch
         return False
 
     monkeypatch.setattr(walk, "run_tuned", refuse)
-    assert not walks(25) and walks(26)
-    assert walks(25, clip=60.0) and walks(25, start=True) and walks(25, dtype=torch.float16)
+    assert not walks(51) and walks(52)
+    assert walks(51, clip=60.0) and walks(51, start=True) and walks(51, dtype=torch.float16)
 
 
 def test_rows_of_a_larger_tensor_and_a_transposed_weight() -> None:

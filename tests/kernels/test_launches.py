@@ -13,8 +13,8 @@ from inplace_ttt.layout import ChunkLayout
 
 CHUNK, D, H = 8, 40, 72
 CPU = torch.device("cpu")
-# name -> lengths of a document, repeated; tokens in the dual form are up to 25
-LENGTHS = {"short": [20], "walked": [40], "cut short": [45], "of all kinds": [3, 8, 20, 45, 40, 70]}
+# name -> lengths of a document, repeated; tokens in the dual form are up to 51
+LENGTHS = {"short": [20], "walked": [56], "cut short": [61], "of all kinds": [3, 8, 20, 61, 56, 70]}
 LAYOUTS: dict[str, Callable[[list[int], int], ChunkLayout]] = {
     "packed": lambda lengths, times: ChunkLayout.from_lengths([lengths * times], CHUNK),
     "rows": lambda lengths, times: ChunkLayout.from_lengths([[n] for n in lengths * times], CHUNK),
@@ -46,7 +46,7 @@ def test_documents_do_not_count(lengths: str, kind: str, clip: bool) -> None:
 
 @pytest.mark.parametrize(("start", "keep"), [(True, False), (False, True), (True, True)])
 def test_nor_with_states(start: bool, keep: bool) -> None:
-    few, many = (counted(LAYOUTS["rows"]([3, 45], times), True, start, keep) for times in (2, 32))
+    few, many = (counted(LAYOUTS["rows"]([3, 61], times), True, start, keep) for times in (2, 32))
     assert few == many and len(many[0]) + len(many[1]) <= 56, many
 
 

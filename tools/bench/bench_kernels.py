@@ -90,6 +90,7 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
         for name, run in deltas.items():
             yield {"name": name, **where, "seconds": _try(run, device)}
     yield from short_documents(device, smoke)
+    yield from inverse_factors(device, smoke)
     tokens, d, chunk = (64, 40, 32) if smoke else (32768, 2560, 512)
     x, taps = (torch.randn(*size, device=device).to(dtype).requires_grad_() for size in ((1, tokens, d), (d, 1, 5)))
     ids = ChunkLayout.from_lengths([[tokens]], chunk).chunk_ids(device)
@@ -128,6 +129,25 @@ def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
             with mock.patch.object(dual, "longest", lambda d, h, longest=longest: longest):
                 taken = seconds(run, device)
             yield {"name": name, "d": d, "h": h, "chunk": chunk, "tokens": tokens, "document": length, "seconds": taken}
+
+
+def inverse_factors(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """What least squares solves with, of many chunks at once: L⁻¹ by products of halves, by torch's library, and the factor alone."""
+    from inplace_ttt_kernels import halves, inverse_factor
+
+    for matrices, r in ((3, 20),) if smoke else ((64, 256), (15, 1024), (36, 1024), (64, 1280)):
+        x = torch.randn(matrices, r, 2 * r, device=device)
+        grams, one = x @ x.mT + r * torch.eye(r, device=device), torch.eye(r, device=device).expand(matrices, r, r)
+        forms: dict[str, Callable[[], object]] = {
+            "inverse factor": lambda grams=grams: inverse_factor(grams.clone()),  # type: ignore[misc]
+            "inverse factor in torch": lambda grams=grams, one=one: torch.linalg.solve_triangular(  # type: ignore[misc]
+                torch.linalg.cholesky_ex(grams)[0], one, upper=False
+            ),
+            "Cholesky factor in torch": lambda grams=grams: torch.linalg.cholesky_ex(grams),  # type: ignore[misc]
+            "halves of float32": lambda grams=grams: halves(grams),  # type: ignore[misc]
+        }
+        for name, run in forms.items():
+            yield {"name": name, "matrices": matrices, "r": r, "seconds": seconds(run, device)}
 
 
 def _try(run: Callable[[], object], device: str) -> float | None:
