@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 import triton
-from inplace_ttt_kernels import conv, gram, walk
+from inplace_ttt_kernels import conv, factor, gram, walk
 from inplace_ttt_kernels import products as grouped
+from inplace_ttt_kernels.halves import halves_kernel
 from inplace_ttt_kernels.schedule import FIELDS
 from inplace_ttt_kernels.tuning import Tile, tiles
 from triton.backends.compiler import GPUTarget
@@ -187,10 +188,23 @@ def convolutions(arch: int, dtypes: Sequence[torch.dtype], _: bool) -> Iterator[
         yield {"kernel": "taps_gradient", "arch": arch, "dtype": NAMES[dtype], **found}
 
 
+def inverse_factors(arch: int, dtypes: Sequence[torch.dtype], _: bool) -> Iterator[dict[str, Any]]:
+    """Whatever the dtype of keys: the sums are float32."""
+    aligned = {"matrices", "inverses", "a_matrix", "a_row", "x_matrix", "x_row"}
+    types = {"matrices": "*fp32", "inverses": "*fp32"}
+    for both, warps in ((False, 4), (True, 8)):
+        constants = {"HALVES": both, "B": 64}
+        found = compiled(factor.leaf_kernel, types, constants, aligned, arch, Tile(0, 0, 0, 1, warps))
+        yield {"kernel": "leaf", "arch": arch, "halves": both, **found}
+    types = {"x": "*fp32", "high": "*bf16", "low": "*bf16"}
+    found = compiled(halves_kernel, types, {"B": 2048}, {"x", "high", "low", "numbers", "x_matrix"}, arch, Tile(0, 0, 0))
+    yield {"kernel": "halves", "arch": arch, **found}
+
+
 if __name__ == "__main__":
     everything = "--all" in sys.argv
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if everything else [torch.bfloat16]
-    for arch, kind in itertools.product((80, 90), (convolutions, grams, leads, products, walks)):
+    for arch, kind in itertools.product((80, 90), (convolutions, grams, inverse_factors, leads, products, walks)):
         if everything or arch == 90 or kind is walks:
             for row in kind(arch, dtypes, everything):
                 print(json.dumps(row), flush=True)
