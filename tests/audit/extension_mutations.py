@@ -19,7 +19,7 @@ from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import least_squares
+from inplace_ttt.ops import least_squares, normal_equations
 from inplace_ttt.ops.least_squares import _Walk
 from inplace_ttt.surgery import fast_weights
 
@@ -112,8 +112,9 @@ def read_unwhitened(patch: Patch) -> None:
 
 def other_damping(factor: float) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
-        real = least_squares.factor
-        patch.setattr(least_squares, "factor", lambda gram, damping: real(gram, factor * damping))
+        real = normal_equations.factor
+        for module in (least_squares, normal_equations):
+            patch.setattr(module, "factor", lambda gram, damping, beside=None: real(gram, factor * damping, beside))
 
     return plant
 
@@ -158,7 +159,7 @@ def writing(change: Callable[[_Walk, int, Any, Tensor, Tensor], Tensor]) -> Call
 
 
 def unclipped_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
-    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k, row, group)[0], 0)])
+    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[row], group)[0].to(walk.dtype), 0)])
 
 
 def rounded_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def rounded_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tenso
 
 
 def gram_of_the_first_row(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
-    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k, 0, group)[0], 0)])
+    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[0], group)[0].to(walk.dtype), 0)])
 
 
 def stale_map(patch: Patch) -> None:
@@ -265,7 +266,7 @@ def gate_of_targets_alone(patch: Patch) -> None:
 
     def with_writes(self: _Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
         before, after = real(self, row, group, state)
-        keys = self.of(self.k, row, group)
+        keys = self.of(self.k[row], group).to(self.dtype)
         return before, torch.cat([after[: self.d], state[self.d :] + (keys.mT @ keys).sum(0)])
 
     real = _Walk.with_writes

@@ -66,7 +66,8 @@ def coarse_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor
 
 def gram_of_all_rows(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor, size: float) -> Tensor:
     """Other rows' keys at the same place of their rows count too."""
-    keys = torch.cat([walk.of(walk.k, other, group)[0] for other in range(len(walk.k)) if other != row] or [walk.k.new_zeros(0, walk.r)])
+    others = [walk.of(walk.k[other], group)[0] for other in range(len(walk.k)) if other != row]
+    keys = torch.cat(others or [walk.k.new_zeros(0, walk.r)]).to(walk.dtype)
     return torch.cat([after[: walk.d], after[walk.d :] + size * keys.mT @ keys])
 
 
