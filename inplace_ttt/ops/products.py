@@ -41,7 +41,7 @@ def product(a: Tensor | Operand, b: Tensor | Operand, *, alpha: float = 1.0, out
     A GPU's tensor cores multiply bfloat16 and float16 as they are and add up in float32. Of parts, the product of two low ones is
     left out.
     """
-    (a_parts, b_parts) = (x.parts if isinstance(x, Operand) else (x,) for x in (a, b))
+    a_parts, b_parts = (x.parts if isinstance(x, Operand) else (x,) for x in (a, b))
     pairs = [(x, y) for i, x in enumerate(a_parts) for j, y in enumerate(b_parts) if i + j < 2]
     first, second = pairs[0]
     wide = torch.promote_types(state_dtype(first.dtype), state_dtype(second.dtype))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .support import INTERPRETED
+from .support import INTERPRETED, on_device_of
 
 _BLOCK = 8 if INTERPRETED else 64
 """Rows of a matrix that are inverted one after the other, in a program's registers."""
@@ -64,7 +64,8 @@ def inverse_factor(matrices: Tensor) -> Tensor:
     """
     assert matrices.dim() == 3 and matrices.dtype == torch.float32 and matrices.stride(-1) == 1
     inverses = torch.zeros(matrices.shape, dtype=torch.float32, device=matrices.device)
-    _fill(inverses, matrices)
+    with on_device_of(matrices):
+        _fill(inverses, matrices)
     return inverses
 
 

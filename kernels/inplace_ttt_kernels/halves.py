@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .support import INTERPRETED
+from .support import INTERPRETED, on_device_of
 
 _NUMBERS = 64 if INTERPRETED else 2048
 
@@ -23,9 +23,11 @@ def halves_kernel(x, high, low, numbers, x_matrix, B: tl.constexpr):
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low part [n, a, b] bfloat16 of x [n, a, b] float32, each matrix of which lies in one piece."""
-    assert x.dim() == 3 and x.dtype == torch.float32 and x[:1].is_contiguous()
+    """High and low part [n, a, b] bfloat16 of x [n, a, b] float32; copied first where a matrix of it does not lie in one piece."""
+    assert x.dim() == 3 and x.dtype == torch.float32
+    x = x if x[:1].is_contiguous() else x.contiguous()
     numbers = x.shape[1] * x.shape[2]
     high, low = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in range(2))
-    halves_kernel[(triton.cdiv(numbers, _NUMBERS), len(x))](x, high, low, numbers, x.stride(0), B=_NUMBERS)
+    with on_device_of(x):
+        halves_kernel[(triton.cdiv(numbers, _NUMBERS), len(x))](x, high, low, numbers, x.stride(0), B=_NUMBERS)
     return high, low

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,15 +10,9 @@ from torch import Tensor
 from . import conv as convolution
 from .operands import operands_of
 from .passes import backward, forward
+from .support import on_device_of
 
 Gradients = tuple[Tensor | None, ...]
-
-
-@contextlib.contextmanager
-def _on_device_of(x: Tensor) -> Iterator[None]:
-    """Launch where x lies, also when another GPU is current, and multiply in the dtypes given, also under autocast."""
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), torch.autocast(x.device.type, enabled=False):
-        yield
 
 
 @torch.library.custom_op("inplace_ttt::fast_weight", mutates_args=())
@@ -40,7 +32,7 @@ def fast_weight(
     z [B, T, h], v [B, T, d], weight [d, h] or None of one dtype; initial_state [B, d, h] float32 or None; tau [] float32,
     the largest norm of a chunk's delta, or None; spans [n, 3] int64 on the CPU: row, start and stop of each document, in order.
     """
-    with _on_device_of(z):
+    with on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)
         out, state = forward(given, z.shape[0], return_state)
     return out.view(v.shape), state
@@ -68,7 +60,7 @@ def fast_weight_backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of z, v, weight and initial_state, the last two empty where there is nothing to give."""
-    with _on_device_of(z):
+    with on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)
         d_rows = d_out.flatten(0, 1).contiguous()
         d_last = None if d_state is None else d_state.contiguous()
@@ -119,7 +111,7 @@ fast_weight.register_autograd(_fast_weight_gradients, setup_context=_keep_for_ba
 @torch.library.custom_op("inplace_ttt::chunk_conv", mutates_args=())
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
     """Depthwise correlation of x [B, T, d] with conv [d, 1, k], taps inside the token's chunk; chunk_ids [B, T] int32."""
-    with _on_device_of(x):
+    with on_device_of(x):
         return convolution.convolve(_with_dense_rows(x), conv.contiguous(), chunk_ids.contiguous(), first_tap)
 
 
@@ -132,7 +124,7 @@ def _(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
 def chunk_conv_backward(d_out: Tensor, x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> tuple[Tensor, Tensor]:
     """Gradients of x and conv."""
     d_out, x, chunk_ids = _with_dense_rows(d_out), _with_dense_rows(x), chunk_ids.contiguous()
-    with _on_device_of(x):
+    with on_device_of(x):
         dx = convolution.convolve(d_out, conv.contiguous(), chunk_ids, first_tap, reverse=True)
         d_conv = convolution.taps_gradient(d_out, x, chunk_ids, first_tap, conv.shape[-1])
     return dx, d_conv.to(conv.dtype).contiguous()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -43,6 +45,13 @@ def has_tensor_copies(device: torch.device) -> bool:
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a large tile run at a time; the interpreter counts as an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@contextlib.contextmanager
+def on_device_of(x: Tensor) -> Iterator[None]:
+    """Launch where x lies, also when another GPU is current, and multiply in the dtypes given, also under autocast."""
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), torch.autocast(x.device.type, enabled=False):
+        yield
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
