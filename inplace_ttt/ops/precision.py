@@ -20,8 +20,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
-    """Products of float32 are of float32: without autocast, and on a GPU without the shorter numbers (TF32) that
-    transformers' Trainer has them multiplied in, of which no Cholesky factor could be made."""
+    """Products of float32 are of float32: without autocast, and on a GPU without the shorter numbers (TF32) that a trainer may
+    have them multiplied in, of which no Cholesky factor could be made."""
     with without_autocast(device):
         if device.type != "cuda":
             yield
