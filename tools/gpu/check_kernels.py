@@ -22,6 +22,8 @@ from torch import Tensor
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 ETA = 0.02
+_PROCESSES = 16
+"""At most, each with the card's memory for its context."""
 # name -> documents of each row in eighths of a chunk, and the row length with its padding
 DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
     "one": ([[(0, 61)]], 61),
@@ -100,7 +102,7 @@ def on_all_cores(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
     A part whose process dies, as after an illegal address, is a row that does not hold.
     """
-    parts = 1 if smoke else max(1, min(len(os.sched_getaffinity(0)), 18))
+    parts = 1 if smoke else min(len(os.sched_getaffinity(0)), _PROCESSES)
     if parts == 1:
         yield from checks(device, smoke)
         return
