@@ -78,16 +78,19 @@ def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[
             except Exception as error:
                 yield _broken(name, error, BOUND[dtype])
                 continue
-            errors = {name: _distance(found[name], expected[name]) for name in expected}
-            where = max(errors, key=lambda name: errors[name])
-            ok = all(error < BOUND[dtype] for error in errors.values())  # false of NaN
-            yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
+            yield _row(name, {key: _distance(found[key], expected[key]) for key in expected}, BOUND[dtype])
     for number, run in enumerate((_convolutions, _least_squares)):
         if part == parts - 1 - number % parts:
             try:
                 yield from run(device, smoke)
             except Exception as error:
                 yield _broken(run.__name__, error, 0.0)
+
+
+def _row(name: str, errors: dict[str, float], bound: float) -> dict[str, Any]:
+    where = max(errors, key=lambda key: errors[key])
+    ok = all(error < bound for error in errors.values())  # false of NaN
+    return {"name": name, "ok": ok, "worst": errors[where], "bound": bound, "where": where}
 
 
 def _broken(name: str, error: BaseException, bound: float) -> dict[str, Any]:
@@ -182,10 +185,7 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
                 out = convolve(*leaves, layout.chunk_ids(device), first_tap)
                 results.append([out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype).to(precision))])
         errors = {name: _distance(found, wanted) for name, wanted, found in zip(("out", "d_x", "d_conv"), *results, strict=True)}
-        where = max(errors, key=lambda name: errors[name])
-        ok = all(error < BOUND[dtype] for error in errors.values())
-        name = f"convolution, {taps} taps, {str(dtype)[6:]}"
-        yield {"name": name, "ok": ok, "worst": errors[where], "bound": BOUND[dtype], "where": where}
+        yield _row(f"convolution, {taps} taps, {str(dtype)[6:]}", errors, BOUND[dtype])
 
 
 def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
@@ -213,11 +213,9 @@ def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
                 grad = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(4), device=device).to(out)
                 results.append([out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)])
             errors = {key: _distance(found, wanted) for key, wanted, found in zip(("out", *given), *results, strict=True)}
-            where = max(errors, key=lambda key: errors[key])
             case = f"least squares, {name}, {shape}, {str(dtype)[6:]}, {clipped}, {'gated, from a state' if 'gate' in given else 'plain'}"
             bound = 100 * BOUND[dtype] if dtype == torch.float32 else 2 * BOUND[dtype]  # of 1,024 keys G + λI has a condition of 1e3
-            ok = all(error < bound for error in errors.values())
-            yield {"name": case, "ok": ok, "worst": errors[where], "bound": bound, "where": where}
+            yield _row(case, errors, bound)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
