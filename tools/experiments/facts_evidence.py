@@ -1,13 +1,13 @@
 """Does a model answer what it read, once it was trained to? Facts told in books, and asked for beyond the attention window.
 
-python tools/experiments/facts_evidence.py [--runs R ...] [--seeds 0 1 2] [--far] [--out docs/results/cpu-2026-11/facts]
+python tools/experiments/facts_evidence.py [--model M] [--runs R ...] [--seeds 0 1 2] [--far] [--one-process] [--out OUT]
 
-A model with compact keys learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from statements
-of other relations than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts tell four records each; the questions come
-1,024 and 4,096 tokens later and, with --far, in two texts 16,384 and 65,536 tokens later, for the first seed. "gated" learns how much each
-token counts, from longer rows; "gate held at 1" reads the same weights with all counting alike, after it. What is in OUT.json is done,
-and so is every step kept under runs/facts; the next call goes on where the last one stopped. Gemma is there after
-`python tools/fetch/get_model.py --model gemma-3-270m --dtype float32 --out .cache/gemma-3-270m-float32`.
+A model learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from statements of other relations
+than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts tell four records each; the questions come 1,024 and 4,096
+tokens later and, with --far, in two texts 16,384 and 65,536 tokens later, for the first seed. "gated" are compact keys with a gate of
+writes, "gate held at 1" the same weights with all tokens counting alike, after it. What is in OUT.json is done, and so is every step kept
+under runs/facts; the next call goes on where the last one stopped. Gemma is there after
+`python tools/fetch/get_model.py --model gemma-3-270m`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 import kept_runs
 import torch
-from memory_evidence import LAYERS, MODEL, MODELS, ROOT, WINDOW, with_error
+from memory_evidence import MODELS, WINDOW, Model, with_error
+from memory_rules import ONE_PROCESS, ROOT, RULES
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError, load
@@ -42,81 +43,83 @@ NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 
 @dataclass(frozen=True)
 class Run:
-    """model: a folder of a base; convert: options; settings: of the recipe. trained: or read as converted, which is the base.
+    """convert: options beyond the layers; settings: of the recipe. trained: or read as converted, which is the base.
 
     without_gate_of: the run whose weights these are, with all writes counting alike.
     """
 
-    model: Path
     convert: tuple[str, ...]
     settings: tuple[str, ...] = ()
     trained: bool = True
     without_gate_of: str | None = None
 
 
-SMOLLM2 = ("--layers", LAYERS, *COMPACT)
-GEMMA = ("--layers", MODELS["gemma-3-270m"].layers, *COMPACT, "--calibrate-tokens", "16384")
-GEMMA_BASE = ROOT / ".cache" / "gemma-3-270m-float32"
-GATED = (*SMOLLM2, "--set", "write_gate=true")
-LONG_ROWS = ("data.sequence_length=2048", "data.facts.number=24", "optimisation.steps=90")
+GATED = (*COMPACT, "--set", "write_gate=true")
 RUNS = {
-    "smollm2-135m": Run(MODEL, SMOLLM2),
-    "gemma-3-270m": Run(GEMMA_BASE, GEMMA, ("data.facts.others=0.1", "optimisation.steps=140")),
-    "smollm2-135m, untrained": Run(MODEL, SMOLLM2, trained=False),
-    "gemma-3-270m, untrained": Run(GEMMA_BASE, GEMMA, trained=False),
-    "smollm2-135m, others 0.3": Run(MODEL, SMOLLM2, ("data.facts.others=0.3",)),
-    "smollm2-135m, gated": Run(MODEL, GATED, LONG_ROWS),
-    "smollm2-135m, gated, gate held at 1": Run(MODEL, GATED, without_gate_of="smollm2-135m, gated"),
-    "smollm2-135m, long rows": Run(MODEL, SMOLLM2, LONG_ROWS),
-    "smollm2-135m, eta 0": Run(MODEL, (*SMOLLM2, "--set", "eta=0")),
+    "gated": Run(GATED),
+    "gate held at 1": Run(GATED, without_gate_of="gated"),
+    "no gate": Run(COMPACT),
+    "paper": Run(RULES["paper"].convert, ("optimisation.conv_learning_rate=1e-3",)),
+    "no writes": Run((*COMPACT, "--set", "eta=0")),
+    "untrained": Run(GATED, trained=False),
 }
-MAIN = ("smollm2-135m", "gemma-3-270m")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=MAIN, choices=RUNS, metavar="R", help="; ".join(RUNS))
+    parser.add_argument("--model", default="smollm2-135m", choices=MODELS)
+    parser.add_argument("--runs", nargs="+", default=["gated"], choices=RUNS, metavar="R", help="; ".join(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--far", action="store_true", help="also to 65,536 tokens, with the first seed")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "facts")
+    parser.add_argument("--one-process", action="store_true", help="train the same batches in one process: for one core, or little memory")
+    parser.add_argument("--out", type=Path, help="default: docs/results/cpu-2026-11/facts, with the name of another model")
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
+    model = MODELS[args.model]
+    out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / "-".join(word for word in ("facts", model.folder) if word)
     kept_runs.split_texts()
-    results = Results(args.out.parent, "name another --out, or delete it")
+    results = Results(out.parent, "name another --out, or delete it")
     protocol = {"window": WINDOW, "records": RECORDS, "near": NEAR, "far": FAR, **kept_runs.digests(RECIPE)}
-    held = results.get(args.out.name, protocol=protocol) or {"runs": {}}
     for seed, name in [] if args.table else [(seed, name) for seed in args.seeds for name in args.runs]:
         asked = {"near": NEAR} | ({"far": FAR} if args.far and seed == args.seeds[0] else {})
-        known = held["runs"].setdefault(name, {}).setdefault(str(seed), {})
         for part, (documents, distances) in asked.items():
-            if part not in known:
-                known |= measure(name, seed, part, documents, distances)
-                results.put(args.out.name, {"command": "python tools/experiments/facts_evidence.py", "protocol": protocol, **held})
-    for name in RUNS:
-        if name in held["runs"]:
-            print_tables(name, held["runs"][name])
+            if part in seeds_of(results, out.name, protocol).get(name, {}).get(str(seed), {}):
+                continue
+            found = measure(model, name, seed, part, documents, distances, ONE_PROCESS if args.one_process else ())
+            runs = seeds_of(results, out.name, protocol)  # as it is now: another call may have written
+            runs.setdefault(name, {}).setdefault(str(seed), {}).update(found)
+            results.put(out.name, {"command": "python tools/experiments/facts_evidence.py", "protocol": protocol, "runs": runs})
+    for name, seeds in seeds_of(results, out.name, protocol).items():
+        print_tables(name, seeds)
     return 0
 
 
-def measure(name: str, seed: int, part: str, documents: int, distances: tuple[int, ...]) -> dict[str, Any]:
+def seeds_of(results: Results, out: str, protocol: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is known, by run and seed."""
+    return (results.get(out, protocol=protocol) or {"runs": {}})["runs"]
+
+
+def measure(
+    model: Model, name: str, seed: int, part: str, documents: int, distances: tuple[int, ...], settings: tuple[str, ...]
+) -> dict[str, Any]:
     """Convert, train, ask; what is done already is left alone."""
-    run = RUNS[name]
-    first = next(other for other in RUNS if (RUNS[other].model, RUNS[other].convert) == (run.model, run.convert))
-    folder = WORK / f"{kept_runs.slug(name)}-{seed}"
-    converted = kept_runs.convert(run.model, WORK / kept_runs.slug(first), *run.convert)
-    model = folder / "final" if run.trained else converted
+    run, work = RUNS[name], WORK / model.folder
+    first = next(other for other in RUNS if RUNS[other].convert == run.convert)
+    folder = work / f"{kept_runs.slug(name)}-{seed}"
+    converted = kept_runs.convert(model.base, work / kept_runs.slug(first), "--layers", model.layers, *run.convert)
+    read = folder / "final" if run.trained else converted
     if run.without_gate_of:
-        trained = WORK / f"{kept_runs.slug(run.without_gate_of)}-{seed}"
+        trained = work / f"{kept_runs.slug(run.without_gate_of)}-{seed}"
         kept_runs.made_by(folder, trained=kept_runs.stamp_of(trained))
-        if not model.exists():
-            hold_gate(trained / "final", model)
+        if not read.exists():
+            hold_gate(trained / "final", read)
     elif run.trained:
-        kept_runs.train(converted, folder, seed, *run.settings, recipe=RECIPE)
+        kept_runs.train(converted, folder, seed, *settings, *run.settings, recipe=RECIPE)
     else:
         kept_runs.made_by(folder, converted=kept_runs.stamp_of(converted))
         folder.mkdir(exist_ok=True)
     texts = ("--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
-    kept_runs.read(folder, model, part, *texts, "--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
+    kept_runs.read(folder, read, part, *texts, "--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
     found = json.loads((folder / part / "evaluation.json").read_text())
     text = {key: found[key] for key in ("on", "off", "foreign", "difference", "memory")}
     return {part: {"facts": found["facts"], "text": text}, "seconds": kept_runs.seconds_of(folder)}
