@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +20,43 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+class _Full:
+    """What a GPU multiplies float32 in, while any thread is within: the setting is the process's, so the last one out brings it back."""
+
+    def __init__(self) -> None:
+        self.lock, self.within, self.before = Lock(), 0, None
+
+    def __enter__(self) -> None:
+        settings, name, full = self._setting()
+        with self.lock:
+            if self.within == 0:
+                self.before = getattr(settings, name)
+                setattr(settings, name, full)
+            self.within += 1
+
+    def __exit__(self, *error: object) -> None:
+        settings, name, _ = self._setting()
+        with self.lock:
+            self.within -= 1
+            if self.within == 0:
+                setattr(settings, name, self.before)
+
+    def _setting(self) -> tuple[Any, str, object]:
+        settings = torch.backends.cuda.matmul
+        if hasattr(settings, "fp32_precision"):
+            return settings, "fp32_precision", "ieee"
+        return settings, "allow_tf32", False  # before torch 2.9
+
+
+_full = _Full()
+
+
 @contextlib.contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
     """Products of float32 are of float32: without autocast, and on a GPU without the shorter numbers (TF32) that a trainer may
     have them multiplied in, of which no Cholesky factor could be made."""
-    with without_autocast(device):
-        if device.type != "cuda":
-            yield
-            return
-        settings = torch.backends.cuda.matmul
-        full: dict[str, object] = {"fp32_precision": "ieee", "allow_tf32": False}  # the latter before torch 2.9
-        name = next(name for name in full if hasattr(settings, name))
-        before = getattr(settings, name)
-        setattr(settings, name, full[name])
-        try:
-            yield
-        finally:
-            setattr(settings, name, before)
+    with without_autocast(device), _full if device.type == "cuda" else contextlib.nullcontext():
+        yield
 
 
 def in_range(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

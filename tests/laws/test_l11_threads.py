@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from inplace_ttt import language_head, ttt_disabled
 from inplace_ttt.families import CACHE
+from inplace_ttt.ops.precision import in_full_precision
 from inplace_ttt.training.held_out import held_out_sums
 
 THREADS, SESSIONS = 6, 3
@@ -88,3 +89,17 @@ def test_threads_do_not_see_each_other(work: str, name: str, target: str) -> Non
         beside = list(pool.map(serve, range(THREADS)))
     for expected, found in zip(alone, beside, strict=True):
         assert all(torch.equal(a, b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
+
+
+def test_float32_is_whole_while_any_thread_needs_it() -> None:
+    """One that leaves does not take it from another, and the last one brings back what was set."""
+    settings, gpu = torch.backends.cuda.matmul, torch.device("cuda")
+    for chosen in ("tf32", settings.fp32_precision):
+        settings.fp32_precision = chosen
+        first, second = in_full_precision(gpu), in_full_precision(gpu)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        within = settings.fp32_precision
+        second.__exit__(None, None, None)
+        assert (within, settings.fp32_precision) == ("ieee", chosen)
