@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,11 +18,12 @@ class UnderWay:
     down-projection has not. switched: models whose TTT is turned on or off. groups: the ranks that share a model's rows.
     text_forwards: how many of the next are of text, see `reading_text`."""
 
-    open: ForwardContext | None = None
-    armed: LayerCall | None = None
-    switched: Mapping[ModelHooks, bool] = MappingProxyType({})
-    groups: Mapping[ModelHooks, ProcessGroup | None] = MappingProxyType({})
-    text_forwards: float = 0
+    def __init__(self) -> None:  # all of it from the start: a graph holds for objects that have the same attributes
+        self.open: ForwardContext | None = None
+        self.armed: LayerCall | None = None
+        self.switched: Mapping[ModelHooks, bool] = {}
+        self.groups: Mapping[ModelHooks, ProcessGroup | None] = {}
+        self.text_forwards: float = 0
 
 
 class _PerThread(threading.local):

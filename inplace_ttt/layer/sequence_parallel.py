@@ -15,8 +15,12 @@ _ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 _TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
+@torch.compiler.assume_constant_result  # else a graph is made anew after every import of whatever module
 def ulysses_group() -> ProcessGroup | None:
-    """DeepSpeed's sequence-parallel group of more than one rank, or None. Refuses torch's context parallelism."""
+    """DeepSpeed's sequence-parallel group of more than one rank, or None. Refuses torch's context parallelism.
+
+    A compiled model keeps the one that there was when its graph was made.
+    """
     if torch.nn.functional.scaled_dot_product_attention in getattr(sys.modules.get(_TORCH), "_replaced_functions", ()):
         raise InPlaceTTTError(
             "torch's context parallelism gives a rank pieces from both ends of a sequence, which the fast weight cannot follow; "

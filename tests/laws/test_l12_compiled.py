@@ -1,6 +1,8 @@
 """L12: torch.compile changes nothing, and needs no graph break where there is no cache."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -117,6 +119,17 @@ def test_one_graph_for_all_lengths_and_masks() -> None:
     mask[0, 5:9] = 0
     with pytest.raises(InPlaceTTTError, match="row 0 has padding between"):
         run(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+def test_a_graph_is_made_once_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a training loop imports between two of them."""
+    model = converted("llama").train()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    run = compiled(model, backend=graphs)
+    for step in range(3):
+        run(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        monkeypatch.setitem(sys.modules, f"imported_after_step_{step}", ModuleType("imported"))
+    assert graphs.frame_count == 1
 
 
 def test_a_cache_breaks_the_graph_and_nothing_else() -> None:

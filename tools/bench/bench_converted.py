@@ -72,6 +72,9 @@ STEPS: dict[str, Callable[[PreTrainedModel, torch.Tensor], None]] = {
     "prefill": _prefill, "prefill into a cache": _prefill_into_cache, "decode": _decode, "training step": _training_step,
 }  # fmt: skip
 
+MODES = ("default", "reduce-overhead")
+"""Of torch.compile."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -84,6 +87,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="paper")
     parser.add_argument("--rank", type=json.loads, help="of whitened keys: directions, or a share of d (default: the preset's)")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="S", help=f"of {', '.join(STEPS)} (default: all)")
+    parser.add_argument("--compiled", choices=MODES, help="both models by torch.compile; reduce-overhead: as CUDA graphs")
     args = parser.parse_args()
     print(json.dumps(measure(**vars(args)), indent=2))
 
@@ -98,6 +102,7 @@ def measure(
     preset: str = "paper",
     rank: int | float | None = None,
     steps: Sequence[str] = tuple(STEPS),
+    compiled: str | None = None,
 ) -> dict[str, Any]:
     """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
     torch.manual_seed(0)
@@ -111,6 +116,9 @@ def measure(
     for layer in fast_weights(model).values():  # as if trained: conv and P write
         layer.ttt.conv.data.normal_(std=0.1)
         layer.ttt.proj.data.normal_(std=0.02)
+    if compiled is not None:
+        for either in (base, model):
+            either.compile(mode=compiled)
     rows = {}
     for name in steps:
         try:
@@ -122,8 +130,8 @@ def measure(
         gc.collect()
     profile = _profile(model, ids) if "seconds" in rows.get("training step", {}) else []
     return {
-        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "preset": preset, "rank": rank, "layers": config.num_hidden_layers,
-        "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
+        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "preset": preset, "rank": rank, "compiled": compiled,
+        "layers": config.num_hidden_layers, "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
         "profile_of_a_training_step": profile,
     }  # fmt: skip
 

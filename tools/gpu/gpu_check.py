@@ -82,10 +82,10 @@ def main() -> int:
         table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copy:.2f} TB/s copied")
         # the bars first: a model of each rule and the first op shapes; then the rest for as long as the time lasts
         shapes, tasks = list(_shapes(args.smoke)), list(_model_tasks(args.smoke))
-        models = _record(folder / "models.json", about, _models(tasks[:2], clock), say)
+        models = _record(folder / "models.json", about, _models(tasks[:4], clock), say)
         ops = _record(folder / "op.json", about, _ops(shapes[:5], clock, args.smoke), say)
         _record(folder / "kernels.json", about, _alone(clock, args.smoke), say)
-        models = _record(folder / "models.json", about, _models(tasks[2:], clock), say, models)
+        models = _record(folder / "models.json", about, _models(tasks[4:], clock), say, models)
         others = _record(folder / "situations.json", about, _situations(clock, args.smoke), say)
         ops = _record(folder / "op.json", about, _ops(shapes[5:], clock, args.smoke), say, ops)
         table += [*_op_table(ops, rate), *_situation_table(others), *_model_table(models)]
@@ -181,12 +181,19 @@ def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
         yield {"shape": "tiny", "tokens": 96, "chunk_size": 32, "repeats": 1, "device": "cpu", "dtype": "bfloat16"}, 0
         return
     long, short = 32768, 8192
-    for shape, tokens, preset, seconds in (
-        ("Qwen3-4B", long, "paper", 45), ("SmolLM2-135M", short, "compact", 30), ("SmolLM2-135M", long, "paper", 45),
-        ("Qwen3-4B", short, "paper", 20), ("SmolLM2-135M", short, "paper", 20),
-    ):  # fmt: skip
+    uncached = ("prefill", "training step")  # a cache breaks the graph of a compiled model
+    for shape, tokens, changed, seconds in (
+        ("Qwen3-4B", long, {"preset": "paper"}, 45),
+        ("Qwen3-4B", long, {"preset": "compact"}, 45),
+        ("Qwen3-4B", long, {"preset": "compact", "chunk_size": 128, "steps": uncached}, 45),
+        ("SmolLM2-135M", short, {"preset": "compact"}, 30),
+        *(("Qwen3-4B", long, {"preset": "paper", "compiled": mode, "steps": uncached}, 90) for mode in ("default", "reduce-overhead")),
+        ("SmolLM2-135M", long, {"preset": "paper"}, 45),
+        ("Qwen3-4B", short, {"preset": "paper"}, 20),
+        ("SmolLM2-135M", short, {"preset": "paper"}, 20),
+    ):
         settings = {"shape": shape, "tokens": tokens, "chunk_size": 512, "repeats": 5, "device": "cuda", "dtype": "bfloat16"}
-        yield {**settings, "preset": preset}, seconds
+        yield {**settings, **changed}, seconds
 
 
 def _models(tasks: list[tuple[dict[str, Any], float]], clock: Clock) -> Iterable[dict[str, Any]]:
@@ -194,12 +201,17 @@ def _models(tasks: list[tuple[dict[str, Any], float]], clock: Clock) -> Iterable
     from bench_converted import measure
 
     for settings, seconds in tasks:
-        task = f"model {settings['shape']} at {settings['tokens']} tokens, {settings.get('preset', 'paper')}"
+        task = _model_name(settings)
         if not seconds or clock.has(seconds, task):
             with clock.carries_on(task):
                 yield measure(**settings)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+def _model_name(settings: dict[str, Any]) -> str:
+    compiled = f", compiled ({settings['compiled']})" if settings.get("compiled") else ""
+    return f"{settings['shape']} {settings['tokens']} tokens, {settings.get('preset', 'paper')}, C {settings['chunk_size']}{compiled}"
 
 
 def _situations(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
@@ -266,7 +278,7 @@ def _situation_table(results: list[dict[str, Any]]) -> list[str]:
 
 def _model_table(results: list[dict[str, Any]]) -> list[str]:
     return [
-        f"{result['shape']} {result['tokens']} tokens, {result['preset']}, {name}: "
+        f"{_model_name(result)}, {name}: "
         + ("out of memory" if "out_of_memory" in row else f"{row['median']:.3f} ({row['min']:.3f}-{row['max']:.3f}) of the base's time")
         for result in results
         for name, row in result["ratio_to_base"].items()
