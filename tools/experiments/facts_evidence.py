@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +23,8 @@ from typing import Any
 
 import kept_runs
 import torch
+from matplotlib import pyplot
+from matplotlib.ticker import NullLocator
 from memory_evidence import MODELS, WINDOW, Model, with_error
 from memory_rules import ONE_PROCESS, ROOT, RULES
 from transformers import AutoTokenizer
@@ -29,9 +32,9 @@ from transformers import AutoTokenizer
 from inplace_ttt import InPlaceTTTError, load
 from inplace_ttt.checkpoint.overwriting import new_checkpoint_folder
 from inplace_ttt.files.results import Results
-from inplace_ttt.reports.statistics import Mean
+from inplace_ttt.reports.statistics import Mean, wilson
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.tasks.facts import NEVER_TOLD
+from inplace_ttt.tasks.facts import NEVER_TOLD, VERBATIM
 
 WORK = ROOT / "runs" / "facts"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-facts-cpu.yaml"
@@ -91,6 +94,7 @@ def main() -> int:
             results.put(out.name, {"command": "python tools/experiments/facts_evidence.py", "protocol": protocol, "runs": runs})
     for name, seeds in seeds_of(results, out.name, protocol).items():
         print_tables(name, seeds)
+    draw(args.model, seeds_of(results, out.name, protocol), out.with_suffix(".png"))
     return 0
 
 
@@ -155,6 +159,36 @@ def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
     texts = [values["near"]["text"] for values in seeds.values() if "near" in values]
     for key in ("difference", "memory") if texts else ():
         print(f"\n{name}, on text without facts: {key} {', '.join(with_error(text[key]['mean'], text[key]['stderr']) for text in texts)}")
+
+
+def draw(model: str, runs: dict[str, dict[str, Any]], file: Path) -> None:
+    """What is said verbatim by distance, over the seeds, with 95 % intervals over questions, beside what the base says of what it sees."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
+    for run, readings, line in (("gated", ("on", "written", "foreign", "off"), "-"), ("untrained", ("retrieved", "full"), ":")):
+        for reading in readings:
+            if said := _said_verbatim(runs.get(run, {}).values(), reading):
+                shares = [wilson(answers) for answers in said.values()]
+                ends = [[abs(share[end] - share["share"]) for share in shares] for end in ("low", "high")]
+                label = reading if run == "gated" else f"{reading}, the base"
+                axes.errorbar([*said], [share["share"] for share in shares], yerr=ends, label=label, linestyle=line, marker="o", capsize=3)
+    distances = [distance for _, part in (NEAR, FAR) for distance in part]
+    axes.set(xscale="log", xlabel="tokens between a fact and its question", ylabel="said verbatim", title=f"{model}, a window of {WINDOW}")
+    axes.set_xticks(distances, [f"{distance:,}" for distance in distances])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(-0.02, 1)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=130)
+
+
+def _said_verbatim(seeds: Iterable[dict[str, Any]], reading: str) -> dict[int, list[bool]]:
+    """Which answers are said, by distance, over the seeds."""
+    said: dict[int, list[bool]] = {}
+    for part in (values[part] for values in seeds for part in ("near", "far") if part in values):
+        for row in part["facts"]["readings"].get(reading, ()):
+            verbatim = row["kinds"][VERBATIM]
+            right = round(verbatim["said"]["share"] * verbatim["n"])
+            said.setdefault(row["distance"], []).extend([True] * right + [False] * (verbatim["n"] - right))
+    return said
 
 
 def _share(tables: list[dict[str, Any]], reading: str, place: int, kind: str) -> str:
