@@ -22,7 +22,7 @@ def test_smoke_run_in_a_shell(tmp_path: Path) -> None:
     done = subprocess.run([ROOT / "tools" / "gpu" / "gpu_check.sh", "--smoke"], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-8:]
-    assert last[-1].startswith("tiny 96 tokens, paper, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
+    assert last[-1].startswith("tiny 96 tokens, paper, C 32, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
     for name in ("checks", "ceilings", "kernels", "op", "situations", "models", "tiles"):
         result = json.loads((tmp_path / f"{name}.json").read_text())
         assert result["command"] == "tools/gpu/gpu_check.sh --smoke" and result["torch"] and result["rows"], name
