@@ -81,26 +81,27 @@ def main() -> int:
     model = MODELS[args.model]
     out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / "-".join(word for word in ("facts", model.folder) if word)
     kept_runs.split_texts()
-    results = Results(out.parent, "name another --out, or delete it")
     protocol = {"window": WINDOW, "records": RECORDS, "near": NEAR, "far": FAR, **kept_runs.digests(RECIPE)}
     for seed, name in [] if args.table else [(seed, name) for seed in args.seeds for name in args.runs]:
         asked = {"near": NEAR} | ({"far": FAR} if args.far and seed == args.seeds[0] else {})
         for part, (documents, distances) in asked.items():
-            if part in seeds_of(results, out.name, protocol).get(name, {}).get(str(seed), {}):
+            if part in known(out, protocol)[1].get(name, {}).get(str(seed), {}):
                 continue
             found = measure(model, name, seed, part, documents, distances, ONE_PROCESS if args.one_process else ())
-            runs = seeds_of(results, out.name, protocol)  # as it is now: another call may have written
+            results, runs = known(out, protocol)  # as it is now: another call may have written
             runs.setdefault(name, {}).setdefault(str(seed), {}).update(found)
             results.put(out.name, {"command": "python tools/experiments/facts_evidence.py", "protocol": protocol, "runs": runs})
-    for name, seeds in seeds_of(results, out.name, protocol).items():
+    _, runs = known(out, protocol)
+    for name, seeds in runs.items():
         print_tables(name, seeds)
-    draw(args.model, seeds_of(results, out.name, protocol), out.with_suffix(".png"))
+    draw(args.model, runs, out.with_suffix(".png"))
     return 0
 
 
-def seeds_of(results: Results, out: str, protocol: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is known, by run and seed."""
-    return (results.get(out, protocol=protocol) or {"runs": {}})["runs"]
+def known(out: Path, protocol: dict[str, Any]) -> tuple[Results, dict[str, dict[str, Any]]]:
+    """Where results are kept, and those that are there, by run and seed."""
+    results = Results(out.parent, "name another --out, or delete it")
+    return results, (results.get(out.name, protocol=protocol) or {"runs": {}})["runs"]
 
 
 def measure(
