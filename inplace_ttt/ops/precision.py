@@ -20,7 +20,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-class _Full:
+class _WholeFloat32:
     """What a GPU multiplies float32 in, while any thread is within: the setting is the process's, so the last one out brings it back."""
 
     def __init__(self) -> None:
@@ -48,14 +48,14 @@ class _Full:
         return settings, "allow_tf32", False  # before torch 2.9
 
 
-_full = _Full()
+_whole_float32 = _WholeFloat32()
 
 
 @contextlib.contextmanager
 def in_full_precision(device: torch.device) -> Iterator[None]:
     """Products of float32 are of float32: without autocast, and on a GPU without the shorter numbers (TF32) that a trainer may
     have them multiplied in, of which no Cholesky factor could be made."""
-    with without_autocast(device), _full if device.type == "cuda" else contextlib.nullcontext():
+    with without_autocast(device), _whole_float32 if device.type == "cuda" else contextlib.nullcontext():
         yield
 
 

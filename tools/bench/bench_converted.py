@@ -117,6 +117,7 @@ def measure(
         layer.ttt.conv.data.normal_(std=0.1)
         layer.ttt.proj.data.normal_(std=0.02)
     if compiled is not None:
+        torch._dynamo.reset()  # of earlier models: of one function eight graphs are kept, and the ninth model would run uncompiled
         for either in (base, model):
             either.compile(mode=compiled)
     rows = {}
