@@ -18,6 +18,7 @@ from .errors import InPlaceTTTError, reported
 from .files.folders import new_file
 from .files.json_files import parse_json
 from .files.locks import output_lock
+from .files.manifest import refuse_file
 from .files.paths import require_regular
 from .files.schema import from_values
 
@@ -50,7 +51,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **header:
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     values = {"format": _FORMATS[-1], **header}
     metadata = {_ENTRY: json.dumps({**values, "checksum": _checksum(values, held)})}  # one entry: safetensors orders several at random
-    with new_file(path) as file:
+    with new_file(path, ours=_is_session(path)) as file:
         save_file(held, file, metadata)
 
 
@@ -59,17 +60,18 @@ def refuse_to_replace(path: str | os.PathLike[str]) -> None:
 
     Raises InPlaceTTTError.
     """
-    require_regular(path, f"cannot write {path}")
+    refuse_file(path, _is_session(path))
     with output_lock(path):
-        if not os.path.exists(path) or not os.path.getsize(path):
-            return
+        pass
+
+
+def _is_session(path: str | os.PathLike[str]) -> bool:
+    """True for a file that holds a session, by its header."""
     try:
         with safe_open(path, framework="pt") as file:
-            is_ours = _ENTRY in (file.metadata() or {})
+            return _ENTRY in (file.metadata() or {})
     except (OSError, SafetensorError):
-        is_ours = False
-    if not is_ours:
-        raise InPlaceTTTError(f"{path} holds no session, so it is not replaced; choose another name, or remove it yourself.")
+        return False
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:

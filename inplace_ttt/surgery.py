@@ -18,6 +18,7 @@ from .errors import InPlaceTTTError, one_line
 from .families import is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
 from .layer.hooks import ModelHooks, sharing, switching
+from .layer.quantised import parameter_dtype
 from .layer.zero3 import is_partitioned
 from .models import mark, unmark
 
@@ -57,7 +58,7 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     hooks = ModelHooks(decoder.base, list(indices))
     for position, index in enumerate(indices):
         settings = LayerSettings(index, config, config.eta_of(position))
-        install(decoder.layers[index], settings, hooks, dtype=lm.dtype, std=std, seed=SEED + index)
+        install(decoder.layers[index], settings, hooks, dtype=parameter_dtype(lm.dtype), std=std, seed=SEED + index)
     hooks.attach(decoder.base, decoder.blocks[0], [attention for i, attention in enumerate(decoder.attentions) if i not in indices])
     mark(lm.config, config)
     if not is_listed(decoder.base) and not any(p.is_meta or is_partitioned(p) for p in lm.parameters()):

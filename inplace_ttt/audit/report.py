@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..errors import InPlaceTTTError
+from ..files.json_files import read_json
 from ..reports import charts
 from ..reports.page import render
 from .item import PROFILES, Item, Profile
@@ -151,7 +155,7 @@ class Report:
         deviations = [r for r in self.items if r.verdict == "deviates"]
         return render(
             template,
-            title=f"In-Place TTT audit: {self.subject}",
+            title=f"{_TITLE}{self.subject}",
             good=not self.undeclared,
             report=self,
             other=other,
@@ -168,6 +172,25 @@ class Report:
 def _said(result: Result) -> str:
     """What was found, unless it is a number that rounding alone changes."""
     return "" if result.item.id == "state-precision" else result.outcome.found
+
+
+_TITLE = "In-Place TTT audit: "
+_HEAD = 1 << 15
+"""Bytes of a report that hold its title; a page's style stands before it."""
+
+
+def is_report(file: str | os.PathLike[str]) -> bool:
+    """True for a file that holds a report in one of its forms, so that a later report may take its place."""
+    try:
+        values = read_json(Path(file), "not a report")
+    except InPlaceTTTError:
+        try:
+            with open(file, "rb") as held:
+                head = held.read(_HEAD).decode("utf-8", "replace")
+        except OSError:
+            return False
+        return head.startswith((f"# {_TITLE}", "<!DOCTYPE html>")) and _TITLE in head
+    return {"subject", "profile", "items", "undeclared", "stale_declarations", "counts"} <= values.keys()
 
 
 def for_card(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
+from ..files.manifest import update_manifest
 from ..models import MODEL_TYPE
 from ..reports.page import render
 
@@ -68,8 +69,9 @@ def add_to_card(folder: str | os.PathLike[str], **facts: Mapping[str, Any]) -> N
     file = require_card(folder)
     known = _front_matter(file)
     data = ModelCardData(**{key: value for key, value in known.items() if key != MODEL_TYPE})
-    with new_file(file) as partial:
+    with new_file(file, ours=True) as partial:
         _write(partial, _card(data, {**known[MODEL_TYPE], **facts}, Path(folder)))
+    update_manifest(file)
 
 
 def require_card(folder: str | os.PathLike[str]) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported
 from ..layer.zero3 import whole
 from ..models import refuse_lack
@@ -17,6 +18,7 @@ from .fingerprint import fingerprint
 from .lora import merged, standing_on
 from .official import refuse_official
 from .reading import Checkpoint, is_folder, is_peft_adapter, read_config
+from .writing import plan_conversion
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -32,7 +34,9 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
     if not is_adapter(path):
         if base is not None:
             raise InPlaceTTTError(f"{path} is not an adapter folder, so that base={base!r} has no effect; leave it out.")
-        Checkpoint.open(path).ttt_config  # noqa: B018 - refuses what is not converted
+        checkpoint = Checkpoint.open(path)
+        checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+        checkpoint.require_ttt_dtypes()
         return load_base(path, **kwargs)
     config, described, tensors = read_adapter(path)
     if base is None and described["revision"] is not None:
@@ -40,8 +44,8 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
     source = base or located(path, described["name_or_path"])
     model = convert(load_base(source, **kwargs), config)
     layers = fast_weights(model)
-    found = fingerprint(whole(module.weight) for module in layers.values() if module.matrix() is not None)  # type: ignore[arg-type]
-    if all(module.matrix() is not None for module in layers.values()) and found != described["fingerprint"]:
+    found = _fingerprint_of_base(model, source, kwargs.get("revision"), config)
+    if found not in (None, described["fingerprint"]):
         raise InPlaceTTTError(
             f"{path} was made for a base with other weights than {source} (fingerprint {described['fingerprint'][:12]}…, "
             f"found {found[:12]}…); load it onto that base."
@@ -55,6 +59,16 @@ def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any
             layer.ttt.load_state_dict(tensors[index])
     model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": source}}
     return model
+
+
+def _fingerprint_of_base(model: PreTrainedModel, source: str, revision: str | None, config: InPlaceTTTConfig) -> str | None:
+    """The fingerprint of a loaded base's W0, None where nothing can tell. One that was quantised on disk is looked at there, as it may
+    have been unpacked while it was loaded."""
+    on_disk = Checkpoint.here(source, revision)
+    if on_disk is not None and on_disk.config.get("quantization_config"):
+        return on_disk.fingerprint(plan_conversion(on_disk, config).down_proj.values())
+    weights = [None if module.matrix() is None else whole(module.weight) for module in fast_weights(model).values()]  # type: ignore[arg-type]
+    return None if any(weight is None for weight in weights) else fingerprint(weight for weight in weights if weight is not None)
 
 
 def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:

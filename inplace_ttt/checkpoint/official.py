@@ -1,7 +1,8 @@
 """The public reference implementation's checkpoint format, in and out.
 
 Its config.json has `ttt_mode, ttt_layers, ttt_proj, ttt_lr, ttt_chunk, ttt_target` beside a stock model_type; its tensors
-stand beside each MLP's: `ttt_conv.weight` [d, 1, k] and `ttt_proj.weight` [d, d], used untransposed as here.
+stand beside each MLP's: `ttt_conv.weight` [d, 1, k] and `ttt_proj.weight` [d, d], used untransposed as here. Forks add keys
+and tensors of their own; what is not known is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from .reading import CONFIG, Checkpoint, LayerTensors, check_tensors, ttt_config
 from .writing import ConversionPlan, carry_over, plan_conversion
 
 _MODEL_TYPES = ("llama", "qwen3")
-_KEYS = ("ttt_mode", "ttt_layers", "ttt_proj", "ttt_lr", "ttt_chunk", "ttt_target")
+KEYS = ("ttt_mode", "ttt_layers", "ttt_proj", "ttt_lr", "ttt_chunk", "ttt_target")
 _TARGETS = {"hidden_states": "hidden_states", "input_embed": "embeddings"}
-_TENSOR = re.compile(r"\.mlp\.ttt_(conv|proj)\.weight$")
+_TENSOR = re.compile(r"\.(?P<layer>\d+)\.mlp\.ttt_(?P<kind>conv|proj)\.weight$")
 
 
 def is_official_tensor(name: str) -> bool:
@@ -36,6 +37,38 @@ def refuse_official(path: str, tensors: Iterable[str]) -> None:
     """Refuse to take a checkpoint of the public code for a base, without what its fast weights were trained to."""
     if any(map(is_official_tensor, tensors)):
         raise InPlaceTTTError(f"{path} has fast weights of the public code, which would be lost; take inplace-ttt import-official.")
+
+
+def refuse_unknown(checkpoint: Checkpoint, keys: Iterable[str], layers: Iterable[int], whose: str) -> None:
+    """Refuse what the import would drop: settings of a fork, and TTT tensors of other kinds or of layers that are not named.
+
+    A key without a value (null) sets nothing and passes.
+
+    Args:
+        checkpoint: in the public format.
+        keys: `ttt_*` keys of config.json that the import maps.
+        layers: TTT layers that config.json names.
+        whose: code that the format belongs to.
+    """
+    values, name, named = checkpoint.config, checkpoint.name, set(layers)
+    known = set(keys)
+    for key in sorted(values):
+        if "ttt" in key.lower() and key not in known and values[key] is not None:
+            raise InPlaceTTTError(
+                f"{name} has {key} {shown(values[key])} in its config.json, which {whose} does not have; import-official cannot keep what "
+                "it changes, so take it out only if its value changes nothing."
+            )
+    for tensor in sorted(checkpoint.weight_map):
+        if "ttt" not in tensor.lower():
+            continue
+        match = _TENSOR.search(tensor)
+        if match is None:
+            raise InPlaceTTTError(f"{name} has a tensor {tensor}, which {whose} does not have; import-official would lose it.")
+        if int(match["layer"]) not in named:
+            raise InPlaceTTTError(
+                f"{name} has {tensor}, and ttt_layers in its config.json does not name layer {match['layer']}; take config.json from the "
+                "training run."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +102,8 @@ def read_official(checkpoint: Checkpoint) -> Imported:
         checkpoint.folder / CONFIG,
     )
     check_tensors(found, config, checkpoint.name)
-    base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if key not in _KEYS})
+    refuse_unknown(checkpoint, KEYS, [*layers, *ignored], "the public code")
+    base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if key not in KEYS})
     plan = plan_conversion(base, config)
     return Imported(base, plan, found, ignored)
 
@@ -132,7 +166,7 @@ def official_keys(config: InPlaceTTTConfig) -> Mapping[str, Any]:
     """The `ttt_*` keys of the official config.json."""
     target = next(theirs for theirs, ours in _TARGETS.items() if ours == config.target)
     values = (True, list(config.layers), True, config.eta, config.chunk_size, target)
-    return dict(zip(_KEYS, values, strict=True))
+    return dict(zip(KEYS, values, strict=True))
 
 
 def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor
 from .. import models
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported, shown
-from ..files.folders import refuse_changed_link
 from ..files.json_files import read_json
+from ..files.manifest import recorded, refuse_changed_link
 from ..files.paths import name_problem, refuse_pipes_in, require_regular
 from ..files.schema import Open, from_values
+from ..layer.quantised import parameter_dtype
 from .fingerprint import fingerprint
 
 TTT_SHARD = "inplace_ttt.safetensors"
@@ -31,6 +32,11 @@ CONFIG = "config.json"
 PEFT_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.ot", "*.tflite", "*.pb"),
+    *("*.onnx", "*.onnx_data", "*.onnx.data", "*.mlmodel", "*.mlpackage/*", "*.distcp", "*.zip", "*.tar", "*.gz"),
+)
+"""Patterns of files that hold weights or states, in whatever format."""
 _BLOCK_BYTES = 1 << 24
 _TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:(?!\d+\.)[^.]+\.)*(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
 
@@ -57,16 +63,8 @@ class _Section(Open):
 
 
 @dataclass(frozen=True)
-class _Metadata(Open):
-    """files: those that this package wrote beside the index, the config and the shim; of hard links as `stamp` gives them."""
-
-    files: dict[str, list[int] | None] | None = None
-
-
-@dataclass(frozen=True)
 class _Index(Open):
     weight_map: dict[str, str]
-    metadata: _Metadata = field(default_factory=_Metadata)
 
 
 @dataclass(frozen=True)
@@ -174,14 +172,27 @@ class Checkpoint:
         check_tensors(found, self.ttt_config, self.name)
         return dict(sorted(found.items()))
 
+    def require_ttt_dtypes(self) -> None:
+        """Refuse TTT tensors in a storage format, which transformers would load as zeros. Reads headers alone."""
+        for name in self.weight_map:
+            if (match := _TTT_NAME.search(name)) is not None:
+                dtype = self.shape_and_dtype(name)[1]
+                require_numbers(torch.zeros((), dtype=dtype), f"{self.name}: {match['kind']} of layer {match['layer']}")
+
     def down_projections(self) -> dict[int, str]:
         """Layer -> name of W0, for the TTT layers of a converted checkpoint."""
         names = {int(m["layer"]): name[: m.start("ttt")] + "weight" for name in self.weight_map if (m := _TTT_NAME.search(name))}
         return dict(sorted(names.items()))
 
     def fingerprint(self, matrices: Iterable[str]) -> str:
-        """fingerprint over matrices of the checkpoint, a few MiB in memory at a time."""
-        return fingerprint(block for name in matrices for block in self.blocks(name))
+        """fingerprint over matrices of the checkpoint with their scales, a few MiB in memory at a time."""
+        return fingerprint(block for name in matrices for block in self._blocks_with_scales(name))
+
+    def _blocks_with_scales(self, name: str) -> Iterator[Tensor]:
+        """A matrix, and what a quantiser has stored beside it as `NAME_…`: without scales its numbers are not the weight."""
+        yield from self.blocks(name)
+        for beside in sorted(other for other in self.weight_map if other.startswith(f"{name}_")):
+            yield self.tensor(beside).reshape(-1)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -232,28 +243,30 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
         for kind, shape in wanted.items():
             if kind in held and list(held[kind].shape) != shape:
                 raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")
-        if wrong := [kind for kind, tensor in held.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]:
-            raise InPlaceTTTError(f"{name}: {wrong[0]} of layer {layer} holds what is no finite number; the file is damaged.")
+        for kind, tensor in held.items():
+            require_numbers(tensor, f"{name}: {kind} of layer {layer}")
 
 
-def read_index(folder: Path) -> _Index:
-    """The index of a folder's shards, and what its writer noted in it."""
-    index = from_values(_Index, read_json(folder / INDEX, f"{folder} has a broken index"), str(folder / INDEX))
-    for name in {*index.weight_map.values(), *(index.metadata.files or ())}:
-        if Path(name).name != name:
-            raise InPlaceTTTError(f"{folder / INDEX}: {shown(name)} is no name of a file in the folder.")
-    return index
+def require_numbers(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor of a checkpoint that holds codes instead of numbers, or numbers that are not finite."""
+    if parameter_dtype(tensor.dtype) != tensor.dtype:
+        wanted = "float32, bfloat16 or float16"
+        raise InPlaceTTTError(f"{what} is stored as {str(tensor.dtype).removeprefix('torch.')}, not as {wanted}; convert the base again.")
+    if not tensor.isfinite().all():
+        raise InPlaceTTTError(f"{what} holds NaN or infinite numbers; the file is damaged.")
 
 
 def _proved_index(folder: Path) -> dict[str, str]:
     """Tensor -> shard, as the index says, for shards that hold what it says and are as they were linked."""
-    index = read_index(folder)
+    index = from_values(_Index, read_json(folder / INDEX, f"{folder} has a broken index"), str(folder / INDEX))
+    known = recorded(folder)
     for shard in sorted(set(index.weight_map.values())):
+        if Path(shard).name != shard:
+            raise InPlaceTTTError(f"{folder / INDEX}: {shown(shard)} is no name of a file in the folder.")
         present = set(tensor_names(folder / shard))
         if lost := sorted(key for key, file in index.weight_map.items() if file == shard and key not in present):
             raise InPlaceTTTError(f"{folder / shard} lacks {shown(lost[0])}, which the index names; download the checkpoint again.")
-        if known := (index.metadata.files or {}).get(shard):
-            refuse_changed_link(folder / shard, known)
+        refuse_changed_link(folder / shard, known.get(shard))
     return index.weight_map
 
 
@@ -298,8 +311,8 @@ def _resolve(source: str | os.PathLike[str]) -> tuple[Path, str | None]:
     if is_folder(source):
         return Path(source), None
     with reported(f"{source} is neither a folder nor a model that can be downloaded"):
-        patterns = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "README.md"]
-        snapshot = Path(snapshot_download(str(source), allow_patterns=patterns))
+        others = [pattern for pattern in WEIGHTS if pattern != "*.safetensors"]
+        snapshot = Path(snapshot_download(str(source), ignore_patterns=[*others, "consolidated*", ".*"]))
     return snapshot, snapshot.name
 
 

@@ -14,10 +14,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from .. import models
 from ..errors import InPlaceTTTError
+from ..files.folders import new_folder
+from ..files.manifest import CHECKPOINT
 from ..surgery import config_of, fast_weights
 from .adapter import write_adapter
 from .fingerprint import fingerprint, rounded
-from .overwriting import new_checkpoint_folder
 from .reading import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
     saved = revert_weight_conversion(model, dict(model.named_parameters()))
     _refuse_trained(saved, saved.__getitem__, "the model", name, revision, "use save_pretrained")
     tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
-    with new_checkpoint_folder(path, overwrite=overwrite) as folder:
+    with new_folder(path, CHECKPOINT, overwrite=overwrite, sources=[name]) as folder:
         write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": revision, "fingerprint": found})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InPlaceTTTError, shown
-from .official import Imported, is_official_tensor, layers_named
+from .official import KEYS, Imported, is_official_tensor, layers_named, refuse_unknown
 from .reading import CONFIG, Checkpoint, check_tensors, ttt_config_in
 from .writing import plan_conversion
 
@@ -64,6 +64,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
     }
     config = ttt_config_in(settings, checkpoint.folder / CONFIG)
     check_tensors(tensors, config, name)
+    refuse_unknown(checkpoint, {*KEYS, *_TELLING}, [*layers, *ignored], "TTT-NTP's code")
     base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if not key.startswith("ttt_")})
     return Imported(base, plan_conversion(base, config), tensors, ignored)
 

@@ -6,7 +6,6 @@ not write through the link), one shard with the new tensors is added, and config
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,11 @@ from .. import models
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported
 from ..families import locate
-from ..files.folders import link_or_copy, save_tensors, stamp
+from ..files.folders import link_or_copy, save_tensors
 from ..files.json_files import write_json
+from ..layer.quantised import parameter_dtype
 from ..surgery import SEED, config_of, convert, fast_weights, initial_std
+from .companions import copy_companions
 from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors
 
 
@@ -59,7 +60,7 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
 
 
 def initial_tensors(checkpoint: Checkpoint, plan: ConversionPlan) -> LayerTensors:
-    """The new tensors of a fresh conversion, in the dtype of W0."""
+    """The new tensors of a fresh conversion, in the dtype of W0 or, where that is a storage format, in bfloat16."""
     tensors: LayerTensors = {}  # those of the extensions are zero, for a calibration to measure
     std = initial_std(plan.model.config)
     for index, module in fast_weights(plan.model).items():
@@ -67,7 +68,7 @@ def initial_tensors(checkpoint: Checkpoint, plan: ConversionPlan) -> LayerTensor
         shape, dtype = checkpoint.shape_and_dtype(name)
         if list(shape) != list(module.weight.shape):  # type: ignore[arg-type]
             raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {list(module.weight.shape)}.")  # type: ignore[arg-type]
-        target = module.ttt.to_empty(device="cpu").to(dtype if dtype.is_floating_point else torch.bfloat16)
+        target = module.ttt.to_empty(device="cpu").to(parameter_dtype(dtype))
         target.reset_parameters(std, SEED + index)
         tensors[index] = dict(target.state_dict())
     return tensors
@@ -97,7 +98,6 @@ def write_full(
 def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool], extra: Mapping[str, Tensor]) -> None:
     """Bring a checkpoint's files into `folder`: shards linked, those with tensors to drop rewritten, `extra` as a shard."""
     weight_map: dict[str, str] = {}
-    files: dict[str, list[int] | None] = {}
     size = 0
     for shard in tqdm(sorted(set(checkpoint.weight_map.values())), desc="shards", file=sys.stderr, disable=None):
         names = [name for name, file in checkpoint.weight_map.items() if file == shard]
@@ -105,10 +105,8 @@ def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool]
         target = folder / (shard if shard.startswith("base-") else f"base-{shard}")
         if len(kept) == len(names):
             link_or_copy(checkpoint.folder / shard, target)
-            files[target.name] = stamp(target)
         elif kept:
             save_tensors({name: checkpoint.tensor(name) for name in kept}, target)
-            files[target.name] = None
         if kept:
             size += target.stat().st_size
             weight_map |= dict.fromkeys(kept, target.name)
@@ -116,17 +114,8 @@ def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool]
         save_tensors(extra, folder / TTT_SHARD)
         size += (folder / TTT_SHARD).stat().st_size
         weight_map |= dict.fromkeys(extra, TTT_SHARD)
-        files[TTT_SHARD] = None
-    for file in checkpoint.folder.iterdir():
-        if file.is_file() and file.name not in ("config.json", INDEX) and _is_companion(file.name):
-            shutil.copyfile(file, folder / file.name)
-            files[file.name] = None
-    write_json(folder / INDEX, {"metadata": {"total_size": size, "files": files}, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _is_companion(name: str) -> bool:
-    """Tokenizer, generation config, chat template, licence; not the model card, which is about the base."""
-    return not name.startswith(".") and (name.endswith((".json", ".txt", ".jinja", ".model")) or name.startswith(("LICENSE", "NOTICE")))
+    copy_companions(checkpoint.folder, folder)
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def describe_base(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, logging
 
 from ..audit.auditor import as_declarations, audit_model
 from ..audit.item import PROFILES, known
-from ..audit.report import Report, for_card
+from ..audit.report import Report, for_card, is_report
 from ..checkpoint.adapter import is_adapter
 from ..checkpoint.card import add_to_card, require_card
 from ..checkpoint.loading import load
@@ -22,6 +22,7 @@ from ..checkpoint.reading import Checkpoint, is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
 from ..files.json_files import json_text
+from ..files.manifest import refuse_file
 from ..training.audit import audit_recipe
 from ..training.audit.catalogue import RECIPE
 from . import Result
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> Result:
         known(args.profile)
     if args.out is not None and not Path(args.out).absolute().parent.is_dir():
         raise InPlaceTTTError(f"--out {args.out} is in a folder that does not exist; make it first.")
+    if args.out is not None:
+        refuse_file(args.out, is_report(args.out))
     if args.card:
         require_card(args.path)
     report = _audit(args.path, args)
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> Result:
     write = {"md": report.to_markdown, "html": report.to_html, "json": lambda other: json_text(result, indent=1) + "\n"}[args.format]
     text = write(other)
     if args.out is not None:
-        with new_file(args.out) as file:
+        with new_file(args.out, ours=is_report(args.out)) as file:
             file.write_text(text, encoding="utf-8")
         result["output"] = args.out
     if not args.json:  # only for `render`: the JSON object is data alone

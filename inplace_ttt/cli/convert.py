@@ -16,11 +16,12 @@ from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
 from ..checkpoint.official import refuse_official
-from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint, parameters_of
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
 from ..config import PRESETS, InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
+from ..files.folders import new_folder
+from ..files.manifest import CHECKPOINT, refuse_to_replace
 from ..files.settings import override
 from ..files.text import files_in
 from . import Result
@@ -68,12 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     refuse_without_effect(args, calibrate_tokens=("calibrate",))
     require_token(args)
+    sources = [args.src, *(args.calibrate or ())]
+    refuse_to_replace(args.out, CHECKPOINT, args.overwrite, sources)
     checkpoint = Checkpoint.open(args.src)
     refuse_official(args.src, checkpoint.weight_map)
     plan = plan_conversion(checkpoint, _config(args))
     rows = _rows_to_calibrate_on(args, plan)
     tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, [row for _, row in rows])
-    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
+    with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=sources) as folder:
         base = describe_base(checkpoint, plan)
         if args.adapter_only:
             write_adapter(folder, plan.config, tensors, base)

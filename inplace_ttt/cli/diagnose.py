@@ -10,9 +10,10 @@ from typing import Any
 from tqdm import tqdm
 
 from ..diagnostics.diagnosis import diagnose
-from ..diagnostics.report import DIAGNOSES, PAGE, summary, write_into
+from ..diagnostics.report import PAGE, summary, write_into
 from ..errors import InPlaceTTTError
-from ..files.folders import new_folder, refuse_to_replace
+from ..files.folders import new_folder
+from ..files.manifest import DIAGNOSIS, refuse_to_replace
 from ..files.text import tokens_of
 from ..layer.quantised import readable_parameters
 from ..surgery import config_of, fast_weights
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    refuse_to_replace(args.out, args.overwrite, DIAGNOSES)
+    sources = [args.path, args.text, args.base]
+    refuse_to_replace(args.out, DIAGNOSIS, args.overwrite, sources)
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     chunk = config_of(model).chunk_size
     ids = tokens_of(args.text, tokenizer, args.tokens or max(_TOKENS, 2 * chunk))
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> Result:
     _choose_trained(model, args.train)
     say_now()
     with (
-        new_folder(args.out, overwrite=args.overwrite, ours=DIAGNOSES) as folder,
+        new_folder(args.out, DIAGNOSIS, overwrite=args.overwrite, sources=sources) as folder,
         tqdm(total=1, desc="diagnose", unit="pass", file=sys.stderr, disable=None) as bar,
     ):
 

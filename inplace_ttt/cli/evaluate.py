@@ -23,8 +23,9 @@ from ..evaluation.growing_context import growing_context, require_contexts
 from ..evaluation.plots import require_plots, write_plots
 from ..evaluation.protocol import Protocol
 from ..evaluation.second_copy import require_room, second_copy
-from ..files.folders import marked, new_folder, refuse_to_replace
+from ..files.folders import new_folder
 from ..files.json_files import json_text
+from ..files.manifest import EVALUATION, refuse_to_replace
 from ..files.text import begins_of, files_in, ids_within, joined_tokens, tokens_of
 from ..surgery import config_of
 from ..tasks.facts import MOST as MOST_RECORDS
@@ -47,8 +48,6 @@ exit code: 0 done, whatever the numbers say; 2 bad input"""
 
 
 NUMBERS = "evaluation.json"
-EVALUATIONS = marked(NUMBERS, "*.png")
-"""What --out gets, as `new_folder` asks for it."""
 DISTANCES = [1024, 4096]
 BLOCK = 512
 """Tokens of the last block that growing contexts are read before."""
@@ -109,8 +108,9 @@ def run(args: argparse.Namespace) -> Result:
         seed=("second_copy", "facts"),
         overwrite=("out",),
     )
+    sources = [args.path, args.base, *args.text]
     if args.out:
-        refuse_to_replace(args.out, args.overwrite, EVALUATIONS)
+        refuse_to_replace(args.out, EVALUATION, args.overwrite, sources)
         require_plots()
     if args.card:
         require_card(args.path)
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> Result:
     if args.card:
         add_to_card(args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)})
     if args.out:
-        with new_folder(args.out, overwrite=args.overwrite, ours=EVALUATIONS) as folder:
+        with new_folder(args.out, EVALUATION, overwrite=args.overwrite, sources=sources) as folder:
             (folder / NUMBERS).write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
             write_plots(folder, values)
         values["output"] = args.out

@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import set_seed
 
 from .. import session_file
 from ..errors import InPlaceTTTError, reported
-from ..files.text import read_text
+from ..files.text import document_ids, ids_within, read_text
 from ..state import FastWeightState
 from ..surgery import config_of, ttt_disabled
 from . import Result
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> Result:
     refuse_not_finite(model, args.path)
     state = FastWeightState.load(args.load_state, model) if args.load_state else FastWeightState(model)
     before, written_before = (0 if state.tokens is None else state.tokens.shape[1]), state.chunks_written
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not before).input_ids.to(model.device)
+    read = ids_within(tokenizer, prompt) if before else document_ids(tokenizer, prompt, args.prompt_file)
+    ids = torch.tensor([read], dtype=torch.int64, device=model.device)
     if ids.numel() == 0 and not before:
         raise InPlaceTTTError(f"{args.prompt_file} holds no text; give something to read.")
     total = before + ids.shape[1]

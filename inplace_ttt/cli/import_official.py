@@ -7,12 +7,13 @@ from typing import Any
 
 from ..checkpoint.card import write_card
 from ..checkpoint.official import is_official_tensor, read_official
-from ..checkpoint.overwriting import new_checkpoint_folder
 from ..checkpoint.reading import Checkpoint
 from ..checkpoint.saved_tensors import lacking
 from ..checkpoint.ttt_ntp import is_ttt_ntp, read_ttt_ntp
 from ..checkpoint.writing import write_full
 from ..errors import InPlaceTTTError
+from ..files.folders import new_folder
+from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
 from .arguments import path
 
@@ -31,11 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    refuse_to_replace(args.out, CHECKPOINT, args.overwrite, [args.path])
     checkpoint = Checkpoint.open(args.path)
     of_ntp = is_ttt_ntp(checkpoint)
     imported = read_ttt_ntp(checkpoint) if of_ntp else read_official(checkpoint)
     origin = {"name_or_path": str(args.path), "revision": imported.checkpoint.revision, "fingerprint": None}
-    with new_checkpoint_folder(args.out, overwrite=args.overwrite) as folder:
+    with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=[args.path]) as folder:
         keep = lambda name: not is_official_tensor(name)  # noqa: E731
         write_full(folder, imported.checkpoint, imported.plan, imported.tensors, origin, keep)
         if problem := lacking(folder, imported.plan.model):

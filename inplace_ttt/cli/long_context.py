@@ -22,6 +22,7 @@ from ..evaluation.baseline_losses import digest_without_writes
 from ..evaluation.long_context.answers import Settings, Variant, run_cells
 from ..evaluation.long_context.prompt import Prompter, Task, samples
 from ..files.folders import new_folder
+from ..files.manifest import SAMPLES, refuse_to_replace
 from ..files.results import Results
 from ..surgery import config_of, ttt_disabled
 from . import Result
@@ -69,6 +70,7 @@ def settings_of(args: argparse.Namespace, tasks: tuple[Task, ...]) -> Settings:
 def compare(args: argparse.Namespace, settings: Settings, material: Any, table: Table) -> Result:
     """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples the samples in files."""
     if args.write_samples:
+        refuse_to_replace(args.write_samples, SAMPLES, sources=_sources(args))
         for option, given in (("--out", args.out), ("--batch-size", args.batch_size), ("--dtype", args.dtype != "auto")):
             if given:
                 raise InPlaceTTTError(f"{option} has no effect with --write-samples, which asks no model; leave it out.")
@@ -117,6 +119,12 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
     }, 0
 
 
+def _sources(args: argparse.Namespace) -> list[str]:
+    """What the command reads: a model, its base, texts and questions."""
+    texts = [getattr(args, "haystack", None), *(getattr(args, "text", None) or ()), *(getattr(args, "qa", None) or ())]
+    return [source for source in (args.path, args.base, *texts) if source is not None]
+
+
 def render(result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> str:
     if "written" in result:
         return f"wrote {result['written']:,} samples to {result['output']}"
@@ -127,7 +135,10 @@ def _write_samples(args: argparse.Namespace, settings: Settings, material: Any) 
     """A file a task and length; each line {index, input, outputs, answer_prefix, length, tokens_to_generate}, and options, if any."""
     prompter = Prompter(tokenizer_of(args.path, args.base), args.chat)
     total, written = settings.count * len(list(settings.cells())), 0
-    with new_folder(args.write_samples) as folder, tqdm(total=total, unit="sample", file=sys.stderr, disable=None) as bar:
+    with (
+        new_folder(args.write_samples, SAMPLES, sources=_sources(args)) as folder,
+        tqdm(total=total, unit="sample", file=sys.stderr, disable=None) as bar,
+    ):
         for task, length in settings.cells():
             with (folder / f"{task.name}-{length}.jsonl").open("w", encoding="utf-8") as file:
                 for sample in samples(task, length, settings.count, settings.seed, material, prompter):

@@ -20,7 +20,8 @@ EXAMPLES = """examples:
   inplace-ttt train recipes/smollm2-demo-cpu.yaml
   inplace-ttt train recipes/smollm2-demo-cpu.yaml --num-processes 1 --set optimisation.steps=20 --set output=runs/longer
 
-a run whose output has a complete checkpoint goes on from it. SIGTERM ends it with a checkpoint and exit code 143.
+a run whose output has a complete checkpoint goes on from it. SIGTERM, SIGUSR1 or SIGHUP
+ends it with a checkpoint and exit code 143.
 The same without this command, for a launcher of your own:
   torchrun --nproc-per-node 2 -m inplace_ttt.training recipes/smollm2-demo-cpu.yaml"""
 
@@ -43,8 +44,10 @@ def run(args: argparse.Namespace) -> Result:
     meta_model(recipe)  # refuses here, once, what every process would
     output = Path(recipe.output)
     everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nodes > 1  # this command, once on each node
-    with held(output) if recipe.parallel.starts_itself else nullcontext():  # else the first process of the run holds it
-        before = None if args.from_scratch else finished(recipe)
+    resume = not args.from_scratch
+    # Where another launcher starts the run, its first process holds the output.
+    with held(recipe, resume) if recipe.parallel.starts_itself else nullcontext():
+        before = finished(recipe) if resume else None
         if before is not None and not everywhere:  # where it is, the other nodes may not know, and would wait
             return {**before, "finished_before": True}, 0
         say_now()

@@ -9,22 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.folders import marked, new_folder
+from ..files.folders import new_folder
+from ..files.manifest import DIAGNOSIS
 from ..reports import charts
 from ..reports.page import render
 from . import plots
 from .diagnosis import Diagnosis
 
 PAGE, NUMBERS = "report.html", "diagnose.json"
-DIAGNOSES = marked(NUMBERS, PAGE, "*.png")
-"""What this writes, as `new_folder` asks for it."""
 
 _GROUPS = {"conv": "conv", "proj": "P", "weight": "W_down (TTT layers)", "embeddings": "embeddings"}
 
 
 def write_report(diagnosis: Diagnosis, out: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Write `out`/report.html, diagnose.json and the plots, whole or not at all."""
-    with new_folder(out, overwrite=overwrite, ours=DIAGNOSES) as folder:
+    with new_folder(out, DIAGNOSIS, overwrite=overwrite) as folder:
         write_into(folder, diagnosis)
     return Path(out)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 
 from .. import __version__
 from ..errors import InPlaceTTTError
-from ..files.folders import save_tensors
+from ..files.folders import require_writable, save_tensors
 from ..models import of_the_base
 from ..surgery import fast_weights, ttt_disabled
 from .token_losses import Progress, token_losses
 
+_REMEDY = "name another folder, or free some space"
 _SAYS_NOTHING = {"architectures", "transformers_version", "_name_or_path"}
 """Keys of a config in which a base and its conversion may differ."""
 
@@ -44,12 +45,7 @@ class BaselineLosses:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
         if self.folder is not None:
-            with _refusals(self.folder):
-                there = self.folder.exists()
-                self.folder.mkdir(parents=True, exist_ok=True)
-            if not there:  # it can be made, and is once there is something to keep: a command that is refused leaves nothing
-                with suppress(OSError):
-                    self.folder.rmdir()
+            require_writable(self.folder, _REMEDY)
         self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
@@ -107,4 +103,4 @@ def _refusals(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InPlaceTTTError(f"cannot write {folder}: {reason}; name another folder, or free some space.") from None
+        raise InPlaceTTTError(f"cannot write {folder}: {reason}; {_REMEDY}.") from None

@@ -6,9 +6,9 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from fnmatch import fnmatch
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -17,59 +17,74 @@ from torch import Tensor
 
 from ..errors import InPlaceTTTError, one_line
 from .locks import output_lock
-from .paths import require_regular
-
-Ours = Callable[[Path], Collection[str] | None]
-"""Says of a folder that is there what in it this package wrote, as patterns of file names; None where it is none of its outputs."""
-
-
-def marked(mark: str, *others: str) -> Ours:
-    """Outputs that are known by a file of theirs, with what else such a folder holds."""
-    return lambda folder: (mark, *others) if (folder / mark).is_file() else None
+from .manifest import MANIFEST, TEMPORARY, Sources, kind_in, refuse_file, refuse_to_replace, write_manifest
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike[str], *, overwrite: bool = False, ours: Ours = lambda folder: None) -> Iterator[Path]:
+def new_folder(path: str | os.PathLike[str], kind: str, *, overwrite: bool = False, sources: Sources = ()) -> Iterator[Path]:
     """A temporary sibling to write into, which gets the name `path` at the end; an interruption or an error leaves nothing.
 
     At every moment `path` is the old folder or the new one, whole, even if the process is killed; where the system cannot
-    exchange two names in one step, the next writer puts the old one back. Raises InPlaceTTTError when `path` exists and
-    `overwrite` is off or it holds what is not `ours`, when another run writes it, or when the disk refuses.
+    exchange two names in one step, the next writer puts the old one back.
+
+    Args:
+        path: the folder to write.
+        kind: of output, as `files.manifest` has them.
+        overwrite: replace an earlier output of this kind, if nobody has put anything else there.
+        sources: what the command reads, which `path` must lie apart from.
+
+    Raises:
+        InPlaceTTTError: `path` may not be replaced, another run writes it, or the disk refuses.
     """
-    refuse_to_replace(path, overwrite, ours)
+    refuse_to_replace(path, kind, overwrite, sources)
     target = Path(os.path.realpath(path))
-    partial, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InPlaceTTTError(f"cannot write beside {path}: {error.strerror}; choose a place you may write to.") from None
     with output_lock(path), disk_errors(path):
-        _mend(target, partial, replaced)
-        refuse_to_replace(path, overwrite, ours)
-        partial.mkdir()
-        try:
+        _restore(target)
+        refuse_to_replace(path, kind, overwrite, sources)
+        with _partial(target) as partial:
             yield partial
+            write_manifest(partial, kind)
             put_in_place(partial, target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
-def new_file(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[Path]:
+def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) -> Iterator[Path]:
     """A temporary sibling to write, which takes the place of the file `path` at the end; else the old file stays as it is.
 
-    wait: for another writer, instead of refusing. Raises InPlaceTTTError for what is there and no file, and as `new_folder`.
+    Args:
+        path: the file to write.
+        ours: True where a file of that name is an earlier output of the caller, which may be replaced.
+        wait: wait for another writer instead of refusing.
+
+    Raises:
+        InPlaceTTTError: another's file has the name, another run writes it, or the disk refuses.
     """
     target = Path(os.path.realpath(path))
-    require_regular(target, f"cannot write {path}")
-    with output_lock(path, wait=wait), disk_errors(path):
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            yield partial
-            partial.chmod(0o666 & ~_umask())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+    refuse_file(path, ours)
+    with output_lock(path, wait=wait), disk_errors(path), _partial(target) as folder:  # writers may leave files beside theirs
+        partial = folder / target.name
+        yield partial
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(target)
+
+
+def require_writable(folder: Path, remedy: str) -> None:
+    """Refuse a folder that cannot be made or written into, and leave nothing behind: one that is missing is made once it is needed."""
+    there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InPlaceTTTError(f"cannot write to {folder}: {error.strerror}; {remedy}.") from None
+    finally:
+        if not there:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 @contextmanager
@@ -84,27 +99,64 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise InPlaceTTTError(f"cannot write {path}: {reason}; free some space or choose another place.") from None
 
 
-def _mend(target: Path, partial: Path, replaced: Path) -> None:
-    """What a run that was killed left: its partial folder; the old folder, where nothing else has the name yet."""
-    shutil.rmtree(partial, ignore_errors=True)
-    if replaced.exists():
-        if target.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(target)
+@contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, marked as ours, that is gone afterwards; what a killed run left there goes first."""
+    partial = target.with_name(f".{target.name}.partial")
+    remove_leftover(partial)
+    partial.mkdir()
+    try:
+        write_manifest(partial, TEMPORARY)
+        yield partial
+    finally:
+        with suppress(OSError):
+            _discard(partial)
+
+
+def remove_leftover(folder: Path) -> None:
+    """Remove a temporary folder of a run that was killed. Raises InPlaceTTTError for one that is not ours."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir() or (kind_in(folder) is None and any(folder.iterdir())):
+        raise InPlaceTTTError(f"{folder} is in the way, and inplace-ttt did not write it; move it away, or choose another name.")
+    _discard(folder)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder of ours, its manifest last: whatever a kill leaves of it is still known as ours."""
+    for entry in list(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != MANIFEST:
+            entry.unlink()
+    (folder / MANIFEST).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _restore(target: Path) -> None:
+    """Undo half a replacement by a killed run: the old folder gets its name back, or goes where the new one has the name."""
+    replaced = _replaced(target)
+    if os.path.lexists(target):
+        remove_leftover(replaced)
+    elif kind_in(replaced) is not None:
+        replaced.rename(target)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Give a folder that has been written its name, in one step where the system can; what has the name goes."""
-    replaced = target.with_name(f".{target.name}.replaced")
+    """Give a folder that has been written its name, in one step where the system can; the older output of that name goes."""
     if not target.exists():
         partial.rename(target)
     elif exchange(partial, target):
-        shutil.rmtree(partial)
+        _discard(partial)
     else:
+        replaced = _replaced(target)
         target.rename(replaced)
         partial.rename(target)
-        shutil.rmtree(replaced)
+        _discard(replaced)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -119,39 +171,6 @@ def exchange(one: Path, other: Path) -> bool:
     if (code := ctypes.get_errno()) in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code))
-
-
-def refuse_to_replace(path: str | os.PathLike[str], overwrite: bool, ours: Ours = lambda folder: None) -> None:
-    """Refuse an output that exists: a file always, a folder unless `overwrite` is on and all in it is `ours`."""
-    target = Path(os.path.realpath(path))
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
-        raise InPlaceTTTError(f"{path} is a file, not a folder; choose another name.")
-    if not overwrite:
-        raise InPlaceTTTError(f"{path} exists already; choose another name, or pass --overwrite to replace it.")
-    if target in (Path.cwd(), *Path.cwd().parents):
-        raise InPlaceTTTError(f"{path} is the folder you are in, or one above it, so it is not replaced; choose another name.")
-    found = sorted(entry.name for entry in target.iterdir())
-    known = ours(target)
-    if found and known is None:
-        raise InPlaceTTTError(f"{path} holds no output of this command, so it is not replaced; choose another name, or remove it yourself.")
-    if others := [name for name in found if not any(fnmatch(name, pattern) for pattern in known or ()) or (target / name).is_dir()]:
-        raise InPlaceTTTError(f"{path} holds {others[0]}, which this command does not write; move it away, or choose another name.")
-
-
-def stamp(file: Path) -> list[int]:
-    """Bytes of a file, and the nanosecond of its last change."""
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns]
-
-
-def refuse_changed_link(file: Path, known: list[int]) -> None:
-    """Refuse a hard link, stamped when it was made, that was written through: a copy over the file that it shares changes it too."""
-    if file.stat().st_nlink > 1 and stamp(file) != known:
-        raise InPlaceTTTError(
-            f"{file} was changed after it was linked here: the file that it shares with another folder was written over; convert again."
-        )
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InPlaceTTTError
-from .folders import new_file
+from .folders import new_file, require_writable
 from .json_files import read_json
 
 
@@ -21,11 +21,8 @@ class Results:
     def __init__(self, folder: str | Path | None, remedy: str = "choose another --out") -> None:
         self.folder, self.remedy = None if folder is None else Path(folder), remedy
         self.known: dict[str, dict[str, Any]] = {}
-        try:
-            if self.folder is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InPlaceTTTError(f"cannot write to {folder}: {error.strerror}; {remedy}.") from None
+        if self.folder is not None:
+            require_writable(self.folder, remedy)
 
     def get(self, name: str, **same: Any) -> dict[str, Any] | None:
         """The result if there is one.
@@ -48,7 +45,8 @@ class Results:
         self.known[name] = result
         if self.folder is not None:
             text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-            with new_file(self.folder / f"{name}.json", wait=True) as file:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with new_file(self.folder / f"{name}.json", ours=True, wait=True) as file:  # `get` has refused another's file
                 file.write_text(text, encoding="utf-8")
 
 

@@ -19,8 +19,10 @@ from .paths import kind_of
 _BYTES_A_TOKEN = 8
 _PIECE = 1 << 20
 _MOST_ENTRIES = 200_000
-_UTF8 = "utf-8-sig"
+UTF8 = "utf-8-sig"
 """Without the mark (BOM) that some editors put first, which is no part of the text."""
+KNOWN_IDS = "inplace_ttt_known_ids"
+"""Attribute of a tokenizer with special tokens beyond its model's embeddings: how many ids the model knows."""
 _TAIL = 16
 """Tokens at the end of a cut text that may be others in the whole one."""
 
@@ -30,8 +32,7 @@ def tokens_of(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Tens
     size = _BYTES_A_TOKEN * (tokens + _TAIL)
     while True:
         text, whole = _start_of(path, size)
-        with reported(f"the tokenizer cannot read {path}"):
-            ids = tokenizer(text, truncation=False, verbose=False).input_ids
+        ids = document_ids(tokenizer, text, str(path))
         if whole or len(ids) >= tokens + _TAIL:
             break
         size *= 2
@@ -52,6 +53,34 @@ def joined_tokens(paths: Sequence[str | os.PathLike[str]], tokenizer: Any, token
     return torch.tensor([found[:tokens]], dtype=torch.int64)
 
 
+def document_ids(tokenizer: Any, text: str, source: str) -> list[int]:
+    """Token ids of a text that is a document, with the tokenizer's special tokens.
+
+    Raises InPlaceTTTError for a text that the tokenizer cannot read, or that holds a token its model has no embedding for.
+    """
+    with reported(f"the tokenizer cannot read {source}"):
+        ids = tokenizer(text, truncation=False, verbose=False).input_ids
+    return refuse_beyond(with_one_beginning(ids, begins_of(tokenizer)), tokenizer, source)
+
+
+def with_one_beginning(ids: list[int], begins: list[int]) -> list[int]:
+    """Ids of a text without the BOS that the text itself spells, where the tokenizer has put one before it."""
+    while begins and ids[: 2 * len(begins)] == begins * 2:
+        ids = ids[len(begins) :]
+    return ids
+
+
+def refuse_beyond(ids: list[int], tokenizer: Any, source: str) -> list[int]:
+    """The ids; refused where one is a special token beyond the model's embeddings, of which `require_known_ids` took note."""
+    known = getattr(tokenizer, KNOWN_IDS, None)
+    if known is not None and ids and (largest := max(ids)) >= known:
+        raise InPlaceTTTError(
+            f"{source} holds {tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), for which the model has no embedding (it has "
+            f"{known}); take it out of the text, or take the model's own tokenizer."
+        )
+    return ids
+
+
 def begins_of(tokenizer: Any) -> list[int]:
     """Special tokens that the tokenizer puts before every text, as a BOS."""
     text = "a"
@@ -65,11 +94,14 @@ def ids_within(tokenizer: Any, text: str) -> list[int]:
 
 
 def require_known_ids(tokenizer: Any, model: Any, source: str) -> None:
-    """Refuse a tokenizer that gives ids which the model has no embedding for. Special tokens, which no text holds, may lie beyond."""
+    """Refuse a tokenizer that gives ids which the model has no embedding for. Special tokens may lie beyond, until a text holds one."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    largest = max(set(tokenizer.get_vocab().values()) - special, default=0)
+    numbers = set(tokenizer.get_vocab().values())
+    largest = max(numbers - special, default=0)
     if largest >= (known := model.get_input_embeddings().num_embeddings):
         raise InPlaceTTTError(f"{source} has the tokenizer of another model: it gives ids up to {largest}, the model knows {known}.")
+    if max(numbers, default=0) >= known:
+        setattr(tokenizer, KNOWN_IDS, known)
 
 
 def files_in(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -99,9 +131,9 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
     """A whole UTF-8 text file, or with `-` what comes from standard input. what: names it in an error, with a space behind."""
     try:
         if str(path) == "-":
-            return sys.stdin.buffer.read().decode(_UTF8) if hasattr(sys.stdin, "buffer") else sys.stdin.read()
+            return sys.stdin.buffer.read().decode(UTF8) if hasattr(sys.stdin, "buffer") else sys.stdin.read()
         with _opened(path, pipe=True) as file:
-            return file.read().decode(_UTF8)
+            return file.read().decode(UTF8)
     except (OSError, ValueError, AttributeError) as error:  # standard input may be closed, or none
         raise InPlaceTTTError(f"cannot read {what}{path}: {one_line(error)}; give a UTF-8 text file.") from None
 
@@ -115,7 +147,7 @@ def _start_of(path: str | os.PathLike[str], size: int) -> tuple[str, bool]:
                 pieces.append(piece)
                 size -= len(piece)
             whole = not file.read(1)
-        return codecs.getincrementaldecoder(_UTF8)().decode(b"".join(pieces), final=whole), whole
+        return codecs.getincrementaldecoder(UTF8)().decode(b"".join(pieces), final=whole), whole
     except (OSError, ValueError) as error:
         raise InPlaceTTTError(f"cannot read the text {path}: {one_line(error)}; give a UTF-8 text file.") from None
 

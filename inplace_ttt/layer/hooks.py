@@ -32,6 +32,7 @@ from ..errors import InPlaceTTTError
 from ..families import cache_in
 from .cache import skip
 from .forward_context import ForwardContext
+from .learning import warn_if_nothing_learns
 from .overrides import overriding
 from .per_thread import this_thread
 from .sequence_parallel import ulysses_group
@@ -69,6 +70,7 @@ class ModelHooks:
     def __init__(self, base: nn.Module, layers: list[int]) -> None:
         self.layers = frozenset(layers)
         self.handles: list[RemovableHandle] = []
+        self.has_trained = False
         parameters = inspect.signature(type(base).forward).parameters
         self.names = [name for name in parameters if name != "self"]
         self.travels = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -104,6 +106,9 @@ class ModelHooks:
 
     def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Base model, before its forward."""
+        if base.training and not self.has_trained and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.has_trained = True
+            warn_if_nothing_learns(base)
         cache = cache_in(kwargs)
         if self.enabled and cache is not None and not isinstance(cache, Cache):
             raise InPlaceTTTError(

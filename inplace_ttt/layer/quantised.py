@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def parameter_dtype(weight: torch.dtype) -> torch.dtype:
+    """The dtype of new parameters beside a weight: its own, or bfloat16 where that is a storage format (float8, integers)."""
+    return weight if weight.is_floating_point and weight.itemsize >= 2 else torch.bfloat16
 
 
 def is_encoded(weight: Tensor) -> bool:

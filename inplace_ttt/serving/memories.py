@@ -141,7 +141,7 @@ class Memories:
         memory = await self._own(user, name)
         try:
             _make_folder_of(memory.file)
-            with new_file(memory.file) as partial:
+            with new_file(memory.file, ours=True) as partial:  # the name is the memory's: the folder is the server's own
                 await self._receive(body, partial)
                 made = await self._made("ttt_load", str(partial), status=400)
             await self._replace(memory, made)

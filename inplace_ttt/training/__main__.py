@@ -15,7 +15,7 @@ import torch
 from ..errors import TRACEBACK, InPlaceTTTError, one_line
 from .meeting import OtherFailed
 from .recipe import load_recipe
-from .stopping import end_with_launcher
+from .stopping import REFUSAL, end_with_launcher
 from .worker import meet, run
 
 
@@ -31,6 +31,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if os.environ.get("RANK", "0") != "0":
         logging.disable(logging.WARNING)
+    _hide_bars()
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         with last_net():
@@ -43,9 +44,32 @@ def main() -> int:
         return error.exit_code
     except InPlaceTTTError as error:
         if speaks:
-            print(f"inplace-ttt: error: {error}", file=sys.stderr)
+            _report(str(error))
         return error.exit_code
     return 0
+
+
+def _report(refusal: str) -> None:
+    """Hand the reason to the launcher, which prints it once all processes have ended; without one, print it."""
+    file = os.environ.get(REFUSAL)
+    try:
+        if file is not None and not os.path.getsize(file):
+            with open(file, "w", encoding="utf-8", errors="backslashreplace") as handed:
+                handed.write(refusal)
+            return
+    except OSError:  # the launcher is on another machine, or gone
+        pass
+    print(f"inplace-ttt train: {refusal}", file=sys.stderr)
+
+
+def _hide_bars() -> None:
+    """No progress bars of data and weights where nobody watches; the steps of the run are printed in any case."""
+    import datasets
+    from transformers import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InPlaceTTTError
-from ..files.text import begins_of
+from ..files.text import KNOWN_IDS, begins_of
 from ..tasks.recall import recall_data
 from .data_report import DataReport, Tally, make_report
 from .data_settings import Data
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 16
 """Rows of a stream that its report counts."""
-_FORMAT = 2
+_FORMAT = 3
 """Part of every cache key; raise it when the same input gives other tokens or rows."""
 _BATCH = 32
 """Documents, or rows, handled at a time: one may have a million tokens."""
@@ -114,7 +114,7 @@ class _Job:
         inner: Any = sorted(t.get_vocab().items())
         if backend is not None:
             inner = {key: value for key, value in json.loads(backend.to_str()).items() if key not in ("truncation", "padding")}
-        return _key(type(t).__name__, inner, t.eos_token_id, t.bos_token_id, getattr(t, "add_bos_token", None))
+        return _key(type(t).__name__, inner, t.eos_token_id, t.bos_token_id, getattr(t, "add_bos_token", None), getattr(t, KNOWN_IDS, None))
 
 
 def _cached(job: _Job) -> TrainingData:

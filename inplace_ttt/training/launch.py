@@ -9,18 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, NotSoError
 from .packages import check_packages
 from .recipe import Recipe
-from .stopping import LAUNCHER
+from .stopping import LAUNCHER, REFUSAL, on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,10 @@ _GRACE = 10.0
 
 
 def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Run `python -m inplace_ttt.training RECIPE …` as often as the recipe says, to its end; gives its exit code.
+    """Run `python -m inplace_ttt.training RECIPE …` as often as the recipe asks, to its end; returns its exit code.
 
-    The children log to stderr. SIGTERM is passed on to them, and they end with a checkpoint; an interruption ends them at once.
+    Raises InPlaceTTTError with the reason where the run was refused.
+    The children log to stderr. A signal to stop is passed on to them, and they end with a checkpoint; an interruption ends them at once.
     """
     check_packages(recipe)
     environment = dict(os.environ)
@@ -42,6 +44,17 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
     here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
     _warn_of_locked_builds()
+    with tempfile.NamedTemporaryFile() as refusal:
+        environment[REFUSAL] = refusal.name
+        code = _started(recipe, arguments, environment)
+        reason = Path(refusal.name).read_text(encoding="utf-8")
+    if code and reason:
+        raise (NotSoError if code == NotSoError.exit_code else InPlaceTTTError)(reason)
+    return code
+
+
+def _started(recipe: Recipe, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The exit code of the run's processes on this machine, or of the launcher that the recipe names."""
     if not recipe.parallel.starts_itself:
         launcher = {"torchrun": by_torchrun, "deepspeed": by_deepspeed}[recipe.parallel.launcher]
         return _run_all([(launcher(recipe, arguments), environment)])
@@ -99,7 +112,8 @@ def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
 def _run_all(lines: list[tuple[list[str], Mapping[str, str]]]) -> int:
     """Run commands beside each other, each in a session of its own, so that a terminal's Ctrl-C reaches this process alone."""
     processes: list[subprocess.Popen[bytes]] = []
-    with _sigterm_noted() as asked:
+    asked = threading.Event()
+    with on_signals(asked.set):
         try:
             for line, environment in lines:
                 processes.append(subprocess.Popen(line, env=environment, stdout=sys.stderr, start_new_session=True))
@@ -134,20 +148,6 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
                 logger.warning("process %d of the run was ended by %s%s", rank, name, ": no memory left?" * (name == "SIGKILL"))
             return process.returncode if process.returncode > 0 else 128 - process.returncode
     return 0
-
-
-@contextmanager
-def _sigterm_noted() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets within it; it can be caught in the main thread alone."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _warn_of_locked_builds() -> None:

@@ -2,9 +2,11 @@
 
 Whatever moment a run is killed at, the output stands for one state:
 
-- a checkpoint counts once its file `complete` is there, which names every file of it with its size, the recipe, and what has been;
-- a file `.from-scratch` says that all checkpoints beside it are of a run that was given up, and are still to be removed;
-- a run is finished once `train_report.json` says that it has run all steps, which is written after `final/`.
+- a file `.inplace-ttt-run` marks the folder as a run's own: without it nothing there is ours, whatever its name;
+- a checkpoint is saved under `.saving/` and gets its name once it is whole; its file `complete` names every file with its size, the
+  recipe, and the settings that were changed;
+- a file `.from-scratch` marks all checkpoints beside it as those of a run that was given up, which are still to be removed;
+- a run is finished once `train_report.json` reports all steps, which is written after `final/`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import InPlaceTTTError
-from ..files.folders import disk_errors
+from ..files.folders import disk_errors, require_writable
 from ..files.json_files import read_json
 from ..files.locks import output_lock
+from ..files.manifest import MANIFEST, STEP, TRAINED, kind_in, refuse_foreign, refuse_sources, remove_written
 from ..files.schema import from_values
 from .meeting import Meeting
 from .recipe import Recipe
@@ -34,8 +37,10 @@ from .recipe_changes import changes, refuse_other_results
 
 logger = logging.getLogger(__name__)
 
-REPORT, FINAL, LOG = "train_report.json", "final", "log.jsonl"
-_COMPLETE, _GIVEN_UP, _SHOWN = "complete", ".from-scratch", ".process-"
+REPORT, FINAL, LOG, SAVING = "train_report.json", "final", "log.jsonl", ".saving"
+_COMPLETE, _GIVEN_UP, _SHOWN, _MARK = "complete", ".from-scratch", ".process-", ".inplace-ttt-run"
+_NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tensorboard")
+"""What a run writes into its output, beside checkpoints and `final`."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,15 @@ class Start:
 
 
 @contextmanager
-def held(output: Path) -> Iterator[None]:
-    """The output as one run's own; the lock goes with this process. Raises InPlaceTTTError while another run has it."""
+def held(recipe: Recipe, resume: bool) -> Iterator[None]:
+    """The output as one run's own; the lock goes with this process.
+
+    Raises InPlaceTTTError while another run has it, and where the run would replace what it did not write.
+    """
+    output = Path(recipe.output)
+    if not (resume and finished(recipe)):
+        refuse_others(recipe, _last_step(output) if resume else 0)
+    require_writable(output, "choose another output")
     with disk_errors(output):
         output.mkdir(parents=True, exist_ok=True)
     with output_lock(output):
@@ -79,6 +91,46 @@ def held(output: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 output.rmdir()  # where nothing came of it
+
+
+def refuse_others(recipe: Recipe, done: int) -> None:
+    """Refuse an output in which the run would replace a source of its own, or what it did not write.
+
+    done: steps that the run goes on from; later checkpoints are written again.
+    """
+    output = Path(recipe.output)
+    model = recipe.model
+    read = [model.path, model.tokenizer, *recipe.data.train, *recipe.data.validation]
+    written = [output / FINAL, *(folder for step, folder in _folders(output).items() if step > done)]
+    for source in filter(os.path.lexists, filter(None, read)):
+        if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source)):
+            raise InPlaceTTTError(f"the run's output {output} is {source}, which it reads, or lies in it; choose another output.")
+        for folder in written:
+            refuse_sources(folder, [source])
+    if os.path.lexists(output) and not output.is_dir():
+        raise InPlaceTTTError(f"the run's output {output} is a file, not a folder; choose another output.")
+    if not (output / _MARK).exists():
+        taken = [name for name in _NAMES if os.path.lexists(output / name)]
+        if taken:
+            raise InPlaceTTTError(f"{output} holds {taken[0]}, which no run wrote; move it away, or choose another output.")
+    for folder in written:
+        if os.path.lexists(folder):
+            if not folder.is_dir() or folder.is_symlink():
+                raise InPlaceTTTError(f"{folder} is in the way, and no run wrote it; move it away, or choose another output.")
+            refuse_foreign(folder, TRAINED if folder.name == FINAL else STEP)
+
+
+def _last_step(output: Path) -> int:
+    """The step of the newest checkpoint on this disk that was written to its end; 0 without one."""
+    last = last_checkpoint(output)
+    return 0 if last is None else int(last.name.rpartition("-")[2])
+
+
+def claim(output: Path) -> None:
+    """Mark the output as a run's own, before the first file is written there."""
+    with disk_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
+        (output / _MARK).touch()
 
 
 def finished(recipe: Recipe) -> dict[str, Any] | None:
@@ -134,17 +186,15 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
     """Leave in the output what the run begins with: no other checkpoint than whole ones up to that, no log of steps still to come."""
     if not start.leads:
         return
-    output.mkdir(parents=True, exist_ok=True)
+    claim(output)
+    shutil.rmtree(output / SAVING, ignore_errors=True)  # of a run that was killed while it saved
     if from_scratch:
         (output / _GIVEN_UP).touch()
     given_up = (output / _GIVEN_UP).exists()
     for step, folder in _folders(output).items():
-        whole = (folder / _COMPLETE).exists() and fault(folder) is None
-        if given_up or step > start.done or not whole:
-            if not (given_up or (folder / _COMPLETE).exists()):  # of others `agree` has spoken
-                logger.warning("%s was not written to its end and is removed", folder)
+        if kind_in(folder) == STEP and (given_up or step > start.done or fault(folder) is not None):
             (folder / _COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(folder)
+            remove_written(folder)
     if given_up:
         (output / REPORT).unlink(missing_ok=True)
     for left in output.glob(f"{_SHOWN}*"):
@@ -155,15 +205,13 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
 
 def files_in(folder: Path) -> dict[str, int]:
     """The files of a checkpoint that are to be seen from here, with their bytes."""
-    found = (Path(root) / name for root, _, names in os.walk(folder) for name in names if not name.startswith(_COMPLETE))
+    found = (Path(root) / name for root, _, names in os.walk(folder) for name in names if name not in (_COMPLETE, MANIFEST))
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in found}
 
 
 def mark_complete(folder: Path, saved: Saved) -> None:
-    """From here on the checkpoint counts."""
-    partial = folder / f"{_COMPLETE}.partial"
-    partial.write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / _COMPLETE)
+    """Once it has its name, the checkpoint counts."""
+    (folder / _COMPLETE).write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
 
 
 def read_saved(folder: Path) -> Saved:
@@ -203,8 +251,13 @@ def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
 
 def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint on this disk that was written to its end."""
-    marked = {step: folder for step, folder in _folders(Path(output)).items() if (folder / _COMPLETE).exists()}
-    return marked[max(marked)] if marked else None
+    whole = complete_checkpoints(Path(output))
+    return whole[-1] if whole else None
+
+
+def complete_checkpoints(output: Path) -> list[Path]:
+    """The checkpoints on this disk that were written to their end, oldest first."""
+    return [folder for _, folder in sorted(_folders(output).items()) if (folder / _COMPLETE).exists() and kind_in(folder) == STEP]
 
 
 def _place(meeting: Meeting, output: Path) -> int:
@@ -273,14 +326,17 @@ def _folders(output: Path) -> dict[int, Path]:
 
 
 def shorten_log(log: Path, done: int) -> None:
-    """A run that goes on writes the lines of its steps again."""
+    """Drop the lines of later steps, which a run that goes on writes again. Raises InPlaceTTTError for a file that is no log of ours."""
     if not log.is_file():
         return
-    kept = []
-    for line in log.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # the last line may be half of one
+    kept, lines = [], log.read_bytes().decode("utf-8", "replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
             if json.loads(line)["step"] <= done:
                 kept.append(f"{line}\n")
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):  # the last line may be half of one
+                raise InPlaceTTTError(f"{log} is not a log of a run (line {number}); move it away, or choose another output.") from None
     partial = log.with_name(f".{log.name}.partial")
     partial.write_text("".join(kept), encoding="utf-8")
     partial.replace(log)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import InPlaceTTTError
+from ..files.text import UTF8
 from .data_settings import Data
+from .json_lines import field_of_lines, fields_of, holds_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -113,18 +115,21 @@ def _common_kind(name: str, files: list[Path], format: str, key: str) -> str:
 def open_source(source: Source, data: Data, streaming: bool) -> tuple[Records, str]:
     """Its records with one column, and that column: the text field that is given, else "input_ids" where they hold tokens, else "text"."""
     try:
-        records = _open(source, data, streaming)
-        columns = records.column_names
+        lines = source.kind == "json" and all(holds_lines(file) for file in source.files if file.stat().st_size)
+        records: Any = _open_files("text", source.files, data, streaming, "line") if lines else _open(source, data, streaming)
+        columns = fields_of(records) if lines else records.column_names
         if columns is None:  # a stream tells its columns by its first record
             columns = list(next(iter(records), {}))
     except Exception as error:
         raise read_error([source], data, error) from None
     wanted = (TOKENS, _TEXT) if data.text_field is None else (data.text_field,)
     column = next((column for column in wanted if column in columns), None)
+    if column is not None and lines:
+        return field_of_lines(records, column, column == TOKENS, source.name), column
     if column is not None:
         return records.select_columns([column]), column
     if not columns:
-        raise InPlaceTTTError(f"{source.name} holds no records; name files that hold documents.")
+        raise InPlaceTTTError(f"{source.name} holds no records; leave it out.")
     raise InPlaceTTTError(
         f"the records of {source.name} have no field {wanted[-1]!r} (they have {', '.join(map(repr, columns))}); set data.text_field."
     )
@@ -145,10 +150,11 @@ def _open(source: Source, data: Data, streaming: bool) -> Records:
     return _open_files(source.kind, source.files, data, streaming)
 
 
-def _open_files(kind: str, files: Iterable[Path], data: Data, streaming: bool) -> Records:
+def _open_files(kind: str, files: Iterable[Path], data: Data, streaming: bool, sample_by: str = "document") -> Records:
+    """Records of files. A text file is one record, or each line of it with sample_by="line"; its BOM is no part of the text."""
     from datasets import load_dataset
 
-    settings = {"sample_by": "document"} if kind == "text" else {}
+    settings = {"sample_by": sample_by, "encoding": UTF8} if kind == "text" else {}
     paths = [glob.escape(str(file.resolve())) for file in files]
     return load_dataset(kind, data_files=paths, split="train", streaming=streaming, cache_dir=data.cache, **settings)
 
@@ -164,6 +170,8 @@ def read_error(sources: Sequence[Source], data: Data, error: BaseException) -> I
     if culprit is None and (differing := _differing_field(sources, data)) is not None:
         return InPlaceTTTError(f"{differing}; make them alike, or leave that field out of the files.")
     where, error = culprit or (", ".join(source.name for source in sources), root_cause(error))
+    if isinstance(error, ImportError) and error.name:
+        return InPlaceTTTError(f"{where} takes the package {error.name}, which is not installed; pip install {error.name}.")
     if isinstance(error, StopIteration):
         return InPlaceTTTError(f"{where} holds no records; leave it out.")
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):

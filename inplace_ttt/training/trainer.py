@@ -6,25 +6,24 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.lora import tie_to_base
 from ..checkpoint.saved_tensors import verify_saved
-from ..errors import InPlaceTTTError, NotSoError, one_line
-from ..files.folders import put_in_place
+from ..errors import NotSoError
+from ..files.manifest import STEP, TRAINED, refuse_foreign
 from ..layer.sequence_parallel import ulysses_group
 from ..surgery import config_of, share_sequence, ttt_disabled
 from ..tasks import IGNORED
@@ -35,9 +34,12 @@ from .parameters import group_settings, parameter_groups, schedule
 from .recipe import Recipe
 from .recipe_changes import WEIGHTS
 from .row_order import save_position
-from .run_state import FINAL, Saved, Start, files_in, last_checkpoint, mark_complete
+from .run_state import FINAL, SAVING, Saved, Start, files_in, last_checkpoint, mark_complete
+from .saving import install, keep_newest, saving
 from .speed import Clock
 from .stopping import Stopping
+
+_FROM_LAST = "free some space, and resume from the last complete one"
 
 
 class FastWeightTrainer(Trainer):
@@ -203,8 +205,10 @@ class FastWeightTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer does, then checked and marked as complete; only then older ones go."""
-        folder, start = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.run_start
-        with self.clock.paused(), _saving(folder, "free some space, and resume from the last complete one"):
+        output, start = Path(self.args.output_dir), self.run_start
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        target, folder = output / name, Path(self._get_output_dir(trial)) / name
+        with self.clock.paused(), saving(target, _FROM_LAST):
             super()._save_checkpoint(model, trial)
             if start.leads and not self.args.should_save:
                 self._save_common_files(folder)
@@ -217,10 +221,15 @@ class FastWeightTrainer(Trainer):
             if self.args.should_save and isinstance(self.model, PreTrainedModel):
                 verify_saved(folder, self.model)
             together = {name: size for files in seen.values() for name, size in files.items()}
-            with _saving(folder, "free some space, and resume from the last complete one"):
+            with saving(target, _FROM_LAST):
                 mark_complete(folder, replace(self.made_by, files=together, skipped_steps=self.skipped.count, ranks=list(seen)))
-            rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.recipe.monitor.keep)
+                install(folder, target, STEP)
+            keep_newest(output, self.recipe.monitor.keep)
         _barrier()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where the Trainer saves; a checkpoint gets its name once it is whole."""
+        return str(Path(self.args.output_dir) / SAVING)
 
     def _save_common_files(self, folder: Path) -> None:
         """What rank 0 saves and every rank reads at resume, on a disk that rank 0 does not see."""
@@ -231,11 +240,11 @@ class FastWeightTrainer(Trainer):
     def save_final(self, describe: Callable[[Path], None]) -> Path:
         """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone. describe: writes its card."""
         final = Path(self.recipe.output) / FINAL
-        staging = final.with_name(f".{FINAL}.partial")
+        staging = Path(self.recipe.output) / SAVING / FINAL
         self.model.config.use_cache = True
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
-        with _saving(final, "free some space, and run again to go on from the last checkpoint"):
+        with saving(final, "free some space, and run again to go on from the last checkpoint"):
             self.save_model(str(staging))
         if self.args.should_save:
             (staging / "training_args.bin").unlink(missing_ok=True)
@@ -244,17 +253,10 @@ class FastWeightTrainer(Trainer):
             if (fingerprint := self.made_by.facts.get(WEIGHTS)) is not None:
                 tie_to_base(staging, fingerprint, None if self.recipe.surgery is None else config_of(self.model))
             describe(staging)
-            put_in_place(staging, final)
+            refuse_foreign(final, TRAINED)
+            install(staging, final, TRAINED)
+            shutil.rmtree(staging.parent, ignore_errors=True)
         return final
-
-
-@contextmanager
-def _saving(folder: Path, remedy: str) -> Iterator[None]:
-    """Whatever writer it is that the disk refuses."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise InPlaceTTTError(f"cannot save {folder}: {one_line(error)}; {remedy}.") from None
 
 
 def _summed(value: Tensor, device: Any) -> Tensor:

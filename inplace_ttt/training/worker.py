@@ -37,7 +37,8 @@ from .practice import seen_anyway, with_practice
 from .recipe import Recipe
 from .recipe_changes import DOCUMENTS, facts_of
 from .row_order import rows_to_come
-from .run_state import LOG, REPORT, Start, agree, held, made_by, settle
+from .run_state import LOG, REPORT, Start, agree, claim, held, made_by, refuse_others, settle
+from .saving import TrialSave
 from .speed import Clock, Speed, SpeedLog
 from .stopping import LAUNCHER, STOPPED, Stopping
 from .trainer import FastWeightTrainer
@@ -67,12 +68,12 @@ def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = 
 
     resume: go on from the last checkpoint in `recipe.output` that is whole, if there is one.
     audit: refuse to start on a deviation from the paper that the recipe does not declare.
-    Returns the report that is also written to `output`/train_report.json. SIGTERM while it trains: SystemExit with `STOPPED`, after a
-    checkpoint.
+    Returns the report that is also written to `output`/train_report.json. One of `stopping.SIGNALS` while it trains: SystemExit with
+    `STOPPED`, after a checkpoint.
     """
     output = Path(recipe.output)
     holds = meeting.rank == 0 and LAUNCHER not in os.environ  # our launcher has it already
-    with held(output) if holds else nullcontext():
+    with held(recipe, resume) if holds else nullcontext():
         check_packages(recipe)
         start = agree(recipe, meeting, resume)
         if start.report is not None:
@@ -109,7 +110,7 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe.to_dict(),
     }
     if trainer.is_world_process_zero():
-        with new_file(Path(recipe.output) / REPORT) as file:
+        with new_file(Path(recipe.output) / REPORT, ours=True) as file:
             file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
 
@@ -136,6 +137,9 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     data = build_data(recipe, tokenizer, config_of(shape).chunk_size)
     made = made_by(start, {**facts, DOCUMENTS: data.report.sha256})
     is_new = start.checkpoint is None or any(change["after_step"] == start.done for change in made.changes)
+    if start.leads:
+        refuse_others(recipe, start.done if resume else 0)
+        claim(output)
     if audit and recipe.audit.profile is not None and main and is_new:
         refuse_undeclared(recipe, data, output)
     meeting.gather("prepared")
@@ -204,7 +208,7 @@ def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bo
     recipe, gradients = speed.recipe, GradientTap(model)
     output = Path(recipe.output)
     found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.optimisation.eta_warmup_steps) else []
-    found += [FirstStep(gradients, warnings), SpeedLog(speed)]
+    found += [TrialSave(output), FirstStep(gradients, warnings), SpeedLog(speed)]
     found += [LayerMonitor(gradients, warnings, recipe.monitor.stop_write_ratio, output / LOG if main else None)]
     if recipe.monitor.diagnose_every and main:
         document = document_to_diagnose(rows, config_of(model).chunk_size)

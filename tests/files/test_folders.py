@@ -13,22 +13,21 @@ import pytest
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.files import folders
-from inplace_ttt.files.folders import marked, new_file, new_folder
+from inplace_ttt.files.folders import new_file, new_folder
 from inplace_ttt.files.locks import output_lock
-
-OURS = marked("mark", "*.txt")
+from inplace_ttt.files.manifest import DIAGNOSIS, EVALUATION, MANIFEST
 
 
 def write(path: Path, text: str, overwrite: bool = False) -> None:
-    with new_folder(path, overwrite=overwrite, ours=OURS) as folder:
+    with new_folder(path, DIAGNOSIS, overwrite=overwrite) as folder:
         (folder / "mark").write_text(text)
         (folder / "more.txt").write_text(text)
 
 
 def held(path: Path) -> set[str]:
     """What the files of a folder say, which is one thing if it is whole."""
-    assert sorted(file.name for file in path.iterdir()) == ["mark", "more.txt"]
-    return {file.read_text() for file in path.iterdir()}
+    assert sorted(file.name for file in path.iterdir()) == [MANIFEST, "mark", "more.txt"]
+    return {file.read_text() for file in path.iterdir() if file.name != MANIFEST}
 
 
 def in_another_process(work: Callable[[], object]) -> int:
@@ -115,7 +114,7 @@ def test_nothing_of_anybody_elses_is_replaced(kind: str, tmp_path: Path, monkeyp
     out = tmp_path / "deep" / "out"
     write(out, "old")
     if kind == "another's":
-        (out / "mark").unlink()
+        (out / MANIFEST).unlink()
     elif kind == "a file beside":
         (out / "thesis.tex").write_text("")
     elif kind == "a folder in it":
@@ -139,7 +138,7 @@ def test_nothing_of_anybody_elses_is_replaced(kind: str, tmp_path: Path, monkeyp
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("out")
-    with new_folder(tmp_path / "out") as folder:
+    with new_folder(tmp_path / "out", DIAGNOSIS) as folder:
         (folder / "a").write_text("")
         for name in ("out", "link", "../" + tmp_path.name + "/out"):
             with pytest.raises(InPlaceTTTError, match="is being written by another run; wait for its end"):
@@ -173,19 +172,19 @@ def test_a_lock_is_handed_on_and_leaves_no_file(tmp_path: Path) -> None:
 def test_a_file_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None:
     out = tmp_path / "a"
     for text in ("old", "new"):
-        with new_file(out) as file:
+        with new_file(out, ours=True) as file:
             file.write_text(text)
-    with pytest.raises(ZeroDivisionError), new_file(out) as file:
+    with pytest.raises(ZeroDivisionError), new_file(out, ours=True) as file:
         file.write_text(f"half {1 / 0}")
     assert out.read_text() == "new" and [entry.name for entry in tmp_path.iterdir()] == ["a"]
     assert out.stat().st_mode & 0o777 == 0o666 & ~(os.umask(0o22) | os.umask(0o22))
     (tmp_path / "link").symlink_to("a")
-    with new_file(tmp_path / "link") as file:
+    with new_file(tmp_path / "link", ours=True) as file:
         file.write_text("through")
     assert (tmp_path / "link").is_symlink() and out.read_text() == "through"
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/null", tmp_path / "pipe", tmp_path):
-        with pytest.raises(InPlaceTTTError, match="not a file"), new_file(path) as file:
+        with pytest.raises(InPlaceTTTError, match="not a file"), new_file(path, ours=True) as file:
             file.write_text("")
     assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
 
@@ -194,8 +193,8 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """And not the place that is written, or its disk."""
     gone = tmp_path / "elsewhere" / "tokenizer.json"
     reads = r"out, which takes .*elsewhere/tokenizer\.json: No such file or directory\.$"
-    with pytest.raises(InPlaceTTTError, match=reads), new_folder(tmp_path / "to" / "out") as folder:
+    with pytest.raises(InPlaceTTTError, match=reads), new_folder(tmp_path / "to" / "out", EVALUATION) as folder:
         shutil.copyfile(gone, folder / "tokenizer.json")
     writes = r"out: No such file or directory; free some space or choose another place\.$"
-    with pytest.raises(InPlaceTTTError, match=writes), new_folder(tmp_path / "to" / "out") as folder:
+    with pytest.raises(InPlaceTTTError, match=writes), new_folder(tmp_path / "to" / "out", EVALUATION) as folder:
         (folder / "deeper" / "tokenizer.json").write_text("")

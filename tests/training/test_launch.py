@@ -129,5 +129,5 @@ def test_what_nobody_foresaw_is_one_line(
     monkeypatch.setattr(process, "end_with_launcher", lambda: None)
     monkeypatch.setattr(sys, "argv", ["training", str(write_recipe(tmp_path))])
     assert process.main() == 2
-    line = "inplace-ttt: error: unexpected KeyError: KeyError: 'nobody'; set INPLACE_TTT_TRACEBACK=1 to see where, and please report it."
+    line = "inplace-ttt train: unexpected KeyError: KeyError: 'nobody'; set INPLACE_TTT_TRACEBACK=1 to see where, and please report it."
     assert capsys.readouterr().err.splitlines() == [line]

@@ -70,9 +70,11 @@ def test_killed_while_it_trains_and_saves_then_resumed(unbroken: Path, tmp_path:
     assert found is not None and not (broken / "final").exists()
     done = int(found.name.removeprefix("checkpoint-"))
     assert 4 <= done < 32
-    (broken / "checkpoint-31").mkdir(exist_ok=True)  # as a kill in the middle of a save leaves it
+    left = broken / ".saving" / "checkpoint-31"  # as a kill in the middle of a save leaves it
+    left.mkdir(parents=True, exist_ok=True)
+    (left / "model.safetensors").write_text("half")
     report, log = trained(recipe, f"output={broken}")
-    assert report["resumed_from"] == str(found) and "checkpoint-31" in log
+    assert report["resumed_from"] == str(found) and "Traceback" not in log and not left.parent.exists()
     assert_same(unbroken, broken)
     assert len(list(broken.glob("checkpoint-*"))) == 2
     AutoModelForCausalLM.from_pretrained(broken / "final")
@@ -133,7 +135,7 @@ def test_a_corrupt_checkpoint(damage: str, unbroken: Path, tmp_path: Path) -> No
         harm(28)
         log = finish(start(recipe, f"output={output}"), code=2)
         assert "checkpoint-32 is not whole, nor is any other checkpoint: it lacks rng_state_1.pth; bring it back, or start anew" in log
-        assert (output / "checkpoint-32").exists() and log.count("inplace-ttt: error") == 1
+        assert (output / "checkpoint-32").exists() and log.count("inplace-ttt train: ") == 1
         return
     report, log = trained(recipe, f"output={output}")
     assert log.count("checkpoint-32 is not whole: ") == 1 and file.name in log and report["resumed_from"].endswith("checkpoint-28")
@@ -207,7 +209,7 @@ def test_what_may_not_change_is_refused(setting: str, said: str, unbroken: Path,
     output = without_final(unbroken, tmp_path / "out")
     before = sorted(output.rglob("*"))
     log = finish(start(unbroken / "recipe.yaml", f"output={output}", "optimisation.steps=40", setting), code=2)
-    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt: error"))
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert f"checkpoint-32 was trained with {said}" in line and "that cannot change within a run; put it back" in line
     assert sorted(output.rglob("*")) == before
 
@@ -219,7 +221,7 @@ def test_two_runs_into_one_output(unbroken: Path, tmp_path: Path, capsys: pytest
         assert cli.main(["train", str(recipe), "--set", f"output={output}"]) == 2
         assert "is being written by another run" in capsys.readouterr().err
         log = finish(start(recipe, f"output={output}"), code=2)
-        assert log.count("inplace-ttt: error") == 1 and "is being written by another run" in log
+        assert log.count("inplace-ttt train: ") == 1 and "is being written by another run" in log
         assert output.exists()
     assert not output.exists()
 
@@ -250,5 +252,5 @@ def test_a_full_disk_at_a_save(stage: int, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), deepspeed=stage)
     build_data(load_recipe(recipe), AutoTokenizer.from_pretrained(tmp_path / "model"), CHUNK)  # so that its cache is there
     log = finish(start(recipe, largest_file=20_000), code=2)
-    assert "inplace-ttt: error: cannot save" in log and "free some space" in log
+    assert "inplace-ttt train: cannot save" in log and "free some space" in log
     assert last_checkpoint(tmp_path / "out") is None and not (tmp_path / "out" / "final").exists()

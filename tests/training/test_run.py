@@ -53,7 +53,7 @@ def test_ttt_alone_leaves_the_base_as_it_was(
     evaluation = report["evaluation"]
     assert evaluation["eval_difference"] == evaluation["eval_loss"] - evaluation["eval_off_loss"] != 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert sum("eval_difference" in line for line in lines) >= 2 and log.count("inplace-ttt: error") == 0
+    assert sum("eval_difference" in line for line in lines) >= 2 and log.count("inplace-ttt train: ") == 0
     assert all(set(layer["gradients"]) == {"conv", "proj"} for line in lines if "loss" in line for layer in line["layers"])
     AutoModelForCausalLM.from_pretrained(report["output"])
 
@@ -162,7 +162,7 @@ def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_
     save_file(tensors, shard, {"format": "pt"})
     recipe = recipe_file(tmp_path, broken, made / "text")
     log = finish(start(recipe, f"parallel.processes={processes}"), code=1)
-    assert "inplace-ttt: error: the loss is not finite at step 1; the weights are as before it" in log
+    assert "inplace-ttt train: the loss is not finite at step 1; the weights are as before it" in log
     assert "the last checkpoint is none: nothing has learnt yet, so look for" in log
     assert not (tmp_path / "out" / "final").exists()
 
@@ -172,7 +172,7 @@ def test_a_gradient_that_is_not_finite(stage: int, dtype: str, unstable: Path, m
     """The loss is finite. DeepSpeed skips such steps and ends well; here the run says so, and stops. (ZeRO-3 has a norm in float64.)"""
     recipe = recipe_file(tmp_path, unstable, made / "text", deepspeed=stage)
     log = finish(start(recipe, f"model.dtype={dtype}", "optimisation.steps=6", "optimisation.accumulation=1"), code=1)
-    (line,) = re.findall("inplace-ttt: error: (.*)", log)
+    (line,) = re.findall("inplace-ttt train: (.*)", log)
     assert "the gradient" in line and "not finite" in line and "the weights are as before" in line
     assert log.count("was skipped, since its gradient is not finite") == (0 if (stage, dtype) == (0, "float32") else MOST_SKIPPED)
     assert not (tmp_path / "out" / "final").exists()

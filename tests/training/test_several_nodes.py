@@ -59,7 +59,7 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     assert "is finished; nothing was run" in finish(start(recipe, nodes[::-1]))
     shutil.rmtree(nodes[0] / "out" / "final")
     log = finish(start(recipe, nodes[::-1]), code=2)
-    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt: error"))
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert "checkpoint-8 is not whole, nor is any other" in line and "give each node the rank it had" in line
     shutil.rmtree(nodes[1] / "out" / "checkpoint-8")
 
@@ -74,7 +74,7 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     for folder in (nodes[1] / "out").glob("checkpoint-*"):
         (folder / "rng_state_1.pth").unlink()
     log = finish(start(recipe, nodes), code=2)
-    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt: error"))
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert (
         "checkpoint-8 is not whole, nor is any other checkpoint: on " in line and "which process 1 reads from, it lacks rng_state_1" in line
     )
@@ -90,7 +90,7 @@ def test_a_refusal_on_another_node_is_said(tmp_path: Path) -> None:
     documents(nodes[0] / "text")
     recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), Path("text"), output="out", parallel={"processes": 2})
     log = finish(start(recipe, nodes), code=2)
-    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt: error"))
+    (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert "text" in line and "Traceback" not in log, log
 
 

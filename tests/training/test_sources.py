@@ -152,8 +152,8 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
     for name, ids in {"null": "[5, null, 7]", "number": "5", "booleans": "[true, false]", "nested": "[[1, 2]]"}.items():
         (path / f"{name}.jsonl").write_text(f'{{"input_ids": {ids}}}\n')
     (path / "unlike").mkdir()
-    (path / "unlike" / "a.jsonl").write_text('{"text": "w1", "id": 3}\n')
-    (path / "unlike" / "b.jsonl").write_text('{"text": "w1", "id": "x"}\n')
+    (path / "unlike" / "a.json").write_text('[{"text": "w1", "id": 3}]')
+    (path / "unlike" / "b.json").write_text('[{"text": "w1", "id": "x"}]')
     (path / "notparquet.parquet").write_text("hello")
     (path / "mixed").mkdir()
     (path / "mixed" / "a.txt").write_text("w1")
@@ -172,12 +172,12 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "broken": (path / "broken.jsonl", {}, r"broken\.jsonl cannot be read"),
         "field": (path / "body.jsonl", {}, r"no field 'text' \(they have 'body'\); set data\.text_field"),
         "no text": (path / "numbers.jsonl", {}, r"holds int, not text"),
-        "foreign tokens": (path / "tokens.jsonl", {}, r"not those of this tokenizer .*1 to 999999"),
+        "foreign tokens": (path / "tokens.jsonl", {}, r"not this model's .*1 to 999999"),
         "null": (path / "null.jsonl", {}, r"null\.jsonl are no lists of whole numbers: \[5, None, 7\]"),
         "number": (path / "number.jsonl", {}, r"number\.jsonl are no lists of whole numbers: 5"),
         "booleans": (path / "booleans.jsonl", {}, r"are no lists of whole numbers: \[True, False\]"),
         "nested": (path / "nested.jsonl", {}, r"are no lists of whole numbers: \[\[1, 2\]\]"),
-        "unlike": (path / "unlike", {}, r"the field 'id' is int in .*/a\.jsonl and str in .*/b\.jsonl; make them alike"),
+        "unlike": (path / "unlike", {}, r"the field 'id' is int in .*/a\.json and str in .*/b\.json; make them alike"),
         "text beside tokens": (path / "tokens.jsonl", {"text_field": "text"}, r"no field 'text' \(they have 'input_ids'\)"),
         "no parquet": (path / "notparquet.parquet", {}, r"notparquet\.parquet cannot be read"),
         "mixed": (path / "mixed", {}, r"several formats \(1 text, 1 json\); set data\.format"),

@@ -30,7 +30,8 @@ from memory_rules import ONE_PROCESS, ROOT, RULES
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTError, load
-from inplace_ttt.checkpoint.overwriting import new_checkpoint_folder
+from inplace_ttt.files.folders import new_folder
+from inplace_ttt.files.manifest import CHECKPOINT
 from inplace_ttt.files.results import Results
 from inplace_ttt.reports.statistics import Mean, wilson
 from inplace_ttt.surgery import fast_weights
@@ -136,7 +137,7 @@ def hold_gate(trained: Path, out: Path) -> None:
     for layer in fast_weights(model).values():
         assert layer.ttt.gate is not None
         torch.nn.init.zeros_(layer.ttt.gate)
-    with new_checkpoint_folder(out, overwrite=False) as folder:
+    with new_folder(out, CHECKPOINT) as folder:
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from ...errors import InPlaceTTTError
-from ...files.text import begins_of, ids_within
+from ...files.text import begins_of, ids_within, refuse_beyond, with_one_beginning
 
 SHORTFALL = 0.02
 """How far a prompt and its answer may stay below the wanted length; they never exceed it."""
@@ -107,9 +107,9 @@ class Prompter:
             turn = [{"role": "user", "content": draft.prompt}]
             opened = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
             text = opened + draft.answer_prefix.lstrip()
-        if self.chat:
-            return ids_within(self.tokenizer, text)
-        return [*self._begins, *ids_within(self.tokenizer, text)]  # and no token that ends a text: the answer is its next
+        begins = [] if self.chat else self._begins  # and no token that ends a text: the answer is its next
+        ids = with_one_beginning([*begins, *ids_within(self.tokenizer, text)], self._begins)
+        return refuse_beyond(ids, self.tokenizer, "the text of a task")
 
 
 def samples(task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter) -> Iterator[Sample]:

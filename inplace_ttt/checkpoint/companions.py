@@ -1,0 +1,57 @@
+"""What goes with a checkpoint's weights: tokenizer, templates, generation config, licence, code. Known by what it is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from ..errors import InPlaceTTTError, reported
+from ..files.json_files import parse_json
+from ..models import SHIM_FILE
+from .reading import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS
+
+_GENERATION = "generation_config.json"
+_OTHERS = (CONFIG, INDEX, ADAPTER_CONFIG, SHIM_FILE, "README.md", "*.index.json")
+"""Beside weights: what a writer makes anew, and the model card, which is about the base."""
+
+
+def companions(folder: Path) -> Iterator[Path]:
+    """Files of a model folder that a checkpoint made from it needs too, those in subfolders included; as paths in the folder.
+
+    Hidden files, weights of any format, and subfolders that are models or checkpoints themselves are left out.
+    """
+    for root, below, names in os.walk(folder):
+        here = Path(root)
+        below[:] = [name for name in below if not name.startswith(".") and not (here / name / CONFIG).exists()]
+        for name in names:
+            left_out = name.startswith(".") or any(fnmatch(name, pattern) for pattern in (*WEIGHTS, *_OTHERS))
+            if not left_out and (here / name).is_file():
+                yield (here / name).relative_to(folder)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the companions of `source` that `target` lacks. Raises InPlaceTTTError for a JSON file among them that is broken."""
+    for name in companions(source):
+        if (target / name).exists():
+            continue
+        _refuse_broken(source / name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+
+
+def _refuse_broken(file: Path) -> None:
+    """Refuse a JSON file that no reader could use, before it is carried along."""
+    if file.suffix != ".json":
+        return
+    try:
+        parse_json(file.read_bytes())
+    except ValueError as error:
+        raise InPlaceTTTError(f"{file} is not JSON ({error}); correct it, or remove it from the folder.") from None
+    if file.name == _GENERATION:
+        with reported(f"{file} is not a generation config", "correct it, or remove it from the folder"):
+            GenerationConfig.from_pretrained(file.parent).validate()
