@@ -24,6 +24,15 @@ class NotSoError(InPlaceTTTError):
 TRACEBACK = "INPLACE_TTT_TRACEBACK"
 """Environment variable: where it is set, an error's traceback is printed above its line."""
 
+
+def refused_by_system(error: OSError) -> str | None:
+    """One sentence for a file that the system does not let a command use; None for an error that names no file."""
+    if not isinstance(error.filename, (str, bytes)) or error.strerror is None:
+        return None
+    name = error.filename if isinstance(error.filename, str) else error.filename.decode(errors="backslashreplace")
+    return f"cannot use {name}: {error.strerror}; choose a file or folder that you may read and write."
+
+
 _LONGEST = 400
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -124,6 +124,11 @@ class Checkpoint:
             for first in range(0, count, step):
                 yield rows[first : first + step]
 
+    def is_finite(self, name: str) -> bool:
+        """False for a tensor with NaN or infinite numbers; a matrix is read some MiB at a time."""
+        parts = self.blocks(name) if len(self.shape_and_dtype(name)[0]) == 2 else [self.tensor(name)]
+        return all(bool(part.float().isfinite().all()) for part in parts)
+
     def first(self, name: str, numbers: int) -> Tensor:
         """The first numbers of a tensor, flattened."""
         with self._file_of(name) as file:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -17,6 +19,18 @@ def verify_saved(folder: Path, model: PreTrainedModel) -> None:
     """Raises InPlaceTTTError naming the first tensor that is missing or not of the model's shape (ZeRO-3 can save empty ones)."""
     if problem := lacking(folder, model):
         raise InPlaceTTTError(f"{folder} {problem} after saving; do not use it; check the DeepSpeed settings.")
+
+
+def require_sound(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Refuse a checkpoint that is not `model`, on any device, or holds NaN or infinite numbers, before another is made from it.
+
+    Reads every tensor.
+    """
+    if problem := lacking(checkpoint.folder, model):
+        raise InPlaceTTTError(f"{checkpoint.name} {problem}, so it is not the model of its config.json; copy or convert it again.")
+    for name in tqdm(sorted(checkpoint.weight_map), desc="checking", unit="tensor", file=sys.stderr, disable=None):
+        if not checkpoint.is_finite(name):
+            raise InPlaceTTTError(f"{checkpoint.name}: {name} holds NaN or infinite numbers; its run diverged, or it is damaged.")
 
 
 def lacking(folder: Path, model: PreTrainedModel) -> str | None:

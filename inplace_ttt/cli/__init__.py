@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import __version__
-from ..errors import TRACEBACK, InPlaceTTTError, one_line
+from ..errors import TRACEBACK, InPlaceTTTError, one_line, refused_by_system
 from ..files.json_files import json_text
 from . import messages
 
@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(f"this machine has not enough memory for it ({one_line(error)}); take a smaller model, text or batch.", 2)
     except Exception as error:  # the last net: what gets here should have been refused where it was read
         _trace()
+        if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
+            return refuse(reason, 2)
         return refuse(f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please report it.", 2)
 
 

@@ -11,8 +11,9 @@ from ..checkpoint.adapter import is_adapter, located, read_adapter, write_adapte
 from ..checkpoint.card import write_card
 from ..checkpoint.official import write_official
 from ..checkpoint.reading import Checkpoint, is_peft_adapter
+from ..checkpoint.saved_tensors import require_sound
 from ..checkpoint.to_adapter import base_of
-from ..checkpoint.writing import describe_base, plan_conversion, write_full
+from ..checkpoint.writing import describe_base, empty_model, plan_conversion, write_full
 from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
@@ -59,6 +60,8 @@ def _official(args: argparse.Namespace) -> None:
     if is_adapter(args.path):
         raise InPlaceTTTError(f"{args.path} is an adapter, the official format holds all weights; export it as full first.")
     checkpoint = Checkpoint.open(args.path)
+    checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+    require_sound(checkpoint, empty_model(checkpoint)[1])
     with _output(args) as folder:
         write_official(folder, checkpoint)
         assert checkpoint.section is not None
@@ -85,6 +88,7 @@ def _full(args: argparse.Namespace) -> None:
     base = describe_base(checkpoint, plan) if args.base else known  # where it is now
     if checkpoint.fingerprint(plan.down_proj.values()) != known["fingerprint"]:
         raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")
+    require_sound(checkpoint, empty_model(checkpoint)[1])
     with _output(args) as folder:
         write_full(folder, checkpoint, plan, tensors, base)
         write_card(folder, Path(args.path), config, base, "full")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from ..checkpoint.card import write_card
 from ..checkpoint.official import is_official_tensor, read_official
 from ..checkpoint.reading import Checkpoint
-from ..checkpoint.saved_tensors import lacking
+from ..checkpoint.saved_tensors import require_sound
 from ..checkpoint.ttt_ntp import is_ttt_ntp, read_ttt_ntp
 from ..checkpoint.writing import write_full
-from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> Result:
     with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=[args.path]) as folder:
         keep = lambda name: not is_official_tensor(name)  # noqa: E731
         write_full(folder, imported.checkpoint, imported.plan, imported.tensors, origin, keep)
-        if problem := lacking(folder, imported.plan.model):
-            raise InPlaceTTTError(f"{args.path} {problem}: half a checkpoint, which could not be loaded.")
+        require_sound(dataclasses.replace(Checkpoint.open(folder), name=args.path), imported.plan.model)
         write_card(folder, imported.checkpoint.folder, imported.plan.config, origin, "full")
     return {
         "output": str(args.out),

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from ..errors import TRACEBACK, InPlaceTTTError, one_line
+from ..errors import TRACEBACK, InPlaceTTTError, one_line, refused_by_system
 from .meeting import OtherFailed
 from .recipe import load_recipe
 from .stopping import REFUSAL, end_with_launcher
@@ -86,6 +86,8 @@ def last_net() -> Iterator[None]:
             raise InPlaceTTTError(
                 f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan says what a run takes."
             ) from None
+        if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
+            raise InPlaceTTTError(reason) from None
         raise InPlaceTTTError(
             f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please report it."
         ) from None

@@ -101,11 +101,11 @@ def refuse_others(recipe: Recipe, done: int) -> None:
     output = Path(recipe.output)
     model = recipe.model
     read = [model.path, model.tokenizer, *recipe.data.train, *recipe.data.validation]
-    written = [output / FINAL, *(folder for step, folder in _folders(output).items() if step > done)]
+    written = [output / FINAL, *(entry for step, entry in _named(output).items() if step > done)]
     for source in filter(os.path.lexists, filter(None, read)):
         if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source)):
             raise InPlaceTTTError(f"the run's output {output} is {source}, which it reads, or lies in it; choose another output.")
-        for folder in written:
+        for folder in (output / FINAL, *_named(output).values()):  # older checkpoints go while the run saves
             refuse_sources(folder, [source])
     if os.path.lexists(output) and not output.is_dir():
         raise InPlaceTTTError(f"the run's output {output} is a file, not a folder; choose another output.")
@@ -317,12 +317,17 @@ def _folder(output: Path, step: int) -> Path:
 
 
 def _folders(output: Path) -> dict[int, Path]:
+    """Every folder that has a checkpoint's name, by its step."""
+    return {step: entry for step, entry in _named(output).items() if entry.is_dir()}
+
+
+def _named(output: Path) -> dict[int, Path]:
     """Whatever has a checkpoint's name, by its step; none where there is no such output, or another rank has just removed it."""
     try:
         found = sorted((folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
     except FileNotFoundError:
         found = []
-    return {int(step): folder for step, folder in found if step.isdecimal() and folder.is_dir()}
+    return {int(step): entry for step, entry in found if step.isdecimal()}
 
 
 def shorten_log(log: Path, done: int) -> None:

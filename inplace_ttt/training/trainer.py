@@ -203,6 +203,13 @@ class FastWeightTrainer(Trainer):
         loss, hits, count = _summed(sums, self.args.device).tolist()
         return {f"{name}_loss": loss / count, f"{name}_accuracy": hits / count} if count else {f"{name}_loss": float("nan")}
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As the Trainer does, but a tied weight once: DeepSpeed hands over a copy for each of its names."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        if state_dict is not None:
+            state_dict = {name: value for name, value in state_dict.items() if tied.get(name) not in state_dict}
+        super()._save(output_dir, state_dict)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer does, then checked and marked as complete; only then older ones go."""
         output, start = Path(self.args.output_dir), self.run_start
