@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         arguments = sys.argv[1:]
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind, so that no half folder is left
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda number, _: sys.exit(128 + number))  # unwind, so that no half folder is left
         _open_missing_streams()
     refuse = partial(messages.refuse, arguments, next((a for a in arguments if a in VERBS), None))
     try:

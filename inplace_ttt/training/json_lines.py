@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import functools
 import gzip
+import io
 import lzma
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ _PROBED = 1000
 def _zstandard(file: Path, mode: str) -> IO[bytes]:
     import zstandard
 
-    return zstandard.open(file, mode)
+    return io.BufferedReader(zstandard.open(file, mode))
 
 
 _OPENERS: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard}
@@ -35,8 +36,8 @@ def holds_lines(file: Path) -> bool:
     """True for a file whose first line is a JSON object by itself; other JSON files are one list, or one object over many lines."""
     with _OPENERS.get(file.suffix.lower(), open)(file, "rb") as opened:
         first = next((line for line in opened if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
-    try:
-        return isinstance(parse_json(first.removeprefix(b"\xef\xbb\xbf")), dict)
+    try:  # bytes that are not UTF-8 are the reader's to name
+        return isinstance(parse_json(first.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")), dict)
     except ValueError:
         return False
 

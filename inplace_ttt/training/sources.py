@@ -166,12 +166,14 @@ def read_error(sources: Sequence[Source], data: Data, error: BaseException) -> I
             f"{sources[0].name} is no file or folder here, and no dataset that can be read from the hub ({_first_line(error)}); "
             "correct the path, or the name (owner/name:config@split)."
         )
+    cause = root_cause(error)
+    if isinstance(cause, ImportError) and cause.name:
+        names = ", ".join(source.name for source in sources)
+        return InPlaceTTTError(f"{names} takes the package {cause.name}, which is not installed; pip install {cause.name}.")
     culprit = _culprit(sources, data)
     if culprit is None and (differing := _differing_field(sources, data)) is not None:
         return InPlaceTTTError(f"{differing}; make them alike, or leave that field out of the files.")
     where, error = culprit or (", ".join(source.name for source in sources), root_cause(error))
-    if isinstance(error, ImportError) and error.name:
-        return InPlaceTTTError(f"{where} takes the package {error.name}, which is not installed; pip install {error.name}.")
     if isinstance(error, StopIteration):
         return InPlaceTTTError(f"{where} holds no records; leave it out.")
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):

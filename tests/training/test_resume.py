@@ -1,8 +1,10 @@
 """A run that is stopped, however it is stopped, goes on as if it had not been; one that cannot says why."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -80,13 +82,14 @@ def test_killed_while_it_trains_and_saves_then_resumed(unbroken: Path, tmp_path:
     AutoModelForCausalLM.from_pretrained(broken / "final")
 
 
-def test_asked_to_stop(unbroken: Path, tmp_path: Path) -> None:
-    """SIGTERM to one of two processes: both stop after the same step, with a checkpoint of it, and go on bit for bit."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
+def test_asked_to_stop(unbroken: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """A signal to one of two processes: both stop after the same step, with a checkpoint of it, and go on bit for bit."""
     recipe, output = unbroken / "recipe.yaml", tmp_path / "out"
     process = start(recipe, f"output={output}")
     while last_checkpoint(output) is None and process.is_running():
         time.sleep(0.005)
-    process.processes[1].terminate()
+    os.kill(process.processes[1].pid, number)
     log = finish(process, code=143)
     (stopped,) = re.findall(r"stopped after step (\d+) of 32, as asked", log)
     assert last_checkpoint(output) == output / f"checkpoint-{stopped}" and "Traceback" not in log
@@ -217,7 +220,7 @@ def test_what_may_not_change_is_refused(setting: str, said: str, unbroken: Path,
 def test_two_runs_into_one_output(unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second says so, by whatever launcher it comes, and leaves everything to the first."""
     recipe, output = unbroken / "recipe.yaml", tmp_path / "out"
-    with held(output):
+    with held(load_recipe(recipe, [f"output={output}"]), resume=True):
         assert cli.main(["train", str(recipe), "--set", f"output={output}"]) == 2
         assert "is being written by another run" in capsys.readouterr().err
         log = finish(start(recipe, f"output={output}"), code=2)

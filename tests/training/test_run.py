@@ -242,7 +242,7 @@ def test_an_undeclared_deviation_stops_the_run_before_it_starts(made: Path, tmp_
     (refusal,) = (line for line in log.splitlines() if "the run deviates from the paper profile in" in line)
     ids = refusal.split("profile in ")[1].split(" without")[0].split(", ")
     assert {"chunk-size", "learning-rate", "token-budget", "stages"} <= set(ids)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"audit.html", "audit.md", "audit.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"audit.html", "audit.md", "audit.json", ".inplace-ttt-run"}
     declared = [{"id": name, "why": "a test"} for name in ids]
     report, _ = trained(recipe, f"audit.deviations={json.dumps(declared)}", f"output={tmp_path}/declared")
     assert report["steps"] == 3 and (tmp_path / "declared" / "audit.html").exists()

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,8 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
     for name, ids in {"null": "[5, null, 7]", "number": "5", "booleans": "[true, false]", "nested": "[[1, 2]]"}.items():
         (path / f"{name}.jsonl").write_text(f'{{"input_ids": {ids}}}\n')
     (path / "unlike").mkdir()
-    (path / "unlike" / "a.json").write_text('[{"text": "w1", "id": 3}]')
-    (path / "unlike" / "b.json").write_text('[{"text": "w1", "id": "x"}]')
+    for name, value in (("a", 3), ("b", "x")):
+        Dataset.from_list([{"text": "w1", "id": value}]).to_parquet(path / "unlike" / f"{name}.parquet")
     (path / "notparquet.parquet").write_text("hello")
     (path / "mixed").mkdir()
     (path / "mixed" / "a.txt").write_text("w1")
@@ -177,7 +178,7 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "number": (path / "number.jsonl", {}, r"number\.jsonl are no lists of whole numbers: 5"),
         "booleans": (path / "booleans.jsonl", {}, r"are no lists of whole numbers: \[True, False\]"),
         "nested": (path / "nested.jsonl", {}, r"are no lists of whole numbers: \[\[1, 2\]\]"),
-        "unlike": (path / "unlike", {}, r"the field 'id' is int in .*/a\.json and str in .*/b\.json; make them alike"),
+        "unlike": (path / "unlike", {}, r"the field 'id' is int in .*/a\.parquet and str in .*/b\.parquet; make them alike"),
         "text beside tokens": (path / "tokens.jsonl", {"text_field": "text"}, r"no field 'text' \(they have 'input_ids'\)"),
         "no parquet": (path / "notparquet.parquet", {}, r"notparquet\.parquet cannot be read"),
         "mixed": (path / "mixed", {}, r"several formats \(1 text, 1 json\); set data\.format"),
@@ -226,3 +227,85 @@ def test_bad_input_is_one_sentence(build: Any, tmp_path: Path, name: str, stream
     message = str(error.value)
     assert "\n" not in message and message.endswith((".", ")."))
     assert "Traceback" not in message
+
+
+def jsonl(file: Path, records: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return file
+
+
+def wide(number: int) -> dict[str, Any]:
+    """A record in which other fields change their types, or are not there."""
+    others: list[dict[str, Any]] = [{}, {"id": number}, {"id": f"x{number}"}, {"meta": {"a": [1, "b", None]}}, {"meta": "none", "id": None}]
+    return {"text": texts()[number], **others[number % len(others)]}
+
+
+ODD = {
+    "a column that begins late": [{"text": texts()[0]}, {"text": texts()[1], "id": 3}],
+    "a column that is null at first": [{"text": texts()[0], "id": None}, {"text": texts()[1], "id": {"a": 1}}],
+    "columns of other types": [wide(number) for number in range(len(LENGTHS))],
+    "a text that is null at first": [{"text": None, "id": 1}, {"id": "x"}, {"text": texts()[0]}],
+    "a text that comes late": [{"id": 1}, {"text": texts()[0]}],
+    "lines that are empty": None,
+    "a mark at the beginning": None,
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ODD)
+def test_of_json_lines_one_field_is_read(build: Any, tmp_path: Path, name: str, streaming: bool) -> None:
+    """What stands in the others does not matter."""
+    records = ODD[name] or [{"text": texts()[0]}, {"text": texts()[1]}]
+    file = jsonl(tmp_path / "a.jsonl", records)
+    if name == "lines that are empty":
+        file.write_text("\n" + file.read_text().replace("\n", "\n\n  \n"))
+    elif name == "a mark at the beginning":
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    wanted = [tokens(record["text"]) for record in records if record.get("text")]
+    assert documents(build(file, streaming=streaming).train) == wanted
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_with_other_columns_stand_in_one_folder(build: Any, tmp_path: Path, streaming: bool) -> None:
+    for number in range(5):
+        jsonl(tmp_path / "folder" / f"{number}.jsonl", [wide(number)])
+    assert documents(build(tmp_path / "folder", streaming=streaming).train) == [tokens(texts()[number]) for number in range(5)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", ["zst", "bz2", "xz"])
+def test_compressed_lines_are_read(build: Any, tmp_path: Path, ending: str, streaming: bool) -> None:
+    import bz2
+    import lzma
+
+    import zstandard
+
+    packed = {"zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress}[ending]
+    (tmp_path / f"a.jsonl.{ending}").write_bytes(packed(jsonl(tmp_path / "plain" / "a.jsonl", [wide(0), wide(1)]).read_bytes()))
+    assert documents(build(tmp_path / f"a.jsonl.{ending}", streaming=streaming).train) == [tokens(texts()[0]), tokens(texts()[1])]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_package_that_is_missing_is_named(build: Any, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(InPlaceTTTError, match="takes the package zstandard, which is not installed; pip install zstandard"):
+        build(tmp_path / "a.jsonl.zst", streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1", "cp1252", "utf-32"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "json"])
+def test_other_encodings_are_named(build: Any, tmp_path: Path, ending: str, encoding: str, streaming: bool) -> None:
+    held = {"txt": "w1 é w2", "jsonl": '{"text": "w1 é w2"}\n' * 3, "json": '[{"text": "w1 é w2"}]'}[ending]
+    (tmp_path / f"a.{ending}").write_bytes(held.encode(encoding))
+    with pytest.raises(InPlaceTTTError, match=rf"a\.{ending}.* UTF-8|a\.{ending} (cannot be read|is not)"):
+        list(build(tmp_path / f"a.{ending}", streaming=streaming).train)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_mark_of_a_text_file_is_not_trained_on(build: Any, tmp_path: Path, streaming: bool) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + texts()[0].encode())
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + texts()[1].encode())
+    assert documents(build(tmp_path, streaming=streaming).train) == [tokens(texts()[0]), tokens(texts()[1])]

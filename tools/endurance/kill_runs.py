@@ -2,14 +2,16 @@
 
     python tools/endurance/kill_runs.py --kills 100 --out docs/results/cpu-2026-11/kills.json
     python tools/endurance/kill_runs.py --signals 20 --out docs/results/cpu-2026-11/signals.json
+    python tools/endurance/kill_runs.py --signals 10 --only SIGUSR1 SIGHUP --out docs/results/cpu-2026-11/signals-schedulers.json
 
 A kill (-9) takes one of two processes or both, forked from one that has imported everything, so that a start takes a moment. A signal
-goes to the real command, or to its whole process group, at any moment of its life: SIGTERM, SIGINT or SIGKILL.
+goes to the real command, or to its whole process group, at any moment of its life.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from safetensors.torch import load_file
 
 from inplace_ttt.files.results import Results
 
+SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL", "SIGUSR1", "SIGHUP")
 RECIPE: dict[str, Any] = {
     "model": {
         "config": {
@@ -129,10 +133,10 @@ def kill_series(seed: int, recipe: Path, output: Path, whole: str, seconds: floa
     return {"seed": seed, "after": round(wait, 3), "killed": victims, "found": where, "codes": codes, "same": digest(output) == whole}
 
 
-def signal_series(seed: int, recipe: Path, output: Path, whole: str, seconds: float) -> dict[str, Any]:
+def signal_series(seed: int, recipe: Path, output: Path, whole: str, seconds: float, names: Sequence[str] = SIGNALS) -> dict[str, Any]:
     """One signal to the command or to its process group, then a start that goes to the end."""
     draw = random.Random(seed)
-    number, group = draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGKILL)), draw.random() < 0.5
+    number, group = signal.Signals[draw.choice(names)], draw.random() < 0.5
     command = [sys.executable, "-m", "inplace_ttt.cli", "train", str(recipe), "--set", f"output={output}"]
     with open(f"{output}.log", "ab") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -185,7 +189,7 @@ def state(output: Path) -> str:
     if (output / "train_report.json").exists():
         return "finished"
     steps = [int(mark.parent.name.rpartition("-")[2]) for mark in output.glob("checkpoint-*/complete")]
-    unfinished = any(not (folder / "complete").exists() for folder in output.glob("checkpoint-*"))
+    unfinished = any((output / ".saving").glob("checkpoint-*"))
     last = "no checkpoint" if not steps else "all steps" if max(steps) == RECIPE["optimisation"]["steps"] else "a checkpoint"
     return f"{last}, and one half written" if unfinished else last
 
@@ -219,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--signals", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=SIGNALS, default=SIGNALS, help="the signals to choose from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no series after this time")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
@@ -244,7 +249,7 @@ def main() -> int:
         one_command = time.monotonic() - start
         for kind, count, series, length in (
             ("kills", options.kills, kill_series, one_start),
-            ("signals", options.signals, signal_series, one_command),
+            ("signals", options.signals, functools.partial(signal_series, names=options.only), one_command),
         ):
             for number in range(count):
                 if time.monotonic() - began > 60 * options.minutes:
