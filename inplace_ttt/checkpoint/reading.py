@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .. import models
 from ..config import InPlaceTTTConfig
@@ -24,6 +25,7 @@ from ..files.json_files import read_json
 from ..files.paths import name_problem, refuse_pipes_in, require_regular
 from ..files.schema import Open, from_values
 from .fingerprint import fingerprint
+from .names import TensorNames
 
 TTT_SHARD = "inplace_ttt.safetensors"
 ADAPTER_CONFIG = "inplace_ttt.json"
@@ -140,15 +142,9 @@ class Checkpoint:
             rows = file.get_slice(name)
             return rows.get_shape(), (rows[:0] if rows.get_shape() else file.get_tensor(name)).dtype
 
-    def name_of(self, parameter: str) -> str | None:
-        """The checkpoint's name of a model's parameter, if it has it: some checkpoints leave the base model's prefix out."""
-        return next((name for name in (parameter, parameter.partition(".")[2]) if name in self.weight_map), None)
-
-    def find(self, parameter: str) -> str:
-        """`name_of`, refused where there is none."""
-        if (name := self.name_of(parameter)) is not None:
-            return name
-        raise InPlaceTTTError(f"{self.name} has no tensor {parameter}; its weights are not those of its config.json.")
+    def names(self, model: PreTrainedModel) -> TensorNames:
+        """The tensor of each of a model's parameters."""
+        return TensorNames(self.weight_map, model, self.name)
 
     @property
     def section(self) -> Mapping[str, Any] | None:
@@ -234,6 +230,12 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
                 raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")
         if wrong := [kind for kind, tensor in held.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]:
             raise InPlaceTTTError(f"{name}: {wrong[0]} of layer {layer} holds what is no finite number; the file is damaged.")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer of a TTT tensor, by its name in a checkpoint."""
+    match = _TTT_NAME.search(name)
+    return int(match["layer"]) if match else None
 
 
 def read_index(folder: Path) -> _Index:
