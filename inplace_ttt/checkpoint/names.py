@@ -40,7 +40,7 @@ def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def is_converted(parameter: str, model: PreTrainedModel) -> bool:
+def is_computed(parameter: str, model: PreTrainedModel) -> bool:
     """Whether `from_pretrained` computes a parameter from its tensors (transposes, splits, merges) instead of copying it."""
     rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
     return any(rule.reverse_transform().rename_source_key(parameter)[1] is not None for rule in rules)

@@ -25,7 +25,7 @@ from ..families import auto_class, locate
 from ..files.folders import link_or_copy, save_tensors, stamp
 from ..files.json_files import write_json
 from ..surgery import SEED, config_of, convert, fast_weights, initial_std
-from .names import is_converted, parameters
+from .names import is_computed, parameters
 from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors, layer_of
 
 
@@ -69,7 +69,7 @@ def down_projections(checkpoint: Checkpoint, paths: Mapping[int, str], model: Pr
     new = {layer: f"{name.removesuffix('weight')}ttt.proj" for layer, name in found.items()}
     loaded = parameters(new.values(), model)
     for layer, path in paths.items():
-        if is_converted(f"{path}.weight", model) or loaded[new[layer]] != f"{path}.ttt.proj" or layer_of(new[layer]) != layer:
+        if is_computed(f"{path}.weight", model) or loaded[new[layer]] != f"{path}.ttt.proj" or layer_of(new[layer]) != layer:
             raise InPlaceTTTError(
                 f"{checkpoint.name} stores {path}.weight in another form ({found[layer]}), which transformers converts when it loads it; "
                 "load the model, convert it in memory by inplace_ttt.convert, and save it."

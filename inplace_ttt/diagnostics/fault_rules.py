@@ -60,7 +60,8 @@ def not_finite(model: DiagnosedModel, m: Measurements) -> Finding:
 
 
 def faults(model: DiagnosedModel, m: Measurements) -> list[Finding]:
-    return [*_cut_ways(m), *_frozen_weight(model, m), *_own_chunk(m), *_away(model, m), *_small_conv(model, m)]
+    own = _own_chunk(m)  # losses tell nothing about the sign where a chunk reads its own targets
+    return [*_cut_ways(m), *_frozen_weight(model, m), *(own or _away(model, m)), *_small_conv(model, m)]
 
 
 def _cut_ways(m: Measurements) -> list[Finding]:
@@ -79,8 +80,9 @@ def _cut_ways(m: Measurements) -> list[Finding]:
             message = (
                 f"layer {index}: W0 gets a gradient of {ways.weight.found:.2g} where its input and output give {ways.weight.expected:.2g}"
             )
-            numbers = {"found": ways.weight.found, "expected": ways.weight.expected}
-            found.append(Finding("weight-detached", "severe", message, (index,), numbers))
+            found.append(
+                Finding("weight-detached", "severe", message, (index,), {"found": ways.weight.found, "expected": ways.weight.expected})
+            )
     return found
 
 
@@ -132,9 +134,9 @@ def _away(model: DiagnosedModel, m: Measurements) -> list[Finding]:
     for index, layer in model.layers.items():
         effect, cosine = m.effects.get(index), direction(layer)
         turned = None if effect is None else effect.turned
-        hurts = effect is not None and turned is not None and effect.loss.exceeds(HARM) and (-turned).exceeds(HARM)
-        if not hurts and not points_away(layer):
+        if not points_away(layer):
             continue
+        hurts = effect is not None and turned is not None and effect.loss.exceeds(HARM) and (-turned).exceeds(HARM)
         said = f"the cosine of P with the identity is {cosine:.2f}"
         if effect is not None and turned is not None:
             said += f"; its writes change the loss by {effect.loss}, with the other sign by {turned}"

@@ -69,8 +69,8 @@ CATALOGUE: dict[str, Kind] = {
     "writes-turned-round": Kind(
         "Writes point away from the target",
         "P turns targets round: a read takes away what was to be added.",
-        "The cosine of P with the identity, with the sign of conv's largest tap; below -0.5. And the loss with the writes' sign turned: "
-        "severe where writes raise it and turned ones lower it, each beyond its error.",
+        "The cosine of P with the identity, with the sign of conv's largest tap; below -0.5. Severe where writes raise the loss "
+        "and those of the other sign lower it, each beyond its error.",
         "Turn the sign of P (or of conv), or draw P anew as the paper does; look for a minus sign in the code that made it.",
         "The loss changes by what is named for the other sign.",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,9 +35,10 @@ class Way:
 
     @property
     def cut(self) -> bool:
-        """Rounding that hides a gradient makes its entries noisy, and does not make them zero."""
-        is_due, shows = self.expected > 4 * self.noise, self.expected > 10 * self.rounding
-        return is_due and self.expected > 0 and self.found <= max(_LOST * self.expected, self.rounding if shows else 0.0)
+        """A gradient below `rounding` shows as noise, and only one far below it as zero."""
+        if self.expected <= max(4 * self.noise, self.rounding / 1000):
+            return False
+        return self.found <= max(_LOST * self.expected, self.rounding if self.expected > 10 * self.rounding else 0.0)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _passing(model: DiagnosedModel, passes: dict[int, _Pass]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _ways(layer: FastWeight, seen: _Pass, gradients: dict[str, Tensor | None]) -> Ways:
+def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]) -> Ways:
     w0, at_out = layer.matrix(), gradients.get("out")
     if seen.keys is None or seen.values is None or seen.context is None or at_out is None or layer.fast.config.prompt_write is not None:
         return Ways(None, None, None)

@@ -61,6 +61,8 @@ def findings_of(
     planted = faults(model, m)
     small = {layer for finding in planted if finding.id == "conv-too-small" for layer in finding.layers}
     precision = [finding for finding in _precision(m) if finding.id != "compute-precision" or not set(finding.layers) <= small]
+    if any(finding.id == "keys-detached" for finding in planted):  # the layers before lose the gradient that went through keys
+        flow = [finding for finding in flow if finding.id != "layer-dominates"]
     return [*broken, *flow, *made, *planted, *steps, *_writes(model, m), *_keys(m), *precision, *_advice(m)]
 
 

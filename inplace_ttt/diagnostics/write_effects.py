@@ -74,7 +74,7 @@ class Effect:
     """One layer's writes: loss with them minus loss without; RMS of the change of the logits, each token's mean taken off.
 
     leaked: the same RMS over documents' first chunks, which read no write; 0 where rounding explains it. turned: the change of the loss
-    by writes of the other sign, for a layer whose writes raise it or point away from their source.
+    by writes of the other sign, for a layer whose targets point away from their source.
     """
 
     loss: Change
@@ -177,7 +177,7 @@ def effects(model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[
         tick(f"layer {index} off")
         off = read(model, with_eta(model.layers, {index: 0.0}), keep_logits=True)
         change, turned = scored.change(on, off), None
-        if change.exceeds(HARM) or points_away(model.layers[index]):
+        if points_away(model.layers[index]):
             tick(f"layer {index} with the other sign")
             turned = scored.change(read(model, with_eta(model.layers, {index: -model.layers[index].eta})), off)
         moved, leaked = scored.logit_change(on, off), scored.leaked(on, off)

@@ -113,5 +113,5 @@ def test_a_name_is_found_by_transformers_own_rules(tmp_path: Path) -> None:
     model = build("Gemma3")
     names = Checkpoint.open(save(model, tmp_path, "as saved")).names(model)
     assert names["model.language_model.layers.1.mlp.down_proj.weight"] == "language_model.model.layers.1.mlp.down_proj.weight"
-    with pytest.raises(InPlaceTTTError, match="has no tensor for model.language_model.layers.9"):
+    with pytest.raises(InPlaceTTTError, match="has no tensor for model"):
         names["model.language_model.layers.9.mlp.down_proj.weight"]
