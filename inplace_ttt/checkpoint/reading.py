@@ -34,7 +34,7 @@ PEFT_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 1 << 24
-_TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:(?!\d+\.)[^.]+\.)*(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
+_TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:[^.]+\.)*?(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
 
 LayerTensors = dict[int, dict[str, Tensor]]
 """TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions (`TargetGenerator`)."""

@@ -71,8 +71,8 @@ def down_projections(checkpoint: Checkpoint, paths: Mapping[int, str], model: Pr
     for layer, path in paths.items():
         if is_computed(f"{path}.weight", model) or loaded[new[layer]] != f"{path}.ttt.proj" or layer_of(new[layer]) != layer:
             raise InPlaceTTTError(
-                f"{checkpoint.name} stores {path}.weight in another form ({found[layer]}), which transformers converts when it loads it; "
-                "load the model, convert it in memory by inplace_ttt.convert, and save it."
+                f"{checkpoint.name} keeps {path}.weight as {found[layer]}, beside which transformers would not load new tensors into "
+                f"{path}.ttt; load the model, convert it in memory by inplace_ttt.convert, and save it."
             )
     return found
 

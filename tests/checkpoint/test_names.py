@@ -9,14 +9,16 @@ from families import FAMILIES
 from families import build as build_text
 from models import distance, logits, random_ids, turn_writer_on
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.core_model_loading import Transpose, WeightConverter
 from vision_language import CONFIGS, build
 
 from inplace_ttt import InPlaceTTTError, cli, load
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.checkpoint.folder_fingerprint import base_fingerprint_in, fingerprint_in
-from inplace_ttt.checkpoint.reading import Checkpoint
+from inplace_ttt.checkpoint.reading import Checkpoint, layer_of
 from inplace_ttt.checkpoint.saved_tensors import lacking
+from inplace_ttt.families import auto_class
 from inplace_ttt.surgery import fast_weights, is_converted
 
 FORMS = ("as saved", "as the parameters", "without the prefix")
@@ -115,3 +117,45 @@ def test_a_name_is_found_by_transformers_own_rules(tmp_path: Path) -> None:
     assert names["model.language_model.layers.1.mlp.down_proj.weight"] == "language_model.model.layers.1.mlp.down_proj.weight"
     with pytest.raises(InPlaceTTTError, match="has no tensor for model"):
         names["model.language_model.layers.9.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("model.language_model.model.", "model.language_model."),  # as transformers 5.10 to 5.23 saved some
+        ("language_model.", "model.language_model."),
+    ],
+)
+@pytest.mark.parametrize("name", ["Llava", "Qwen2_5_VL"])
+def test_older_names(name: str, old: str, new: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path / "base")
+    tensors = {key.replace(new, old, 1): tensor.clone() for key, tensor in model.state_dict().items()}
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    assert run("convert", tmp_path / "base", tmp_path / "out", "--layers", "0,2", "--chunk-size", 7) == 0
+    assert distance(logits(load(tmp_path / "out"), IDS), logits(model, IDS)) < 1e-5
+
+
+def test_a_weight_that_is_computed_from_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save(build_text("llama"), tmp_path / "base", "as saved")
+    rule = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", [Transpose(0, 1)])
+    monkeypatch.setattr("inplace_ttt.checkpoint.names.get_model_conversion_mapping", lambda model: [rule])
+    assert run("convert", base, tmp_path / "out", "--layers", "0,2") == 2
+    problem = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "keeps model.layers.0.mlp.down_proj.weight as" in problem and "convert it in memory" in problem
+
+
+def test_the_layer_is_the_first_number_of_a_name() -> None:
+    assert layer_of("transformer.h.4.ffn.2.ttt.proj") == 4
+    assert layer_of("model.language_model.layers.11.mlp.down_proj.ttt.keys.directions") == 11
+    assert layer_of("model.layers.1.mlp.down_proj.weight") is None
+
+
+def test_the_class_is_the_one_that_the_config_names() -> None:
+    vision, text = CONFIGS["Llava"](), build_text("llama").config
+    assert auto_class(vision) is AutoModelForImageTextToText and auto_class(text) is AutoModelForCausalLM
+    both = CONFIGS["Gemma3"]()
+    both.architectures = ["Gemma3ForConditionalGeneration"]
+    assert auto_class(both)._model_mapping[type(both)].__name__ == "Gemma3ForConditionalGeneration"
