@@ -1,4 +1,4 @@
-"""A base whose linear maps are int8, weights and activations: vLLM's predictions are those of the same rounding in transformers."""
+"""A base whose linear maps are int8, weights and activations: what vLLM says first is what the same rounding gives by transformers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
-from vllm import SamplingParams
-from vllm.v1.engine.llm_engine import LLMEngine
 
 import inplace_ttt
 from inplace_ttt.surgery import fast_weights
-from serving.checkpoints import LIVE, WIDE, save
-from serving.test_tokens import engine, prompts
+from serving.checkpoints import LIVE, save
+from serving.test_tokens import engine, generated, prompts, served
 
-VOCABULARY = WIDE["vocab_size"]
+FIRST = 3
+"""Tokens; later on, a number that lies between two integers may be rounded the other way by other products."""
 QUANTISATION = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -53,36 +51,8 @@ def quantise(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISATION}))
 
 
-@torch.no_grad()
-def predicted(model: PreTrainedModel, asked: list[list[int]]) -> Tensor:
-    """Log probabilities of the token after each prompt [N, V], by transformers."""
-    return torch.stack([model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1) for prompt in asked])
-
-
-def served(made: LLMEngine, asked: list[list[int]]) -> Tensor:
-    """The same by vLLM, all prompts at once."""
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=VOCABULARY)
-    for number, prompt in enumerate(asked):
-        made.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    found = torch.full((len(asked), VOCABULARY), float("nan"))
-    while made.has_unfinished_requests():
-        for output in made.step():
-            if output.finished:
-                for token, known in output.outputs[0].logprobs[0].items():
-                    found[int(output.request_id), token] = known.logprob
-    return found
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).square().mean().sqrt())
-
-
 @pytest.mark.parametrize("preset", LIVE)
 def test_an_int8_base(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of a product's sums decides how an activation between two integers is rounded.
-
-    Two such roundings lie within half a step of the same activation. So they differ by less than rounding itself changes.
-    """
     save(tmp_path / "ttt", "llama", preset)
     model = inplace_ttt.load(tmp_path / "ttt")
     linear, quantised = functional.linear, set()
@@ -99,17 +69,17 @@ def test_an_int8_base(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return linear(values * scale, weight, bias)
 
     asked = prompts(*range(70, 310, 20))
-    unrounded = predicted(model, asked)
     with monkeypatch.context() as patch:
         patch.setattr(functional, "linear", rounding)
-        expected = predicted(model, asked)
+        expected = [generated(model, prompt) for prompt in asked]
         for layer in fast_weights(model).values():
             layer.fast.eta = 0.0
-        unwritten = predicted(model, asked)
+        unwritten = [generated(model, prompt) for prompt in asked]
     quantise(tmp_path / "ttt")
-    with engine(tmp_path / "ttt", max_logprobs=VOCABULARY) as made:
+    with engine(tmp_path / "ttt") as made:
         found = served(made, asked)
-    bound = distance(unrounded, expected)
-    assert distance(found, expected) < bound < distance(unwritten, expected) / 2 < distance(found, unwritten), (
-        distance(found, expected), bound, distance(found, unwritten),
-    )  # fmt: skip
+
+    def alike(others: list[list[int]]) -> int:
+        return sum(found[number][:FIRST] == other[:FIRST] for number, other in enumerate(others))
+
+    assert alike(expected) >= 8 and alike(unwritten) <= 3, (alike(expected), alike(unwritten))
