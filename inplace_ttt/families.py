@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
@@ -216,6 +216,14 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
     parent = down[0].rpartition(".")[0]
     mlp = parent if parent and up[0].startswith(f"{parent}.") else up[0]
     return dataclasses.replace(family, mlp=mlp, down_proj=down[0])
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class that builds a config's language model, with its vision tower where `architectures` names such a model."""
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    built = {kind: kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping}
+    named = [kind for kind, model in built.items() if getattr(model, "__name__", None) in (config.architectures or ())]
+    return next(iter([*named, *built]), AutoModelForCausalLM)
 
 
 def attention_kinds(text: PreTrainedConfig) -> list[str]:

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported
+from ..families import auto_class
 from ..layer.zero3 import whole
 from ..models import refuse_lack
 from ..surgery import convert, fast_weights
@@ -20,12 +21,14 @@ from .official import refuse_official
 from .reading import Checkpoint, is_folder, is_peft_adapter, read_config
 from .writing import plan_conversion
 
+_OF_CONFIG = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder")
+
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """Load a converted model, in eval mode: a full checkpoint; or an adapter folder, ours or PEFT's, onto its base.
 
     LoRA of a PEFT adapter is merged into the weights. base: another place of an adapter's base. kwargs: as for
-    `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …).
+    `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …). A vision-language checkpoint is loaded with its vision tower.
     Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's weights are others.
     """
     if is_peft_adapter(path):
@@ -81,7 +84,8 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
         read_config(Path(path))
     anyway = kwargs.pop("ignore_mismatched_sizes", False)
     with reported(f"cannot load {path}"):  # transformers' own refusal names neither tensor nor shape
-        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        config = kwargs.get("config") or AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in _OF_CONFIG if key in kwargs})
+        model, found = auto_class(config).from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
     if (others := sorted(found["mismatched_keys"])) and not anyway:
         name, has, wants = others[0]
         more = f" ({len(others) - 1} more are others)" if len(others) > 1 else ""

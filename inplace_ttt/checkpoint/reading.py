@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .. import models
 from ..config import InPlaceTTTConfig
@@ -25,6 +26,7 @@ from ..files.paths import name_problem, refuse_pipes_in, require_regular
 from ..files.schema import Open, from_values
 from ..layer.quantised import parameter_dtype
 from .fingerprint import fingerprint
+from .names import TensorNames
 
 TTT_SHARD = "inplace_ttt.safetensors"
 ADAPTER_CONFIG = "inplace_ttt.json"
@@ -38,7 +40,7 @@ WEIGHTS = (
 )
 """Patterns of files that hold weights or states, in whatever format."""
 _BLOCK_BYTES = 1 << 24
-_TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:(?!\d+\.)[^.]+\.)*(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
+_TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:[^.]+\.)*?(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
 
 LayerTensors = dict[int, dict[str, Tensor]]
 """TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions (`TargetGenerator`)."""
@@ -143,15 +145,9 @@ class Checkpoint:
             rows = file.get_slice(name)
             return rows.get_shape(), (rows[:0] if rows.get_shape() else file.get_tensor(name)).dtype
 
-    def name_of(self, parameter: str) -> str | None:
-        """The checkpoint's name of a model's parameter, if it has it: some checkpoints leave the base model's prefix out."""
-        return next((name for name in (parameter, parameter.partition(".")[2]) if name in self.weight_map), None)
-
-    def find(self, parameter: str) -> str:
-        """`name_of`, refused where there is none."""
-        if (name := self.name_of(parameter)) is not None:
-            return name
-        raise InPlaceTTTError(f"{self.name} has no tensor {parameter}; its weights are not those of its config.json.")
+    def names(self, model: PreTrainedModel) -> TensorNames:
+        """The tensor of each of a model's parameters."""
+        return TensorNames(self.weight_map, model, self.name)
 
     @property
     def section(self) -> Mapping[str, Any] | None:
@@ -259,6 +255,12 @@ def require_numbers(tensor: Tensor, what: str) -> None:
         raise InPlaceTTTError(f"{what} is stored as {str(tensor.dtype).removeprefix('torch.')}, not as {wanted}; convert the base again.")
     if not tensor.isfinite().all():
         raise InPlaceTTTError(f"{what} holds NaN or infinite numbers; the file is damaged.")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer of a TTT tensor, by its name in a checkpoint."""
+    match = _TTT_NAME.search(name)
+    return int(match["layer"]) if match else None
 
 
 def _proved_index(folder: Path) -> dict[str, str]:

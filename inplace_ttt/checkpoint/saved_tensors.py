@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..errors import InPlaceTTTError
+from .names import parameters
 from .reading import Checkpoint
 
 
@@ -37,12 +38,13 @@ def lacking(folder: Path, model: PreTrainedModel) -> str | None:
     """What keeps a checkpoint from being `model`, on any device, as the end of a sentence; None where nothing does."""
     saved = Checkpoint.open(folder)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    for name, tensor in as_saved(model).items():
-        if name not in saved.weight_map:
-            if name in tied:
+    names, wanted = saved.names(model), as_saved(model)
+    for name, parameter in parameters(wanted, model).items():
+        if parameter not in names:
+            if parameter in tied:
                 continue
             return f"lacks {name}"
-        shape, _ = saved.shape_and_dtype(name)
+        tensor, (shape, _) = wanted[name], saved.shape_and_dtype(names[parameter])
         if list(shape) != list(tensor.shape):
             return f"holds {name} as {list(shape)} instead of {list(tensor.shape)}"
     return None

@@ -19,7 +19,9 @@ from ..files.manifest import CHECKPOINT
 from ..surgery import config_of, fast_weights
 from .adapter import write_adapter
 from .fingerprint import fingerprint, rounded
+from .names import parameters
 from .reading import Checkpoint
+from .writing import empty_model
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
         raise InPlaceTTTError("training has changed the down-projections, which an adapter would lose; use save_pretrained.")
     revision = known.get("revision") if name == known.get("name_or_path") else None
     saved = revert_weight_conversion(model, dict(model.named_parameters()))
-    _refuse_trained(saved, saved.__getitem__, "the model", name, revision, "use save_pretrained")
+    _refuse_trained(model, saved, saved.__getitem__, "the model", name, revision, "use save_pretrained")
     tensors = {index: {kind: tensor.cpu() for kind, tensor in layer.ttt.state_dict().items()} for index, layer in layers.items()}
     with new_folder(path, CHECKPOINT, overwrite=overwrite, sources=[name]) as folder:
         write_adapter(folder, config_of(model), tensors, {"name_or_path": name, "revision": revision, "fingerprint": found})
@@ -59,20 +61,27 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any]:
         raise InPlaceTTTError(
             f"{checkpoint.name} has other down-projections than {base['name_or_path']}, which an adapter would lose; keep it full."
         )
-    names, weight = checkpoint.weight_map, checkpoint.tensor
-    _refuse_trained(names, weight, checkpoint.name, base["name_or_path"], base.get("revision"), "keep it full")
+    (_, model), names, weight = empty_model(checkpoint), checkpoint.weight_map, checkpoint.tensor
+    _refuse_trained(model, names, weight, checkpoint.name, base["name_or_path"], base.get("revision"), "keep it full")
     return dict(base)
 
 
 def _refuse_trained(
-    names: Iterable[str], weight: Callable[[str], Tensor], whose: str, base: str, revision: str | None, remedy: str
+    model: PreTrainedModel,
+    names: Iterable[str],
+    weight: Callable[[str], Tensor],
+    whose: str,
+    base: str,
+    revision: str | None,
+    remedy: str,
 ) -> None:
     """Refuse a weight that the base has otherwise, rounded as fingerprints are, where its safetensors are here."""
     known = Checkpoint.here(base, revision)
     if known is None:
         logger.warning("only the down-projections of %s were compared with %s, of which no safetensors are here", whose, base)
         return
-    for name in names:
-        there = known.name_of(name)
+    theirs = known.names(model)
+    for name, parameter in parameters(names, model).items():
+        there = theirs.get(parameter)
         if there and not torch.equal(rounded(weight(name)), rounded(known.tensor(there))):
             raise InPlaceTTTError(f"{whose} has another {name} than {base}, which an adapter would lose; {remedy}.")

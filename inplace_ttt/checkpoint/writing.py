@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .. import models
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, reported
-from ..families import locate
+from ..families import auto_class, locate
 from ..files.folders import link_or_copy, save_tensors
 from ..files.json_files import write_json
 from ..layer.quantised import parameter_dtype
 from ..surgery import SEED, config_of, convert, fast_weights, initial_std
 from .companions import copy_companions
-from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors
+from .names import is_computed, parameters
+from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors, layer_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def empty_model(checkpoint: Checkpoint) -> tuple[PreTrainedConfig, PreTrainedMod
     """The checkpoint's config, and the model that it describes on the meta device; converted if it says so, not quantised."""
     with reported(f"{checkpoint.name} is not a causal LM that transformers can build"), torch.device("meta"):
         config = AutoConfig.from_pretrained(checkpoint.folder)
-        return config, AutoModelForCausalLM.from_config(config)
+        return config, auto_class(config).from_config(config)
 
 
 def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> ConversionPlan:
@@ -56,7 +57,25 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
     convert(model, config)
     resolved = config_of(model)
     assert isinstance(resolved.layers, tuple)
-    return ConversionPlan(base_type, resolved, {i: checkpoint.find(f"{paths[i]}.weight") for i in resolved.layers}, model)
+    return ConversionPlan(base_type, resolved, down_projections(checkpoint, {i: paths[i] for i in resolved.layers}, model), model)
+
+
+def down_projections(checkpoint: Checkpoint, paths: Mapping[int, str], model: PreTrainedModel) -> dict[int, str]:
+    """TTT layer -> the checkpoint's name of its W0. paths: TTT layer -> its down-projection in the converted model.
+
+    Raises InPlaceTTTError where transformers would not find the new tensors beside W0, or computes W0 from other tensors.
+    """
+    names = checkpoint.names(model)
+    found = {layer: names[f"{path}.weight"] for layer, path in paths.items()}
+    new = {layer: f"{name.removesuffix('weight')}ttt.proj" for layer, name in found.items()}
+    loaded = parameters(new.values(), model)
+    for layer, path in paths.items():
+        if is_computed(f"{path}.weight", model) or loaded[new[layer]] != f"{path}.ttt.proj" or layer_of(new[layer]) != layer:
+            raise InPlaceTTTError(
+                f"{checkpoint.name} keeps {path}.weight as {found[layer]}, beside which transformers would not load new tensors into "
+                f"{path}.ttt; load the model, convert it in memory by inplace_ttt.convert, and save it."
+            )
+    return found
 
 
 def initial_tensors(checkpoint: Checkpoint, plan: ConversionPlan) -> LayerTensors:

@@ -73,7 +73,7 @@ def diagnose(
     diagnosed = DiagnosedModel.of(model, batch, tokenizer)
     rate = PAPER_RATE if learning_rates is None else learning_rates
     rates = rate if isinstance(rate, Rates) else Rates(rate, rate, rate)
-    steps = _Steps(progress, 4 + len(diagnosed.layers) + 10)
+    steps = _Steps(progress, 5 + len(diagnosed.layers) + 10)
     measured = measure(diagnosed, rates, steps)
     found = findings_of(diagnosed, measured, rates, steps, rates_given=learning_rates is not None, float32_masters=float32_masters)
     steps.finish()

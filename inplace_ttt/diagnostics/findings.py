@@ -28,6 +28,59 @@ CATALOGUE: dict[str, Kind] = {
         "If the loss is finite with the writes off, lower eta or clip the writes; else mend the base model.",
         "The loss is a number again, at most that with the writes off.",
     ),
+    "weight-not-finite": Kind(
+        "A weight holds NaN or infinity",
+        "Whatever reads it computes NaN. The run that wrote it diverged, or the file is damaged.",
+        "The entries of every parameter, and of what was measured for a layer; any finite one passes.",
+        "Take the weight from a checkpoint before; conv may be set to zero and P drawn anew, W0 is the base's.",
+        "The loss is finite again.",
+    ),
+    "keys-detached": Kind(
+        "The keys are cut off from the loss",
+        "Gradient reaches the output of the down-projection, and none of it goes through the keys to the layers below, which then do not "
+        "learn what to write or read.",
+        "The gradient at the keys of the first chunk, which only write, and of the last, which only read, without what W0 takes; below a "
+        "hundredth of what targets and outputs say is due.",
+        "Take out the detach or no_grad around the keys (the down-projection's input); compare with ops/reference.py.",
+        "The keys get the gradient named.",
+    ),
+    "weight-detached": Kind(
+        "W0 is cut off from the loss",
+        "W0 has no gradient, though its input and its output's gradient are not zero: it is read through a detach.",
+        "The gradient of W0 against the product of the output's gradient and the input; below a hundredth.",
+        "Take out the detach or no_grad around the down-projection's weight.",
+        "W0 gets the gradient named.",
+    ),
+    "weight-frozen": Kind(
+        "W0 is frozen",
+        "The down-projection trains in no step, while most other weights of its MLP do.",
+        "requires_grad of W0, and of more than half of the MLP's other entries.",
+        "Set requires_grad on the down-projection's weight before the optimizer is made; or freeze the whole base.",
+        "W0 gets the gradient named.",
+    ),
+    "own-chunk-read": Kind(
+        "A chunk reads its own write",
+        "A token then reads targets of later tokens of its chunk, so that losses are too low, and no generation can repeat it.",
+        "The logits of documents' first chunks with the layer's writes on and off, and the gradient at the last chunk's targets; above a "
+        "hundredth of those of the others.",
+        "Apply before the update: a chunk reads the sum over the chunks before it; compare with ops/reference.py.",
+        "First chunks read W0 alone, and the last chunk's targets get no gradient.",
+    ),
+    "writes-turned-round": Kind(
+        "Writes point away from the target",
+        "P turns targets round: a read takes away what was to be added.",
+        "The cosine of P with the identity, with the sign of conv's largest tap; below -0.5. Severe where writes raise the loss "
+        "and those of the other sign lower it, each beyond its error.",
+        "Turn the sign of P (or of conv), or draw P anew as the paper does; look for a minus sign in the code that made it.",
+        "The loss changes by what is named for the other sign.",
+    ),
+    "conv-too-small": Kind(
+        "Conv is too small",
+        "Targets are multiplied by conv, so that writes are lost beside W0 and P has next to no gradient.",
+        "The RMS of conv's entries, and η‖S‖/‖W0‖ after a document; below 1e-4, and not with entries of 0.02.",
+        "Train conv on, at a higher rate (conv_learning_rate), or start again from zero; look at whether it was trained at all.",
+        "Writes grow in proportion to conv.",
+    ),
     "clip-saturated": Kind(
         "Clipping in training takes the gradient",
         "Where every chunk's delta is clipped, the gradient of conv and P is multiplied by tau over the delta's norm.",
@@ -181,7 +234,7 @@ CATALOGUE: dict[str, Kind] = {
     "writes-hurt": Kind(
         "Writes raise the loss",
         "The text is predicted better with the same weights and the writes off. Untrained writes always are like this.",
-        "The loss again with the layer's writes off: by more than 0.01 nats and two standard errors.",
+        "The loss again with the layer's writes off: by more than 0.01 nats and its error (95 %).",
         "Train conv and P, lower eta, or leave out the layers whose writes raise the loss.",
         "The loss falls by what is named when the layer is left out.",
     ),
@@ -239,7 +292,7 @@ CATALOGUE: dict[str, Kind] = {
     "safe-range": Kind(
         "What is safe",
         "The largest measured value whose loss is not above that with the writes off.",
-        "The loss over a sweep of eta, and of an untrained conv's size; 0.01 nats and two standard errors above counts as harm.",
+        "The loss over a sweep of eta, and of an untrained conv's size; more than 0.01 nats and its error (95 %) above counts as harm.",
         "Start below it.",
         "The loss starts no higher than with the writes off.",
     ),

@@ -17,6 +17,7 @@ from ..surgery import causal_lm, config_of
 from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel, Key
 from .first_step import FirstStep, loss_slope, try_first_step
+from .gradient_paths import Ways, gradient_ways
 from .gradients import Gradients, Rates, first_step, gradients, norm_of
 from .keys import KeyHealth, keys_of_all_layers
 from .overrides import with_values
@@ -33,6 +34,7 @@ class Measurements:
 
     after_step: the gradients after Adam's first step, where conv started at zero. stepped: that step's loss. slopes: None where P does
     not show. states: dtypes that the state is kept in.
+    ways: of the gradient through each layer. prompt_writers: layers that write a prompt once, whose last chunk is read.
     all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off. chance: ln of the
     vocabulary, above which a loss says nothing about help.
     """
@@ -45,6 +47,8 @@ class Measurements:
     after_step: Gradients | None
     stepped: FirstStep | None
     slopes: Slopes | None
+    ways: dict[int, Ways]
+    prompt_writers: frozenset[int]
     targets: dict[int, TargetHealth]
     writes: dict[int, Writes]
     all_writes: Change | None
@@ -63,6 +67,8 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     tick("the loss after Adam's first step")
     stepped = try_first_step(model, baseline.kept, rates)
     slopes = _slopes(model, baseline)
+    tick("ways of the gradient")
+    ways = gradient_ways(model) if math.isfinite(baseline.loss) else {}
     baseline = dataclasses.replace(baseline, kept={key: g for key, g in baseline.kept.items() if _is_asked_for(key, model)})
     after_step = None
     if moved := first_step(model, baseline, rates):
@@ -100,6 +106,8 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
         after_step=after_step,
         stepped=stepped,
         slopes=slopes,
+        ways=ways,
+        prompt_writers=frozenset(i for i, layer in model.layers.items() if layer.fast.config.prompt_write is not None),
         targets=targets,
         writes=writes,
         all_writes=scored.change(on, off) if reads and writing else None,

@@ -11,13 +11,13 @@ import torch
 from ..layer.overrides import with_config
 from ..surgery import config_of
 from .diagnosed_model import GENERATOR, DiagnosedModel
+from .fault_rules import NO_EFFECT, faults, not_finite, weights_not_finite
 from .findings import Finding, Severity, named
 from .gradient_causes import causes_of_low_gradient
 from .gradients import Gradients, Rates, first_step, gradients
 from .measurements import Measurements
 from .overrides import with_eta, with_values
-from .sweeps import HARM
-from .write_effects import Change, Few
+from .write_effects import HARM, Few
 
 EXCEEDS_WEIGHT, TENTH_OF_WEIGHT = 1.0, 0.1
 """η‖S‖/‖W0‖ after a document: as large as the weight; enough to look at."""
@@ -41,16 +41,15 @@ SLOPE_NOISE = {16: 0.05, 32: 1e-3, 64: 1e-6}
 """Of a slope of the loss in nats, by the bits of a number: below it nothing is said."""
 NOTICED = 0.01
 """Of the embeddings' gradient, lost by detaching the targets' source."""
-NO_EFFECT = 1e-4
-"""η‖S‖/‖W0‖ that changes nothing."""
 
 
 def findings_of(
     model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None], *, rates_given: bool, float32_masters: bool
 ) -> list[Finding]:
     """Every finding; measurements that only some findings need are made here."""
+    broken = weights_not_finite(model)
     if not math.isfinite(m.gradients.loss):
-        return [_not_finite(m), *_precision(m)]
+        return [*(broken or [not_finite(model, m)]), *_precision(m)]
     flow = _gradient_flow(model, m, rates, tick)
     named_already = {finding.id for finding in flow}
     made = [finding for finding in (*_targets(m), *_no_keys(m), *_slopes(model, m)) if finding.id not in named_already]
@@ -59,13 +58,18 @@ def findings_of(
         made, steps = [], []
     explained = {layer for finding in made if finding.severity == "severe" for layer in finding.layers}
     flow = [finding for finding in flow if finding.id != "gradient-vanishing" or not set(finding.layers) <= explained]
-    return [*flow, *made, *steps, *_writes(model, m), *_keys(m), *_precision(m), *_advice(m)]
+    planted = faults(model, m)
+    small = {layer for finding in planted if finding.id == "conv-too-small" for layer in finding.layers}
+    precision = [finding for finding in _precision(m) if finding.id != "compute-precision" or not set(finding.layers) <= small]
+    if any(finding.id == "keys-detached" for finding in planted):  # the layers before lose the gradient that went through keys
+        flow = [finding for finding in flow if finding.id != "layer-dominates"]
+    return [*broken, *flow, *made, *planted, *steps, *_writes(model, m), *_keys(m), *precision, *_advice(m)]
 
 
 def _helps(m: Measurements) -> bool:
     """Whether the text is predicted better with all writes on, by a model that predicts at all."""
     change = m.all_writes
-    return change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance
+    return change is not None and (-change).exceeds(HARM) and m.gradients.loss < m.chance
 
 
 def _targets(m: Measurements) -> list[Finding]:
@@ -136,11 +140,6 @@ def _rounded(m: Measurements, rates: Rates, rates_given: bool) -> list[Finding]:
     message = f"{named(layers)}: a step of {rates.of(least):g} changes {moved[least]:.1%} of the entries of {what} in half precision"
     numbers = {f"{name} of layer {index}": share for (index, name), share in moved.items()}
     return [Finding("updates-rounded", "warning" if rates_given else "info", message, layers, numbers)]
-
-
-def _not_finite(m: Measurements) -> Finding:
-    off = f"{m.loss_off:.3f} with the writes off, so they are the cause" if math.isfinite(m.loss_off) else "so it is with the writes off"
-    return Finding("not-finite", "severe", f"the loss is {m.gradients.loss}; {off}", numbers={"loss_off": m.loss_off})
 
 
 def _gradient_flow(model: DiagnosedModel, m: Measurements, rates: Rates, tick: Callable[[str], None]) -> list[Finding]:
@@ -242,17 +241,16 @@ def _writes(model: DiagnosedModel, m: Measurements) -> list[Finding]:
     for index, writes in m.writes.items():
         effect = m.effects.get(index)
         change = None if effect is None else effect.loss
-        said = "" if change is None else f"; its writes change the loss by {change.loss:+.3g} nats a token"
+        said = "" if change is None else f"; its writes change the loss by {change}"
         if writes.state_ratio > EXCEEDS_WEIGHT:
-            helps = _helps(m) or (change is not None and Change(-change.loss, change.stderr).exceeds(HARM) and m.gradients.loss < m.chance)
+            helps = _helps(m) or (change is not None and (-change).exceeds(HARM) and m.gradients.loss < m.chance)
             safe = next((s.safe for s in m.sweeps if s.name == "eta" and s.safe is not None and s.now is not None and s.safe < s.now), None)
             advice = "" if safe is None or helps else f"; up to eta {safe:.2g} the loss is not above that without writes"
             message = f"layer {index}: a document's writes add up to {writes.state_ratio:.3g} of ‖W0‖{said}{advice}"
             numbers = {"state_ratio": writes.state_ratio, "loss_change": change and change.loss, "safe_eta": safe}
             found.append(Finding("writes-too-large", "info" if helps else "severe", message, (index,), numbers))
         elif change is not None and change.exceeds(HARM):
-            error = "" if change.stderr is None else f" ± {change.stderr:.1g}"
-            message = f"layer {index}: the loss is {change.loss:.3g}{error} nats a token higher with its writes"
+            message = f"layer {index}: its writes change the loss by {change}"
             found.append(Finding("writes-hurt", "warning", message, (index,), {"loss_change": change.loss, "stderr": change.stderr}))
         if effect is not None and effect.loss.exceeds(HARM) and effect.few.share > OF_FEW:
             found.append(_few_tokens(index, effect.loss.loss, effect.few))

@@ -10,11 +10,8 @@ from typing import Any, Literal
 from ..surgery import initial_std
 from .diagnosed_model import DiagnosedModel
 from .overrides import paper_p, random_like, with_eta, with_values
-from .write_effects import Change, Reading, Scored, read
+from .write_effects import HARM, Change, Reading, Scored, read
 from .writes import WriteHealth, observed
-
-HARM = 0.01
-"""Nats a token above the loss with the writes off that still count as none."""
 
 _ETA_FACTORS = (0.1, 0.3, 3.0, 10.0)
 _CONV_STDS = (1e-4, 1e-3, 1e-2, 1e-1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ..layer.fast_linear import FastWeight
 from ..layer.target import TargetGenerator
 from ..layout import ChunkLayout
 from ..surgery import fast_weights
@@ -28,6 +29,32 @@ class TargetHealth:
     source_rank: float
     target_rank: float
     proj_rank: float
+
+
+_AWAY = -0.5
+"""Cosine with the identity: of P = -I it is -1, of the paper's start 0 ± 1/√d."""
+
+
+def direction(layer: FastWeight) -> float:
+    """Cosine of P with the identity, with the sign of conv's largest tap where that one is clear: 1 where a target is its source."""
+    conv, proj = layer.ttt.conv, layer.ttt.proj.detach().float()
+    own = _cosine(proj)
+    if conv is None:
+        return own
+    taps = conv.detach().float()[:, 0]  # [d, k]
+    whole = _cosine(taps[:, taps.norm(dim=0).argmax(), None] * proj)
+    return whole if abs(whole) > -_AWAY else own
+
+
+def points_away(layer: FastWeight) -> bool:
+    """Whether a layer's targets are turned round: they point away from what they are made of."""
+    return direction(layer) < _AWAY
+
+
+def _cosine(matrix: Tensor) -> float:
+    """With the identity; 0 for a matrix of zeros."""
+    size = float(matrix.norm()) * len(matrix) ** 0.5
+    return float(matrix.trace()) / size if size > 0 else 0.0
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -17,6 +17,7 @@ from ..checkpoint.adapter import is_adapter, located, read_adapter
 from ..checkpoint.loading import load, load_base
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, one_line
+from ..families import auto_class
 from ..files.json_files import read_json
 from ..files.memory import require_memory
 from ..models import MODEL_TYPE
@@ -44,9 +45,9 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         if path is None:
             if not is_deepspeed_zero3_enabled():  # there each rank holds a part, from the first tensor on
                 with torch.device("meta"):
-                    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+                    parameters = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
                 require_memory(parameters * settings["dtype"].itemsize, "a model of this config")
-            built = AutoModelForCausalLM.from_config(config, **settings)
+            built = auto_class(config).from_config(config, **settings)
         elif is_adapter(path) or ttt is None:
             built = load(path, config=config, **settings)
         else:
@@ -76,7 +77,7 @@ def meta_model(recipe: Recipe) -> PreTrainedModel:
     config, ttt = planned_architecture(recipe)
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
+            built = auto_class(config).from_config(config, dtype=getattr(torch, recipe.model.dtype))
     except InPlaceTTTError:
         raise
     except Exception as error:

@@ -248,7 +248,8 @@ class FastWeightTrainer(Trainer):
         """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone. describe: writes its card."""
         final = Path(self.recipe.output) / FINAL
         staging = Path(self.recipe.output) / SAVING / FINAL
-        self.model.config.use_cache = True
+        for config in (self.model.config, self.model.config.get_text_config()):
+            config.use_cache = True
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
         with saving(final, "free some space, and run again to go on from the last checkpoint"):

@@ -148,7 +148,8 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe, start.one_disk)
     model = build_model(recipe)
-    model.config.use_cache = False
+    for config in (model.config, model.config.get_text_config()):  # a vision-language model's text decoder reads its own
+        config.use_cache = False
     shared = recipe.parallel.sequence_parallel
     if shared > 1:
         sdpa_sees_documents()

@@ -182,14 +182,15 @@ def test_a_running_weight_in_bf16_loses_what_the_evidence_says() -> None:
 
 
 def test_a_change_counts_when_it_is_above_its_error() -> None:
-    assert Change(0.1, 0.01).exceeds(0.05) and not Change(0.1, 0.06).exceeds(0.05) and not Change(0.04, None).exceeds(0.05)
+    assert Change(0.1, 0.01).exceeds(0.05) and not Change(0.1, 0.06).exceeds(0.05) and not Change(0.4, None).exceeds(0.05)
 
 
 def test_a_change_has_the_error_of_its_tokens() -> None:
     """Two chunks of four tokens and one of a single token: this one weighs a ninth of the mean, and as much of its error."""
     chunk = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2]])
     on = torch.tensor([[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 9.0]])
-    change = Scored(torch.ones_like(chunk, dtype=torch.bool), chunk).change(Reading(on), Reading(torch.zeros_like(on)))
+    every = torch.ones_like(chunk, dtype=torch.bool)
+    change = Scored(every, chunk, ~every).change(Reading(on), Reading(torch.zeros_like(on)))
     mean = on.mean().item()
     parts = [4 * (1 - mean), 4 * (2 - mean), 9 - mean]
     assert change.loss == pytest.approx(mean) and change.stderr == pytest.approx((3 / 2 * sum(p * p for p in parts)) ** 0.5 / 9)
@@ -211,7 +212,7 @@ def test_a_weight_that_is_no_number_is_reported() -> None:
     model = converted("llama", layers=(0,))
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
     found = diagnose(model, {"input_ids": random_ids(1, 17)})
-    assert [finding.id for finding in found.of("severe")] == ["not-finite"] and "<td>–</td>" in page(found, [])
+    assert [finding.id for finding in found.of("severe")] == ["weight-not-finite"] and "<td>–</td>" in page(found, [])
 
 
 def test_rates_that_are_none() -> None:

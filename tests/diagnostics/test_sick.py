@@ -1,15 +1,21 @@
 """Each planted cause is named, with where it is, and nothing else severe; a healthy model has nothing severe."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from models import converted
+from families import build
+from models import converted, random_ids
 from tiny import word_level
 
+from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
-from inplace_ttt.surgery import fast_weights
+from inplace_ttt.diagnostics.write_effects import Change
+from inplace_ttt.surgery import config_of, fast_weights
 
+from .faults import FAULTS, in_layer, op_through
 from .sick import ODD, SICK, at_the_papers_start, both_small, half_precision, healthy, long_rows, one_token_spoilt, rows, zero_in_one_chunk
 
 
@@ -21,9 +27,9 @@ def severe(diagnosis: Diagnosis) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", SICK)
+@pytest.mark.parametrize("name", [*SICK, *FAULTS])
 def test_the_planted_cause_is_found_and_no_other(name: str) -> None:
-    sick = SICK[name]
+    sick = {**SICK, **FAULTS}[name]
     model = sick.model()
     with (sick.within or nullcontext)():
         diagnosis = diagnose(model, sick.batch(), learning_rates=sick.rates)
@@ -93,9 +99,40 @@ def test_causes_that_hide_each_other_are_both_named() -> None:
     assert severe(diagnose(zero_in_one_chunk(), rows(7))).keys() == {"zero-times-zero", "one-chunk"}
 
 
-def test_a_loss_that_is_no_number() -> None:
+def test_a_loss_that_is_not_finite_with_weights_that_are() -> None:
+    model = healthy()
+
+    def too_large(real: Callable[..., Any], *args: Any, eta: float, **kwargs: Any) -> Any:
+        out = real(*args, eta=eta, **kwargs)
+        return out if isinstance(out, tuple) or eta == 0 else out * float("inf")
+
+    with in_layer(op_through(too_large), 2)():
+        (finding,) = diagnose(model, rows()).of("severe")
+    assert finding.id == "not-finite" and finding.layers == (2,) and "with the writes off" in finding.message
+
+
+def test_a_weight_of_the_base_is_named() -> None:
     model = healthy()
     with torch.no_grad():
-        fast_weights(model)[2].ttt.conv.fill_(float("nan"))
+        model.model.norm.weight[0] = float("nan")  # type: ignore[union-attr, index]
     (finding,) = diagnose(model, rows()).of("severe")
-    assert finding.id == "not-finite" and "with the writes off, so they are the cause" in finding.message
+    assert finding.id == "weight-not-finite" and finding.layers == () and finding.message.startswith("model.norm.weight holds")
+
+
+@pytest.mark.parametrize("preset", ["paper", "official", "compact", "ttt_ntp"])
+def test_a_fresh_conversion_of_any_preset_is_healthy(preset: str) -> None:
+    model = convert(build("qwen3"), InPlaceTTTConfig.preset(preset, layers=(0, 2), chunk_size=7))
+    if config_of(model).needs_calibration:
+        calibrate(model, [random_ids(1, 64, seed=2)])
+    named = {finding.id for finding in diagnose(model, rows()).findings}
+    assert not named & {sick.planted for sick in FAULTS.values()}
+
+
+def test_harm_is_stated_only_beyond_its_error() -> None:
+    """One chunk that reads has no error, two have a wide one."""
+    assert not Change(5.0, None).exceeds(0.01)
+    assert not Change(0.5, 0.1, chunks=2).exceeds(0.01) and Change(0.5, 0.1, chunks=20).exceeds(0.01)
+    assert not Change(0.5, 0.3, chunks=20).exceeds(0.01)
+    diagnosis = diagnose(healthy(eta=30.0), rows(2 * 7 - 2))
+    assert not {"writes-hurt", "few-tokens-hurt"} & {finding.id for finding in diagnosis.findings}
+    assert all("±" in f.message for f in diagnose(healthy(eta=3.0), long_rows()).findings if f.id == "writes-hurt")

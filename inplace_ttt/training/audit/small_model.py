@@ -7,11 +7,12 @@ import dataclasses
 import math
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention_window import set_attention_window
 from ...calibration.calibrate import calibrate
 from ...config import InPlaceTTTConfig
+from ...families import auto_class
 from ...models import unmark
 from ...surgery import convert
 from ..model import planned_architecture
@@ -36,7 +37,7 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
     attention = "eager" if recipe.model.attention == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention).eval()
+        model = auto_class(config).from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention).eval()
         convert(model, _narrowed_ttt(ttt, factor))
         if ttt.needs_calibration:
             calibrate(model, [torch.randint(config.get_text_config().vocab_size, (1, _CALIBRATION_TOKENS))])

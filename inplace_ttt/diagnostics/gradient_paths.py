@@ -1,0 +1,161 @@
+"""Which ways through a TTT layer the gradient takes: through the keys that write, the keys that read, and W0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layer.fast_linear import FastWeight
+from ..layer.forward_context import ForwardContext
+from ..layer.overrides import overriding
+from ..surgery import initial_std
+from .diagnosed_model import DiagnosedModel
+from .overrides import paper_p, random_like, with_values
+from .writes import longest_document, observing
+
+_LOST = 0.01
+"""Of the gradient that a way should have, at most this much is left where it is cut."""
+_ROUNDING = 64.0
+"""Steps of a dtype that a difference of two gradients may be off by."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """found: norm of the gradient that takes this way. expected: the least that it should have. Of both, what rounding may make them up."""
+
+    found: float
+    expected: float
+    rounding: float = 0.0
+    noise: float = 0.0
+
+    @property
+    def cut(self) -> bool:
+        """A gradient below `rounding` shows as noise, and only one far below it as zero."""
+        if self.expected <= max(4 * self.noise, self.rounding / 1000):
+            return False
+        return self.found <= max(_LOST * self.expected, self.rounding if self.expected > 10 * self.rounding else 0.0)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ways of one layer: keys where they are written, keys where they read, W0. None where a way does not show."""
+
+    writing: Way | None
+    reading: Way | None
+    weight: Way | None
+
+
+@dataclass
+class _Pass:
+    """What one layer saw and gave in a forward."""
+
+    given: Tensor  # its input, [B, T, h] or [B T, h]
+    out: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    context: ForwardContext | None = None
+    wanted: dict[str, Tensor] = field(default_factory=dict)
+
+
+def gradient_ways(model: DiagnosedModel) -> dict[int, Ways]:
+    """By layer, from one backward pass. Where conv or P is zero, nothing is written, so that it runs with small random ones."""
+    known, passes = model.parameters(), dict[int, _Pass]()
+
+    def observe(layer: FastWeight, k: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+        seen = passes[layer.fast.layer]
+        seen.keys, seen.values, seen.context = k, v, context
+
+    with (
+        with_values(_writing(model)),
+        model.mode(training=True),
+        torch.enable_grad(),
+        overriding(known.values(), requires_grad=True),
+        observing(model.module, observe),
+        _passing(model, passes),
+    ):
+        loss = model.forward(labels=model.labels).loss
+        for index, seen in passes.items():
+            tensors = {"out": seen.out, "keys": seen.keys, "values": seen.values, "weight": known.get((index, "weight"))}
+            seen.wanted = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad}
+        flat = [tensor for seen in passes.values() for tensor in seen.wanted.values()]
+        found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
+        gradients = {index: {name: next(found) for name in seen.wanted} for index, seen in passes.items()}
+    return {index: _ways(model.layers[index], seen, gradients[index]) for index, seen in passes.items()}
+
+
+def _writing(model: DiagnosedModel) -> dict[nn.Parameter, Tensor]:
+    """Values under which every layer writes, for the parameters that are zero."""
+    std, values = initial_std(model.module.config), dict[nn.Parameter, Tensor]()
+    for (_, name), parameter in model.parameters().items():
+        if name in ("conv", "proj") and not bool(parameter.any()):
+            values[parameter] = random_like(parameter, *parameter.shape) * std if name == "conv" else paper_p(parameter, std)
+    return values
+
+
+@contextmanager
+def _passing(model: DiagnosedModel, passes: dict[int, _Pass]) -> Iterator[None]:
+    """Within it a forward leaves every TTT layer's input and output in `passes`."""
+
+    def before(layer: FastWeight, args: tuple[Tensor, ...]) -> None:
+        passes[layer.fast.layer] = _Pass(args[0], args[0])
+
+    def after(layer: FastWeight, args: tuple[Tensor, ...], out: Tensor) -> None:
+        passes[layer.fast.layer].out = out
+
+    handles: list[Any] = [layer.register_forward_pre_hook(before) for layer in model.layers.values()]
+    handles += [layer.register_forward_hook(after) for layer in model.layers.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]) -> Ways:
+    w0, at_out = layer.matrix(), gradients.get("out")
+    if seen.keys is None or seen.values is None or seen.context is None or at_out is None or layer.fast.config.prompt_write is not None:
+        return Ways(None, None, None)
+    row, document = longest_document(seen.context.part(layer.chunk_size))
+    chunks = list(seen.context.part(layer.chunk_size).chunks(document))
+    shape = seen.context.shape
+
+    def of(tensor: Tensor | None, chunk: tuple[int, int]) -> Tensor:
+        """A chunk of it, in float32; zero where there is none."""
+        return torch.zeros(()) if tensor is None else tensor.reshape(*shape, -1)[row, slice(*chunk)].float()
+
+    weight = None
+    if w0 is not None:
+        needed = at_out.reshape(-1, at_out.shape[-1]).float().T @ seen.given.reshape(-1, seen.given.shape[-1]).float()
+        had = gradients.get("weight")
+        weight = Way(0.0 if had is None else float(had.float().norm()), float(needed.norm()))
+    if len(chunks) < 2 or (w0 is None and layer.ttt.keys is None):
+        return Ways(None, None, weight)
+    step = torch.finfo(seen.keys.dtype).eps
+    taken = at_out.reshape(-1, at_out.shape[-1]) @ w0 if w0 is not None and layer.ttt.keys is None else None  # as autograd computes it
+    bias = getattr(layer, "bias", None)
+
+    def through_keys(chunk: tuple[int, int]) -> tuple[Tensor, float]:
+        """The gradient at the keys that W0 does not take, and the size of W0's part, which rounding is measured by."""
+        part = of(taken, chunk)
+        at_keys = of(gradients.get("keys"), chunk)
+        return (torch.zeros(()) if not bool(at_keys.any()) else at_keys - part), float(part.norm())
+
+    final = next((chunk for chunk in reversed(chunks) if bool(of(at_out, chunk).any())), chunks[-1])  # a last token predicts nothing
+    (written, w_part), (read, r_part) = through_keys(chunks[0]), through_keys(final)
+    first, last = of(seen.keys, chunks[0]), of(seen.keys, final)
+    size = float(first.norm().clamp_min(1e-30))
+    worth = float((of(gradients.get("values"), chunks[0]) * of(seen.values, chunks[0])).sum().abs())
+    writing = Way(float(written.norm()), worth / size, _ROUNDING * step * w_part)
+    reading = None
+    if w0 is not None:
+        plain = of(seen.given, final) @ w0.float().T + (0 if bias is None else bias.float())
+        out, back, size = of(seen.out, final), of(at_out, final), float(last.norm().clamp_min(1e-30))
+        gained, noise = float((back * (out - plain)).sum().abs()), step * float(back.norm() * out.norm())
+        reading = Way(float(read.norm()), gained / size, _ROUNDING * step * r_part, noise / size)
+    return Ways(writing, reading, weight)
