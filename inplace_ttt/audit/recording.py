@@ -18,11 +18,17 @@ from torch import Tensor, nn
 from ..config import InPlaceTTTConfig
 from ..families import locate
 from ..layer.fast_linear import FastWeight, plain_class
+from ..ops import state_dtype
 from ..surgery import fast_weights
 from .declared_rule import DeclaredRule
+from .limits import BIAS
 
 STRENGTH = 0.5
 """What tokens read over what W0 gives them, as the probes set P: large beside rounding, and beside what clips let through."""
+
+
+LOSS_SCALES = (1.0, 2.0**-5, 2.0**-10, 2.0**-13)
+"""The last still keeps the bits of float16."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,23 @@ Document = Sequence[Piece]
 
 @dataclass
 class Recording:
-    """One entry a forward: by layer, what it saw. config: the settings under which the model ran."""
+    """One entry per forward: by layer, what it saw. config: the settings under which the model ran, and layers its TTT layers.
+
+    dtype: what these computed in, where autocast made it another than their own.
+    """
 
     config: InPlaceTTTConfig
+    layers: dict[int, FastWeight]
+    dtype: torch.dtype | None = None
     forwards: list[dict[int, Seen]] = field(default_factory=list)
 
     def whole(self, forward: int = 0) -> list[Document]:
         """Each row of a forward as one document."""
         rows, tokens = next(iter(self.forwards[forward].values())).rows
         return [[Piece(forward, row, 0, tokens)] for row in range(rows)]
+
+    def tokens(self, forward: int) -> int:
+        return next(iter(self.forwards[forward].values())).rows[1]
 
     def of(self, index: int, document: Document) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """z [T, h], source [T, d], output [T, d] and what writes, bool [T], of a layer over a document, in float64."""
@@ -83,7 +97,7 @@ class Recording:
 @contextmanager
 def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
     """Within it each forward of the model is an entry; tensors keep their graph where there is one."""
-    decoder, found = locate(lm), Recording(config)
+    decoder, found = locate(lm), Recording(config, fast_weights(lm))
     held: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,7 +112,7 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
         found.forwards[-1][index] = Seen(args[0], source.detach().clone(), out.detach().clone(), held["embeddings"].shape[:2], out)
 
     handles = [decoder.blocks[0].register_forward_pre_hook(start, with_kwargs=True)]
-    for index, layer in fast_weights(lm).items():
+    for index, layer in found.layers.items():
         mlp = decoder.layers[index].mlp
         handles.append(mlp.register_forward_pre_hook(functools.partial(keep, f"mlp {index}"), with_kwargs=True))
         handles.append(layer.register_forward_pre_hook(_for_the_layer_alone))
@@ -130,23 +144,29 @@ def base_output(layer: FastWeight, z: Tensor) -> Tensor:
 def deviation(record: Recording, index: int, layer: FastWeight, documents: Sequence[Document], rule: DeclaredRule) -> float:
     """How far the layer's outputs are from what it declares, as a share of what a token that reads something reads.
 
-    Of each document's chunks the worst one counts, root mean square over its tokens. Half precision rounds outputs, beside which writes
-    of one norm stay as small as η makes them: there it is a share of `STRENGTH` of the outputs at least.
+    Of each document's chunks the worst one counts, by the root mean square over its tokens, or its bias: how much more or less it reads
+    of what is declared. Half precision rounds outputs, beside which writes of one norm stay as small as η makes them: there it is a
+    share of `STRENGTH` of the outputs at least. Where nothing is to be read, it is a share of the outputs without fast weight.
     """
     off: list[Tensor] = []
+    biases: list[Tensor] = []
     sizes: list[Tensor] = []
     bases: list[Tensor] = []
     for document in documents:
         z, source, out, writes = record.of(index, document)
         reads, base = rule.reads(z, source, writes), base_output(layer, z)
-        off += (out - base - reads).square().sum(-1).split(rule.config.chunk_size)
+        error = out - base - reads
+        off += error.square().sum(-1).split(rule.config.chunk_size)
+        biases.append((error * reads).sum(-1)[reads.any(-1)])
         sizes.append(reads.square().sum(-1))
         bases.append(base.square().sum(-1))
-    size = torch.cat(sizes)
-    size = size[size > 0].mean() if bool((size > 0).any()) else torch.tensor(float("nan"), dtype=torch.float64)
+    size, base_size = torch.cat(sizes), torch.cat(bases).mean()
+    size = size[size > 0].mean() if bool((size > 0).any()) else base_size if float(base_size) else torch.ones_like(base_size)
     if rule.config.write_norm is not None and torch.finfo(rule.dtype).bits < 32:
-        size = torch.maximum(size, STRENGTH**2 * torch.cat(bases).mean())
-    return float(torch.stack([part.mean() for part in off]).max().div(size).sqrt())
+        size = torch.maximum(size, STRENGTH**2 * base_size)
+    scatter = torch.stack([part.mean() for part in off]).max().div(size).sqrt()
+    bias = torch.stack([part.mean() for part in biases if len(part)] or [torch.zeros_like(size)]).abs().max().div(size)
+    return float(torch.maximum(scatter, BIAS * bias))
 
 
 def gradient_errors(
@@ -165,16 +185,25 @@ def gradient_errors(
         for (piece,) in documents:
             here = weights[piece.row, piece.start : piece.stop]
             here.copy_(torch.randn(here.shape, generator=generator))
-        loss = loss + (s.passed * weights.reshape(s.out.shape).to(s.out)).sum()
+        loss = loss + (s.passed.to(state_dtype(s.passed.dtype)) * weights.reshape(s.out.shape).to(s.out.device)).sum()
     found = {}
     for index, layer in layers.items():
         s, own = seen[index], _differentiated(seen[index], layer)
-        upstream, *given = torch.autograd.grad(loss, [s.passed, *own.values()], retain_graph=True, allow_unused=True)
+        upstream, *given = _gradients_in_range(loss, [s.passed, *own.values()])
         wanted = _declared_gradients(s, documents, rule(index), upstream)
         found[index] = {
             name: float((_like(got, wanted[name]) - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-30))
             for name, got in zip(own, given, strict=True)
         }
+    return found
+
+
+def _gradients_in_range(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of the loss by tensors, of a smaller loss where they leave the range of float16, as loss scaling has it."""
+    for scale in LOSS_SCALES:
+        found = torch.autograd.grad(scale * loss, tensors, retain_graph=True, allow_unused=True)
+        if all(gradient is None or bool(gradient.isfinite().all()) for gradient in found):
+            break
     return found
 
 

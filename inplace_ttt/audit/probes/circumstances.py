@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 
+from ...config import InPlaceTTTConfig
 from ...errors import one_line
 from ...layer.overrides import overriding
+from ..blame import is_the_probes
+from ..limits import LIMITS, gradient_limit, limits
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..prompts import prompt_deviations
 from ..readings import (
@@ -31,18 +34,16 @@ from ..readings import (
     training_rows,
 )
 from ..recording import gradient_errors
+from ..sizes import drawn_sizes
+from ..ways import ways_of_calling
 from ..whole_model import WholeModel
 from .bench import Bench, error
 from .twin import twin
 
-_TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.04, torch.float16: 0.005}
-"""By the model's dtype, of what a token reads. Half precision rounds outputs: ten roundings, where sound models show two to seven."""
-_GRADIENT_TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.05, torch.float16: 0.03}
-
-_BY_A_SOLVE = 3
-"""How much more of a gradient half precision may take where keys that are not whitened, and rounded, go through a solve."""
 _LEAST_ETA = 1e-3
 """Targets that make up for a smaller one are beyond float16."""
+_NARROW = 32
+"""Width of the small model that reads long texts."""
 
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
@@ -75,6 +76,19 @@ def over_many_chunks(whole: WholeModel, expected: Any) -> Outcome:
     return _held(whole, many_chunks, "sixteen chunks, and larger ones, compute what is declared")
 
 
+def called_otherwise(whole: WholeModel, expected: Any) -> Outcome:
+    return _held(whole, ways_of_calling, "however it is called, the model computes what it declares")
+
+
+def at_drawn_sizes(whole: WholeModel, expected: Any) -> Outcome:
+    """A small model with these settings and of this dtype, which is cheap to read with."""
+    with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as probed:
+        (usual,) = probed.deviations(plain).values()
+        if max(usual.values()) >= limits(whole.lm.dtype).outputs:
+            raise NotChecked("a plain reading is not what is declared, which other items report")
+        return _judged(whole.lm.dtype, probed.deviations(drawn_sizes), "rows, chunks, documents and texts of drawn sizes compute it")
+
+
 @dataclass(frozen=True)
 class Trained:
     """Of packed and padded rows in training: by way and layer how far outputs are off, and by tensor gradients where outputs are not."""
@@ -97,7 +111,7 @@ def trained(whole: WholeModel) -> Trained:
 
 def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained) -> None:
     """One way of reading, first in evaluation, then in training, with gradients."""
-    lm, limit = probed.lm, _TOLERANCE[probed.lm.dtype]
+    lm, limit = probed.lm, limits(probed.lm.dtype).outputs
     name, record, rows = scene(probed)
     known = [i for i, off in probed.errors(record, rows).items() if i in lawful and off < limit]
     if not known:
@@ -126,9 +140,7 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
     }
     if not errors:
         raise NotChecked("in training the outputs themselves are not what is declared, which `in-training` reports")
-    limit = _GRADIENT_TOLERANCE[whole.lm.dtype]
-    if whole.config.damping is not None and whole.config.whitening is None and torch.finfo(whole.lm.dtype).bits < 32:
-        limit *= _BY_A_SOLVE
+    limit = gradient_limit(whole.lm.dtype, whole.config)
     worst = max(errors, key=lambda key: errors[key])
     found = "the gradient is that of the whole scan"
     if errors[worst] >= limit:
@@ -140,13 +152,15 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
     """A small model with these settings in each precision, over many chunks in one call and in pieces."""
     found: dict[torch.dtype, Outcome] = {}
-    with twin(dataclasses.replace(whole.config, eta=max(whole.config.eta_of(0), _LEAST_ETA))) as model:
-        for dtype in _TOLERANCE:
+    with twin(_visible(whole.config)) as model:
+        for dtype in LIMITS:
             try:
                 with Probed.of(model.to(dtype), whole.seed) as probed:
                     errors = {name: by_layer for scene in (plain, many_chunks) for name, by_layer in probed.deviations(scene).items()}
                     found[dtype] = _judged(dtype, errors, "")
             except Exception as error:
+                if is_the_probes(error):
+                    raise
                 found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
     numbers = {f"{_named(dtype)}, {name}": value for dtype, outcome in found.items() for name, value in outcome.numbers.items()}
     failed = [dtype for dtype, outcome in found.items() if outcome.verdict == "deviates"]
@@ -154,7 +168,12 @@ def precisions(whole: WholeModel, expected: Any) -> Outcome:
         raise NotChecked("what is declared holds in no precision, which other items report")
     if failed:
         return judged(False, f"in {_named(failed[0])}, {found[failed[0]].found}", numbers, found[failed[0]].tolerance)
-    return judged(True, f"what is declared holds in {', '.join(map(_named, found))}", numbers, max(_TOLERANCE.values()))
+    return judged(True, f"what is declared holds in {', '.join(map(_named, found))}", numbers, max(limit.outputs for limit in LIMITS.values()))
+
+
+def _visible(config: InPlaceTTTConfig) -> InPlaceTTTConfig:
+    """The settings with an η that targets in float16 can make up for."""
+    return dataclasses.replace(config, eta=max(config.eta_of(0), _LEAST_ETA))
 
 
 def _named(dtype: torch.dtype) -> str:
@@ -183,7 +202,7 @@ def layer_over_many_chunks(bench: Bench, expected: Any) -> Outcome:
 
 def _lawful(whole: WholeModel) -> list[int]:
     """The TTT layers whose plain reading is what they declare."""
-    limit = _TOLERANCE[whole.lm.dtype]
+    limit = limits(whole.lm.dtype).outputs
     found = [i for i, error in whole.once(plain_deviations).items() if error < limit]
     if not found:
         raise NotChecked("a plain reading is not what is declared, which other items report")
@@ -203,6 +222,8 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
         try:
             errors = {name: {i: by_layer[i] for i in lawful} for name, by_layer in probed.deviations(scene).items()}
         except Exception as error:  # in one call it ran
+            if is_the_probes(error):
+                raise
             return judged(False, f"the model raises {type(error).__name__}: {one_line(error, kind=False)}", {})
     if not errors:
         raise NotChecked("the model takes no position_ids, so that a row is one document")
@@ -210,7 +231,7 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
 
 
 def _judged(dtype: torch.dtype, errors: dict[str, dict[int, float]], found: str) -> Outcome:
-    limit = _TOLERANCE[dtype]
+    limit = limits(dtype).outputs
     error, name, layer = max((float("inf") if e != e else e, name, i) for name, by_layer in errors.items() for i, e in by_layer.items())
     numbers = {name: max(by_layer.values()) for name, by_layer in errors.items()}
     if error >= limit:

@@ -14,6 +14,7 @@ from ... import surgery
 from ...errors import InPlaceTTTError
 from ...families import locate
 from ..converted import borrowed, small_chunks
+from ..limits import limits
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
 from .bench import Bench, largest_difference
@@ -210,9 +211,9 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
                 apart.append(index)  # of the first layer writes can be told from what is read, and of this one not
                 continue
             rows[index] = row
-    errors = whole.once(plain_deviations)
-    if errors[next(iter(errors))] < TOLERANCE:  # else the first layer itself is off, which other items report
-        apart += [i for i, error in errors.items() if error >= TOLERANCE and i not in apart]
+    errors, limit = whole.once(plain_deviations), limits(whole.lm.dtype).outputs
+    if errors[next(iter(errors))] < limit:  # else the first layer itself is off, which other items report
+        apart += [i for i, error in errors.items() if error >= limit and i not in apart]
     first = next(iter(rows.values()), ())
     apart += [i for i, row in rows.items() if i not in apart and max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE]
     found = f"all {len(errors)} TTT layers follow one rule"
