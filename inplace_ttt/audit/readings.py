@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import CACHE, locate
+from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import with_config
 from ..state import FastWeightState
@@ -50,14 +51,14 @@ class Probed:
 
     @classmethod
     @contextmanager
-    def of(cls, lm: Any, seed: int) -> Iterator[Probed]:
-        """The model as probed; as before afterwards."""
+    def of(cls, lm: Any, seed: int, strength: float = STRENGTH) -> Iterator[Probed]:
+        """The model as probed; as before afterwards. strength: of what tokens read, over what W0 gives them."""
         declared = config_of(lm)
         chunk = probe_chunk(declared.kernel_size)
         with small_chunks(lm, chunk, seed), torch.no_grad():
             probed = cls(lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed)
             record = probed.read(probed.ids(1, 4 * chunk))
-            norms = probed._strengthen(record, relative=declared.clip is not None and declared.clip.relative)
+            norms = probed._strengthen(record, strength, relative=declared.clip is not None and declared.clip.relative)
             if declared.clip is None:
                 yield probed
                 return
@@ -74,7 +75,7 @@ class Probed:
         with with_config(self.layers.values(), chunk_size=chunk):
             yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training)
 
-    def _strengthen(self, record: Recording, relative: bool) -> list[float]:
+    def _strengthen(self, record: Recording, strength: float, relative: bool) -> list[float]:
         """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over ‖W0‖."""
         norms = []
         for index, layer in self.layers.items():
@@ -82,7 +83,7 @@ class Probed:
             rule = self.rule(index)
             reads, base = rule.reads(z, source, writes), base_output(layer, z)
             wanted = base.norm() if bool(base.any()) else reads.norm()
-            factor = float(STRENGTH * wanted / reads.norm()) if bool(reads.any()) else 1.0
+            factor = float(strength * wanted / reads.norm()) if bool(reads.any()) else 1.0
             if self.config.write_norm is None:
                 layer.ttt.proj.data = layer.ttt.proj.data * factor
             one = float(rule.tensors["w0"].norm()) or 1.0 if relative else 1.0
@@ -247,6 +248,24 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
     with probed.with_larger_chunks() as larger:
         record = larger.read(larger.ids(1, 3 * larger.chunk + 4))
         yield f"chunks of {larger.chunk} tokens", record, record.whole()
+
+
+def state_error(probed: Probed, chunks: int) -> dict[int, float]:
+    """By layer, how far the state is from what so many chunks, read in three pieces, are declared to write."""
+    chunk, cache = probed.chunk, probed.cache()
+    with recording(probed.lm, probed.config) as record:
+        for ids in _cut(probed.ids(1, chunks * chunk), [chunks // 2 * chunk + 5, 3]):
+            probed.lm(input_ids=ids, **{CACHE: cache}, use_cache=True)
+    document = [Piece(n, 0, 0, record.tokens(n)) for n in range(len(record.forwards))]
+    found = {}
+    for index, held in streams(cache).items():
+        z, source, _, _ = record.of(index, document)
+        wanted = probed.rule(index).state(z, source)
+        state = torch.zeros_like(wanted) if held.state is None else held.state[0].double().cpu()
+        total = len(probed.rule(index).tensors["proj"])
+        parts = [(state[:total], wanted[:total]), (state[total:], wanted[total:])]
+        found[index] = max(float((got - right).norm() / right.norm()) for got, right in parts if right.numel())
+    return found
 
 
 def training_rows(probed: Probed) -> Reading:

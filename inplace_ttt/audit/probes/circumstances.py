@@ -30,6 +30,7 @@ from ..readings import (
     padded_training_rows,
     pieces,
     plain,
+    state_error,
     taken_back,
     training_rows,
 )
@@ -43,7 +44,13 @@ from .twin import twin
 _LEAST_ETA = 1e-3
 """Targets that make up for a smaller one are beyond float16."""
 _NARROW = 32
-"""Width of the small model that reads long texts."""
+"""Width of the small model that reads long texts, and in every precision."""
+_MANY = 70
+"""Chunks after which a state that is rounded with each write is off by more than targets are."""
+_BEYOND_FLOAT16 = {1e-5: (48.0, 20), 1e3: (1.0, 1)}
+"""η at which what is written is above or below what float16 has, how much larger embeddings and keys are then, and how much further off
+
+a sound layer may be: large numbers amplify rounding, and what leaves the range is infinite."""
 
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
@@ -53,7 +60,7 @@ def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
     readings = {"one row in one call": {first: errors[first]}}
     if settings is not None:
         readings |= prompt_deviations(whole.lm, settings, whole.seed)
-    return _judged(whole.lm.dtype, readings, "a reading computes what the settings declare")
+    return _judged(readings, limits(whole.lm.dtype).outputs, "a reading computes what the settings declare")
 
 
 def in_batches(whole: WholeModel, expected: Any) -> Outcome:
@@ -84,9 +91,10 @@ def at_drawn_sizes(whole: WholeModel, expected: Any) -> Outcome:
     """A small model with these settings and of this dtype, which is cheap to read with."""
     with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as probed:
         (usual,) = probed.deviations(plain).values()
-        if max(usual.values()) >= limits(whole.lm.dtype).outputs:
+        limit = limits(whole.lm.dtype).outputs
+        if max(usual.values()) >= limit:
             raise NotChecked("a plain reading is not what is declared, which other items report")
-        return _judged(whole.lm.dtype, probed.deviations(drawn_sizes), "rows, chunks, documents and texts of drawn sizes compute it")
+        return _judged(probed.deviations(drawn_sizes), limit, "rows, chunks, documents and texts of drawn sizes compute it")
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[
 
 
 def in_training(whole: WholeModel, expected: Any) -> Outcome:
-    return _judged(whole.lm.dtype, whole.once(trained).outputs, "training computes what is declared")
+    return _judged(whole.once(trained).outputs, limits(whole.lm.dtype).outputs, "training computes what is declared")
 
 
 def gradient(whole: WholeModel, expected: Any) -> Outcome:
@@ -150,25 +158,46 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
-    """A small model with these settings in each precision, over many chunks in one call and in pieces."""
+    """A small model with these settings in each precision, over many chunks in one call and in pieces; what it then holds.
+
+    In float16 also by an η at which what is written leaves that precision's range.
+    """
     found: dict[torch.dtype, Outcome] = {}
-    with twin(_visible(whole.config)) as model:
-        for dtype in LIMITS:
-            try:
-                with Probed.of(model.to(dtype), whole.seed) as probed:
-                    errors = {name: by_layer for scene in (plain, many_chunks) for name, by_layer in probed.deviations(scene).items()}
-                    found[dtype] = _judged(dtype, errors, "")
-            except Exception as error:
-                if is_the_probes(error):
-                    raise
-                found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
+    for dtype in LIMITS:
+        try:
+            found[dtype] = _in_precision(whole, dtype)
+        except Exception as error:
+            if is_the_probes(error):
+                raise
+            found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
     numbers = {f"{_named(dtype)}, {name}": value for dtype, outcome in found.items() for name, value in outcome.numbers.items()}
     failed = [dtype for dtype, outcome in found.items() if outcome.verdict == "deviates"]
     if len(failed) == len(found):
         raise NotChecked("what is declared holds in no precision, which other items report")
     if failed:
         return judged(False, f"in {_named(failed[0])}, {found[failed[0]].found}", numbers, found[failed[0]].tolerance)
-    return judged(True, f"what is declared holds in {', '.join(map(_named, found))}", numbers, max(limit.outputs for limit in LIMITS.values()))
+    return judged(True, f"what is declared holds in {', '.join(map(_named, found))}", numbers, limits(torch.bfloat16).small_model)
+
+
+def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
+    limit, usual, errors = limits(dtype), _visible(whole.config), {}
+    with twin(usual, width=_NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
+        for scene in (plain,) if dtype == torch.float64 else (plain, many_chunks):
+            errors |= probed.deviations(scene)
+        if whole.config.write_norm is None:
+            share = limit.small_model / limit.state
+            errors[f"what {_MANY} chunks wrote"] = {i: share * off for i, off in state_error(probed, _MANY).items()}
+    if dtype == torch.float16 and whole.config.write_norm is None:
+        for eta, (louder, wider) in _BEYOND_FLOAT16.items():
+            with twin(dataclasses.replace(usual, eta=eta), width=_NARROW) as model:
+                model.get_input_embeddings().weight.data.mul_(louder)
+                for layer in model.model.layers:
+                    layer.mlp.up_proj.weight.data.mul_(louder)
+                with Probed.of(model.to(dtype), whole.seed) as probed:
+                    share = limit.small_model / (wider * limit.outputs)
+                    for name, off in probed.deviations(pieces).items():
+                        errors[f"{name}, η {eta:g}"] = {i: share * value for i, value in off.items()}
+    return _judged(errors, limit.small_model, "")
 
 
 def _visible(config: InPlaceTTTConfig) -> InPlaceTTTConfig:
@@ -227,11 +256,10 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
             return judged(False, f"the model raises {type(error).__name__}: {one_line(error, kind=False)}", {})
     if not errors:
         raise NotChecked("the model takes no position_ids, so that a row is one document")
-    return _judged(whole.lm.dtype, errors, found)
+    return _judged(errors, limits(whole.lm.dtype).outputs, found)
 
 
-def _judged(dtype: torch.dtype, errors: dict[str, dict[int, float]], found: str) -> Outcome:
-    limit = limits(dtype).outputs
+def _judged(errors: dict[str, dict[int, float]], limit: float, found: str) -> Outcome:
     error, name, layer = max((float("inf") if e != e else e, name, i) for name, by_layer in errors.items() for i, e in by_layer.items())
     numbers = {name: max(by_layer.values()) for name, by_layer in errors.items()}
     if error >= limit:
