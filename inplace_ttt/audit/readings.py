@@ -7,6 +7,7 @@ documents they read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from ..config import InPlaceTTTConfig
@@ -266,6 +268,23 @@ def state_error(probed: Probed, chunks: int) -> dict[int, float]:
         parts = [(state[:total], wanted[:total]), (state[total:], wanted[total:])]
         found[index] = max(float((got - right).norm() / right.norm()) for got, right in parts if right.numel())
     return found
+
+
+@contextmanager
+def recomputing(lm: Any) -> Iterator[bool]:
+    """Gradient checkpointing within it, as before afterwards; whether the model takes it."""
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    modules = [module for module in lm.modules() if hasattr(module, names[0])]
+    before = [{name: vars(module)[name] for name in names if name in vars(module)} for module in modules]
+    try:
+        for module in modules:
+            vars(module).update(zip(names, (True, functools.partial(checkpoint, use_reentrant=False)), strict=True))
+        yield bool(modules) and lm.supports_gradient_checkpointing
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            for name in names:
+                vars(module).pop(name, None)
+            vars(module).update(own)
 
 
 def training_rows(probed: Probed) -> Reading:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from ..errors import InPlaceTTTError
@@ -71,7 +70,7 @@ def documents_by_lengths(probed: Probed) -> Iterator[Reading]:
         return
     yield "documents whose positions start elsewhere", *packed(probed, [lengths], first_positions=(4, 9, 2))
     ends = torch.tensor([0, *lengths], device=probed.ids(1, 1).device).cumsum(0).int()
-    flat = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 2 * chunk + 3, "max_length_k": 2 * chunk + 3}
+    flat: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 2 * chunk + 3, "max_length_k": 2 * chunk + 3}
     if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(locate(probed.lm).base.forward).parameters.values()):
         yield "cu_seq_lens", *packed(probed, [lengths], **flat)
 

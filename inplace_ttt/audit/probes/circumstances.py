@@ -30,6 +30,7 @@ from ..readings import (
     padded_training_rows,
     pieces,
     plain,
+    recomputing,
     state_error,
     taken_back,
     training_rows,
@@ -112,12 +113,15 @@ def trained(whole: WholeModel) -> Trained:
         _train(large, padded_training_rows, lawful, found)
     with Probed.of(whole.lm, whole.seed) as small:
         _train(small, training_rows, lawful, found)
+        with recomputing(whole.lm) as takes_it:
+            if takes_it:
+                _train(small, training_rows, lawful, found, ", recomputed in the backward pass")
     if not found.outputs:
         raise NotChecked("rows of documents are not what is declared in evaluation either, which other items report")
     return found
 
 
-def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained) -> None:
+def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained, how: str = "") -> None:
     """One way of reading, first in evaluation, then in training, with gradients."""
     lm, limit = probed.lm, limits(probed.lm.dtype).outputs
     name, record, rows = scene(probed)
@@ -129,6 +133,7 @@ def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[
     parameters = [p for module in learning for p in module.parameters() if p.is_floating_point()]
     with overriding(lm.modules(), training=True), overriding(parameters, requires_grad=True), torch.enable_grad():
         name, record, rows = scene(learner)
+        name += how
         found.outputs[name] = outputs = {i: off for i, off in learner.errors(record, rows).items() if i in known}
         layers = {i: learner.layers[i] for i, off in outputs.items() if off < limit}
         found.gradients[name] = gradient_errors(record, layers, rows, learner.rule)
@@ -180,7 +185,8 @@ def precisions(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
-    limit, usual, errors = limits(dtype), _visible(whole.config), {}
+    limit, usual = limits(dtype), _visible(whole.config)
+    errors: dict[str, dict[int, float]] = {}
     with twin(usual, width=_NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
         for scene in (plain,) if dtype == torch.float64 else (plain, many_chunks):
             errors |= probed.deviations(scene)

@@ -67,7 +67,7 @@ def base_of_twin(width: int = 128) -> Any:
 
 
 def _settings(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> InPlaceTTTConfig:
-    eta = config.eta if not isinstance(config.eta, tuple) else config.eta[0]
+    eta = config.eta[0] if isinstance(config.eta, tuple) and len(config.eta) != len(layers) else config.eta
     return dataclasses.replace(config, layers=layers, eta=eta)
 
 
