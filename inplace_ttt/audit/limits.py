@@ -32,7 +32,7 @@ class Limits:
 LIMITS: dict[torch.dtype, Limits] = {
     torch.float64: Limits(2e-3, 2e-3, 1e-6, 2e-3, 1e-6),
     torch.float32: Limits(2e-3, 2e-3, 1e-4, 2e-3, 1e-4),
-    torch.bfloat16: Limits(0.04, 0.025, 0.008, 0.05, 0.04),
+    torch.bfloat16: Limits(0.04, 0.025, 0.006, 0.05, 0.04),
     torch.float16: Limits(0.005, 0.003, 0.001, 0.03, 0.005),
 }
 """Half precision rounds outputs, beside which a read is about half as large: ten roundings, where sound models show two to seven."""

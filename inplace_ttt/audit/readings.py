@@ -138,7 +138,7 @@ class Probed:
         wider = limits(own).outputs / limits(record.dtype or own).outputs
         found = {}
         for i, layer in record.layers.items():
-            rule = self._rule_of(layer, i, record.config)
+            rule = record.rules.get(i) or self._rule_of(layer, i, record.config)
             found[i] = wider * deviation(record, i, layer, documents, dataclasses.replace(rule, dtype=record.dtype or rule.dtype))
         return found
 

@@ -72,12 +72,14 @@ Document = Sequence[Piece]
 class Recording:
     """One entry per forward: by layer, what it saw. config: the settings under which the model ran, and layers its TTT layers.
 
-    dtype: what these computed in, where autocast made it another than their own.
+    dtype: what these computed in, where autocast made it another than their own. rules: what they declared before, where it may be
+    other by now.
     """
 
     config: InPlaceTTTConfig
     layers: dict[int, FastWeight]
     dtype: torch.dtype | None = None
+    rules: dict[int, DeclaredRule] = field(default_factory=dict)
     forwards: list[dict[int, Seen]] = field(default_factory=list)
 
     def whole(self, forward: int = 0) -> list[Document]:

@@ -189,12 +189,15 @@ def copied_model(probed: Probed) -> Iterator[Reading]:
     """A deep copy of the model, whose P is its own, and the model beside it."""
     if sum(parameter.numel() for parameter in probed.lm.parameters()) > _DEEP_COPIES:
         return
+    rules = {index: probed.rule(index) for index in probed.layers}
     other = copy.deepcopy(probed.lm)
     for layer in fast_weights(other).values():
-        layer.ttt.proj.data.mul_(-0.5)
-    for name, one in (("a copy of the model", Probed(other, probed.config, probed.seed)), ("a model that was copied", probed)):
-        record = one.read(one.ids(1, 3 * one.chunk + 2))
-        yield name, record, record.whole()
+        layer.ttt.proj.data = -0.5 * layer.ttt.proj.data
+    twin = Probed(other, probed.config, probed.seed)
+    record = twin.read(twin.ids(1, 3 * twin.chunk + 2))
+    yield "a copy of the model", record, record.whole()
+    record = probed.read(probed.ids(1, 3 * probed.chunk + 2))
+    yield "a model that was copied", dataclasses.replace(record, rules=rules), record.whole()
 
 
 def _stream(probed: Probed, sizes: Sequence[int], around: Sequence[AbstractContextManager[Any]]) -> tuple[Recording, Documents]:
