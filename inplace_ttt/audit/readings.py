@@ -252,8 +252,8 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
         yield f"chunks of {larger.chunk} tokens", record, record.whole()
 
 
-def state_error(probed: Probed, chunks: int) -> dict[int, float]:
-    """By layer, how far the state is from what so many chunks, read in three pieces, are declared to write."""
+def many_writes(probed: Probed, chunks: int) -> tuple[Reading, dict[int, float]]:
+    """So many chunks in three pieces, and by layer how far the state is from what these are declared to write."""
     chunk, cache = probed.chunk, probed.cache()
     with recording(probed.lm, probed.config) as record:
         for ids in _cut(probed.ids(1, chunks * chunk), [chunks // 2 * chunk + 5, 3]):
@@ -267,7 +267,7 @@ def state_error(probed: Probed, chunks: int) -> dict[int, float]:
         total = len(probed.rule(index).tensors["proj"])
         parts = [(state[:total], wanted[:total]), (state[total:], wanted[total:])]
         found[index] = max(float((got - right).norm() / right.norm()) for got, right in parts if right.numel())
-    return found
+    return (f"{chunks} chunks in pieces", record, [document]), found
 
 
 @contextmanager

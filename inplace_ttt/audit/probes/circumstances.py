@@ -28,11 +28,11 @@ from ..readings import (
     batches,
     documents,
     many_chunks,
+    many_writes,
     padded_training_rows,
     pieces,
     plain,
     recomputing,
-    state_error,
     taken_back,
     training_rows,
 )
@@ -189,11 +189,11 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
     limit, usual = limits(dtype), _visible(whole.config)
     errors: dict[str, dict[int, float]] = {}
     with twin(usual, width=_NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
-        for scene in (plain,) if dtype == torch.float64 else (plain, many_chunks):
-            errors |= probed.deviations(scene)
+        errors |= probed.deviations(plain)
+        (name, record, texts), off = many_writes(probed, _MANY)
+        errors[name] = probed.errors(record, texts)
         if whole.config.write_norm is None:
-            share = limit.small_model / limit.state
-            errors[f"what {_MANY} chunks wrote"] = {i: share * off for i, off in state_error(probed, _MANY).items()}
+            errors[f"what {_MANY} chunks wrote"] = {i: value * limit.small_model / limit.state for i, value in off.items()}
     if dtype == torch.float16 and whole.config.write_norm is None:
         for eta, (louder, wider) in _BEYOND_FLOAT16.items():
             with twin(dataclasses.replace(usual, eta=eta), width=_NARROW) as model:
