@@ -224,10 +224,13 @@ def gradient_errors(
     config = rule(next(iter(seen))).config
     if config.detach_target or len(layers) < len(seen):
         return found
-    for index, s in seen.items():
-        if s.path.requires_grad and id(s.path) in wanted_of_source:  # the embeddings are one source of all layers
-            scale, (got,) = _gradients_in_range(loss, [s.path])
-            found[index]["the target's source"] = _off(got, scale * wanted_of_source.pop(id(s.path)))
+    owners = {
+        id(s.path): (index, s.path) for index, s in reversed(seen.items()) if s.path.requires_grad
+    }  # embeddings are one of all layers
+    if owners:
+        scale, gradients = _gradients_in_range(loss, [path for _, path in owners.values()])
+        for (index, path), got in zip(owners.values(), gradients, strict=True):
+            found[index]["the target's source"] = _off(got, scale * wanted_of_source[id(path)])
     return found
 
 

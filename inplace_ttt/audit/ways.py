@@ -23,9 +23,6 @@ from ..surgery import fast_weights, ttt_disabled
 from .readings import Documents, Probed, Reading, packed
 from .recording import Piece, Recording, recording
 
-_DEEP_COPIES = 50_000_000
-"""Parameters up to which a model is copied to see that its copy computes the same."""
-
 
 def ways_of_calling(probed: Probed) -> Iterator[Reading]:
     """Every way that this model takes."""
@@ -187,8 +184,6 @@ def updates_off(probed: Probed) -> Iterator[Reading]:
 
 def copied_model(probed: Probed) -> Iterator[Reading]:
     """A deep copy of the model, whose P is its own, and the model beside it."""
-    if sum(parameter.numel() for parameter in probed.lm.parameters()) > _DEEP_COPIES:
-        return
     rules = {index: probed.rule(index) for index in probed.layers}
     other = copy.deepcopy(probed.lm)
     for layer in fast_weights(other).values():

@@ -86,17 +86,25 @@ def over_many_chunks(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def called_otherwise(whole: WholeModel, expected: Any) -> Outcome:
-    return _held(whole, ways_of_calling, "however it is called, the model computes what it declares")
+    """A large model's settings are read with a small one, since single tokens cost a large one much."""
+    found = "however it is called, the model computes what it declares"
+    if whole.is_small:
+        return _held(whole, ways_of_calling, found)
+    return _of_a_small_model(whole, ways_of_calling, found)
 
 
 def at_drawn_sizes(whole: WholeModel, expected: Any) -> Outcome:
+    return _of_a_small_model(whole, drawn_sizes, "rows, chunks, documents and texts of drawn sizes compute it")
+
+
+def _of_a_small_model(whole: WholeModel, scene: Scene, found: str) -> Outcome:
     """A small model with these settings and of this dtype, which is cheap to read with."""
+    limit = limits(whole.lm.dtype).outputs
     with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as probed:
         (usual,) = probed.deviations(plain).values()
-        limit = limits(whole.lm.dtype).outputs
         if max(usual.values()) >= limit:
             raise NotChecked("a plain reading is not what is declared, which other items report")
-        return _judged(probed.deviations(drawn_sizes), limit, "rows, chunks, documents and texts of drawn sizes compute it")
+        return _judged(probed.deviations(scene), limit, found)
 
 
 @dataclass(frozen=True)
@@ -114,12 +122,21 @@ def trained(whole: WholeModel) -> Trained:
         _train(large, padded_training_rows, lawful, found)
     with Probed.of(whole.lm, whole.seed) as small:
         _train(small, training_rows, lawful, found)
-        with recomputing(whole.lm) as takes_it, suppress(InPlaceTTTError):  # refused where a family passes no keyword arguments on
-            if takes_it:
-                _train(small, training_rows, lawful, found, ", recomputed in the backward pass")
+        if whole.is_small:
+            _recompute(small, lawful, found)
+    if not whole.is_small:
+        with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as small:
+            _recompute(small, list(small.layers), found)
     if not found.outputs:
         raise NotChecked("rows of documents are not what is declared in evaluation either, which other items report")
     return found
+
+
+def _recompute(probed: Probed, lawful: Sequence[int], found: Trained) -> None:
+    """With gradient checkpointing, which is refused where a family passes no keyword arguments on."""
+    with recomputing(probed.lm) as takes_it, suppress(InPlaceTTTError):
+        if takes_it:
+            _train(probed, training_rows, lawful, found, ", recomputed in the backward pass")
 
 
 def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained, how: str = "") -> None:
