@@ -15,6 +15,7 @@ from ..families import features
 from ..layer.overrides import seeded
 from ..surgery import config_of, fast_weights
 from .adapters import AuditedModule
+from .blame import is_the_probes
 from .catalogue import METHOD
 from .converted import borrowed, refuse_unreachable
 from .item import Item, Probe, known
@@ -133,10 +134,13 @@ class _Auditor:
         except InPlaceTTTError as error:
             raise InPlaceTTTError(f"{self.name} refuses while the audit measures {item.id!r}: {error}") from error
         except Exception as error:
-            raise InPlaceTTTError(
-                f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: {one_line(error, kind=False)}; "
-                "see to it that it runs on short random sequences."
-            ) from error
+            if is_the_probes(error):
+                outcome = _failed(error)
+            else:
+                raise InPlaceTTTError(
+                    f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: {one_line(error, kind=False)}; "
+                    "see to it that it runs on short random sequences."
+                ) from error
         if outcome.verdict == "deviates" and (names := [id for id in item.named_by if id in self.results and self._deviates(id)]):
             outcome = Outcome("not checked", f"{outcome.found}, which {_quoted(names)} reports", outcome.numbers, outcome.tolerance)
         if self.profile == "official" and item.absent:
@@ -149,6 +153,11 @@ class _Auditor:
 
     def report(self, facts: dict[str, str]) -> Report:
         return Report(self.name, self.profile, [self.results[item.id] for item in self.items], self.declared, facts)
+
+
+def _failed(error: Exception) -> Outcome:
+    """A probe's own failure, which tells nothing about the module."""
+    return Outcome("not checked", f"the audit's own probe fails with {type(error).__name__}: {one_line(error, kind=False)}; report it")
 
 
 def _quoted(ids: Sequence[str]) -> str:

@@ -98,6 +98,14 @@ class DeclaredRule:
             parts.append(here.new_zeros(len(here), d) if total is None else self._read(here, total, gram))
         return self.eta * torch.cat(parts)
 
+    def state(self, z: Tensor, x: Tensor) -> Tensor:
+        """What is written of whole chunks of a document: the sum [d, r], and of least squares KᵀK below it, [d + r, r]."""
+        total = gram = None
+        for k, source in zip(self.keys(z).split(self.config.chunk_size), x.split(self.config.chunk_size), strict=True):
+            total, gram = self._after(total, gram, k, self.targets(source))
+        assert total is not None
+        return total if gram is None else torch.cat([total, gram])
+
     def _after(self, total: Any, gram: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         """The sum [d, r] and, only where least squares read it, KᵀK [r, r] after one more chunk."""
         written = self.counted(k)

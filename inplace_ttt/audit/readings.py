@@ -7,27 +7,31 @@ documents they read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import CACHE, locate
+from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
 from ..layer.overrides import with_config
 from ..state import FastWeightState
 from ..surgery import config_of, fast_weights
 from .converted import probe_chunk, small_chunks
 from .declared_rule import DeclaredRule
+from .limits import limits
 from .recording import STRENGTH, Document, Piece, Recording, base_output, deviation, recording
 
 Documents = Sequence[Document]
@@ -49,14 +53,14 @@ class Probed:
 
     @classmethod
     @contextmanager
-    def of(cls, lm: Any, seed: int) -> Iterator[Probed]:
-        """The model as probed; as before afterwards."""
+    def of(cls, lm: Any, seed: int, strength: float = STRENGTH) -> Iterator[Probed]:
+        """The model as probed; as before afterwards. strength: of what tokens read, over what W0 gives them."""
         declared = config_of(lm)
         chunk = probe_chunk(declared.kernel_size)
         with small_chunks(lm, chunk, seed), torch.no_grad():
             probed = cls(lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed)
             record = probed.read(probed.ids(1, 4 * chunk))
-            norms = probed._strengthen(record, relative=declared.clip is not None and declared.clip.relative)
+            norms = probed._strengthen(record, strength, relative=declared.clip is not None and declared.clip.relative)
             if declared.clip is None:
                 yield probed
                 return
@@ -64,33 +68,38 @@ class Probed:
             with with_config(probed.layers.values(), clip=clip):
                 yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
 
-    @contextmanager
-    def with_larger_chunks(self) -> Iterator[Probed]:
+    def with_larger_chunks(self) -> AbstractContextManager[Probed]:
         """The same with chunks of another, odd, length."""
-        chunk = 2 * self.chunk + 5
+        return self.with_chunks_of(2 * self.chunk + 5)
+
+    @contextmanager
+    def with_chunks_of(self, chunk: int) -> Iterator[Probed]:
         with with_config(self.layers.values(), chunk_size=chunk):
             yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training)
 
-    def _strengthen(self, record: Recording, relative: bool) -> list[float]:
+    def _strengthen(self, record: Recording, strength: float, relative: bool) -> list[float]:
         """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over ‖W0‖."""
         norms = []
         for index, layer in self.layers.items():
             z, source, _, writes = record.of(index, record.whole()[0])
             rule = self.rule(index)
             reads, base = rule.reads(z, source, writes), base_output(layer, z)
-            factor = float(STRENGTH * base.norm() / reads.norm().clamp(min=1e-30))
+            wanted = base.norm() if bool(base.any()) else reads.norm()
+            factor = float(strength * wanted / reads.norm()) if bool(reads.any()) else 1.0
             if self.config.write_norm is None:
                 layer.ttt.proj.data = layer.ttt.proj.data * factor
-            one = float(rule.tensors["w0"].norm()) if relative else 1.0
+            one = float(rule.tensors["w0"].norm()) or 1.0 if relative else 1.0
             for k, x in zip(rule.keys(z).split(self.chunk), source.split(self.chunk), strict=True):
                 norms.append(factor * float((rule.targets(x).T @ rule.counted(k)).norm()) / one)
         return norms
 
-    def rule(self, index: int, config: InPlaceTTTConfig | None = None) -> DeclaredRule:
-        """What a layer declares; config: of a reading with other settings than these."""
-        config = config or self.config
-        own = config.eta[sorted(self.layers).index(index)] if isinstance(config.eta, tuple) else config.eta
-        return DeclaredRule.of(self.layers[index], config, own, self.training)
+    def rule(self, index: int) -> DeclaredRule:
+        """What a layer declares."""
+        return self._rule_of(self.layers[index], index, self.config)
+
+    def _rule_of(self, layer: FastWeight, index: int, config: InPlaceTTTConfig) -> DeclaredRule:
+        eta = config.eta[sorted(self.layers).index(index)] if isinstance(config.eta, tuple) else config.eta
+        return DeclaredRule.of(layer, config, eta, self.training)
 
     def ids(self, rows: int, tokens: int, part: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + 1000 * part)
@@ -124,8 +133,14 @@ class Probed:
         return {name: self.errors(record, documents) for name, record, documents in scene(self)}
 
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
-        """By layer, how far its outputs are from what it declares."""
-        return {i: deviation(record, i, layer, documents, self.rule(i, record.config)) for i, layer in self.layers.items()}
+        """By layer, how far its outputs are from what it declares; under autocast, as far as its limit is to the model's."""
+        own = self.lm.dtype
+        wider = limits(own).outputs / limits(record.dtype or own).outputs
+        found = {}
+        for i, layer in record.layers.items():
+            rule = record.rules.get(i) or self._rule_of(layer, i, record.config)
+            found[i] = wider * deviation(record, i, layer, documents, dataclasses.replace(rule, dtype=record.dtype or rule.dtype))
+        return found
 
 
 def plain(probed: Probed) -> Iterator[Reading]:
@@ -138,20 +153,20 @@ def batches(probed: Probed) -> Iterator[Reading]:
     """Rows of unequal lengths, padded on either side, in one call and, on the left, in pieces; rows of documents; rows reordered."""
     chunk = probed.chunk
     if probed.takes_documents:
-        yield "rows of documents", *_packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]])
+        yield "rows of documents", *packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]])
     if probed.takes_padding:
         yield from _padded_batches(probed)
     order = torch.tensor([2, 0, 0])
     first = probed.ids(3, 2 * chunk + 3).split([chunk + 1, chunk + 2], 1)
     second = _cut(probed.ids(3, 3 * chunk + 3, 1), _over_an_edge(2 * chunk + 3, chunk))
-    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
+    record, documents = streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
     yield "rows reordered", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)]
     chosen = torch.tensor([2, 1], device=first[0].device)
     second = tuple(ids[:2] for ids in second)
-    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
+    record, documents = streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
     yield "rows chosen", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)]
     first, second = tuple(ids[:2] for ids in first), tuple(ids.repeat(2, 1) for ids in second)
-    record, documents = _streamed(probed, [first, second], lambda cache, part: cache.batch_repeat_interleave(2))
+    record, documents = streamed(probed, [first, second], lambda cache, part: cache.batch_repeat_interleave(2))
     yield "rows repeated", record, [[*documents[row // 2][: len(first)], *documents[row][-len(second) :]] for row in range(4)]
 
 
@@ -159,7 +174,7 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
     chunk = probed.chunk
     lengths = [4 * chunk + 1, 2 * chunk + 3, chunk + 5]
     for left in (False, True):
-        yield f"padded on the {'left' if left else 'right'}", *_padded(probed, lengths, left)
+        yield f"padded on the {'left' if left else 'right'}", *padded(probed, lengths, left)
     longest = max(lengths)
     ids, mask, spans = _padding(probed, lengths, left=True)
     pieces = [2 * chunk + 4, 1, chunk, longest - 3 * chunk - 5]
@@ -180,9 +195,9 @@ def pieces(probed: Probed) -> Iterator[Reading]:
     """A row through a cache, in pieces that end anywhere, token by token over a chunk's edge; and another one after a reset."""
     chunk = probed.chunk
     first = _cut(probed.ids(1, 5 * chunk), [chunk // 2, 3 * chunk + 2, *_over_an_edge(chunk // 2 + 2, chunk)])
-    yield "in pieces", *_streamed(probed, [first])
+    yield "in pieces", *streamed(probed, [first])
     second = _cut(probed.ids(1, 5 * chunk, 1), [chunk + 3, chunk, *_over_an_edge(3, chunk)])
-    record, (document,) = _streamed(probed, [first[:2], second], lambda cache, part: cache.reset(), restarts=True)
+    record, (document,) = streamed(probed, [first[:2], second], lambda cache, part: cache.reset(), restarts=True)
     yield "in pieces after a reset", record, [document[:2], document[2:]]
 
 
@@ -194,11 +209,11 @@ def taken_back(probed: Probed) -> Iterator[Reading]:
         return  # what left a window does not come back, and where tokens may be unwritten nothing is taken back
     first = probed.ids(1, 2 * chunk + 2).split([chunk + 2, chunk], 1)
     second = _cut(probed.ids(1, 3 * chunk, 1), _over_an_edge(2, chunk))
-    record, (document,) = _streamed(probed, [first, second], lambda cache, part: cache.crop(-chunk))
+    record, (document,) = streamed(probed, [first, second], lambda cache, part: cache.crop(-chunk))
     yield "a chunk taken back", record, [[document[0], *document[2:]]]
     first = probed.ids(1, 2 * chunk + 7).split([2 * chunk + 3, 1, 3], 1)
     second = _cut(probed.ids(1, 2 * chunk, 1), [1, *_over_an_edge(5, chunk)])
-    record, (document,) = _streamed(probed, [first, second], lambda cache, part: cache.crop(-3))
+    record, (document,) = streamed(probed, [first, second], lambda cache, part: cache.crop(-3))
     yield "tokens of an open chunk taken back", record, [[*document[:2], *document[3:]]]
 
 
@@ -222,7 +237,7 @@ def documents(probed: Probed) -> Iterator[Reading]:
     """Five documents in a row."""
     chunk = probed.chunk
     if probed.takes_documents:
-        yield "five documents", *_packed(probed, [[2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, 4 * chunk + 5]])
+        yield "five documents", *packed(probed, [[2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, 4 * chunk + 5]])
 
 
 def many_chunks(probed: Probed) -> Iterator[Reading]:
@@ -231,10 +246,45 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
     record = probed.read(probed.ids(1, 16 * chunk + 3))
     yield "sixteen chunks", record, record.whole()
     parts = _cut(probed.ids(1, 16 * chunk + 3), [9 * chunk + 4, *_over_an_edge(4, chunk)])
-    yield "sixteen chunks in pieces", *_streamed(probed, [parts])
+    yield "sixteen chunks in pieces", *streamed(probed, [parts])
     with probed.with_larger_chunks() as larger:
         record = larger.read(larger.ids(1, 3 * larger.chunk + 4))
         yield f"chunks of {larger.chunk} tokens", record, record.whole()
+
+
+def many_writes(probed: Probed, chunks: int) -> tuple[Reading, dict[int, float]]:
+    """So many chunks in three pieces, and by layer how far the state is from what these are declared to write."""
+    chunk, cache = probed.chunk, probed.cache()
+    with recording(probed.lm, probed.config) as record:
+        for ids in _cut(probed.ids(1, chunks * chunk), [chunks // 2 * chunk + 5, 3]):
+            probed.lm(input_ids=ids, **{CACHE: cache}, use_cache=True)
+    document = [Piece(n, 0, 0, record.tokens(n)) for n in range(len(record.forwards))]
+    found = {}
+    for index, held in streams(cache).items():
+        z, source, _, _ = record.of(index, document)
+        wanted = probed.rule(index).state(z, source)
+        state = torch.zeros_like(wanted) if held.state is None else held.state[0].double().cpu()
+        total = len(probed.rule(index).tensors["proj"])
+        parts = [(state[:total], wanted[:total]), (state[total:], wanted[total:])]
+        found[index] = max(float((got - right).norm() / right.norm()) for got, right in parts if right.numel())
+    return (f"{chunks} chunks in pieces", record, [document]), found
+
+
+@contextmanager
+def recomputing(lm: Any) -> Iterator[bool]:
+    """Gradient checkpointing within it, as before afterwards; whether the model takes it."""
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    modules = [module for module in lm.modules() if hasattr(module, names[0])]
+    before = [{name: vars(module)[name] for name in names if name in vars(module)} for module in modules]
+    try:
+        for module in modules:
+            vars(module).update(zip(names, (True, functools.partial(checkpoint, use_reentrant=False)), strict=True))
+        yield bool(modules) and lm.supports_gradient_checkpointing
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            for name in names:
+                vars(module).pop(name, None)
+            vars(module).update(own)
 
 
 def training_rows(probed: Probed) -> Reading:
@@ -243,7 +293,7 @@ def training_rows(probed: Probed) -> Reading:
     if not probed.takes_documents:
         record = probed.read(probed.ids(1, 10 * chunk + 7))
         return "a row of ten chunks", record, record.whole()
-    return "a row of documents", *_packed(probed, [[9 * chunk + 3, chunk + 4]])
+    return "a row of documents", *packed(probed, [[9 * chunk + 3, chunk + 4]])
 
 
 def padded_training_rows(probed: Probed) -> Reading:
@@ -252,7 +302,7 @@ def padded_training_rows(probed: Probed) -> Reading:
     if not probed.takes_padding:
         record = probed.read(probed.ids(2, 3 * chunk + 4))
         return f"rows, chunks of {chunk} tokens", record, record.whole()
-    return f"padded rows, chunks of {chunk} tokens", *_padded(probed, [3 * chunk + 4, 2 * chunk + 1], left=True)
+    return f"padded rows, chunks of {chunk} tokens", *padded(probed, [3 * chunk + 4, 2 * chunk + 1], left=True)
 
 
 def _over_an_edge(at: int, chunk: int) -> list[int]:
@@ -277,16 +327,19 @@ def _padding(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Tensor
     return ids, mask, spans
 
 
-def _padded(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Recording, Documents]:
+def padded(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Recording, Documents]:
     ids, mask, spans = _padding(probed, lengths, left)
     return probed.read(ids, attention_mask=mask), [[Piece(0, row, *span)] for row, span in enumerate(spans)]
 
 
-def _packed(probed: Probed, rows: Sequence[Sequence[int]]) -> tuple[Recording, Documents]:
-    """Rows of packed documents of these lengths in one call."""
-    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+def packed(
+    probed: Probed, rows: Sequence[Sequence[int]], first_positions: Sequence[int] = (), **kwargs: Any
+) -> tuple[Recording, Documents]:
+    """Rows of packed documents of these lengths in one call; first_positions: of each document of a row, 0 without them."""
+    firsts = first_positions or [0] * max(len(lengths) for lengths in rows)
+    positions = torch.stack([torch.cat([first + torch.arange(n) for first, n in zip(firsts, row, strict=False)]) for row in rows])
     ids = probed.ids(*positions.shape)
-    record = probed.read(ids, position_ids=positions.to(ids.device))
+    record = probed.read(ids, position_ids=positions.to(ids.device), **kwargs)
     found: list[Document] = []
     for row, lengths in enumerate(rows):
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -294,7 +347,7 @@ def _packed(probed: Probed, rows: Sequence[Sequence[int]]) -> tuple[Recording, D
     return record, found
 
 
-def _streamed(
+def streamed(
     probed: Probed, parts: Sequence[Sequence[Tensor]], between: Callable[[Any, int], None] | None = None, restarts: bool = False
 ) -> tuple[Recording, list[list[Piece]]]:
     """Pieces of ids [B, n] through one cache; `between` is called with the cache after each part but the last.

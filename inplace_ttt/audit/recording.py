@@ -18,11 +18,20 @@ from torch import Tensor, nn
 from ..config import InPlaceTTTConfig
 from ..families import locate
 from ..layer.fast_linear import FastWeight, plain_class
+from ..ops import state_dtype
 from ..surgery import fast_weights
 from .declared_rule import DeclaredRule
+from .limits import BIAS
 
 STRENGTH = 0.5
 """What tokens read over what W0 gives them, as the probes set P: large beside rounding, and beside what clips let through."""
+
+FEW = 32
+"""Tokens below which rounding alone has a bias."""
+
+
+LOSS_SCALES = (1.0, 2.0**-5, 2.0**-10, 2.0**-13)
+"""The last still keeps the bits of float16."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Piece:
 class Seen:
     """Of one layer in one forward: the down-projection's input, what its targets are made of, its output; rows [B, T].
 
-    passed: the output as it goes on, which others may change in place.
+    passed: the output as it goes on, which others may change in place. path: the source as the targets alone take it, with its graph.
     """
 
     z: Tensor
@@ -48,6 +57,7 @@ class Seen:
     out: Tensor
     rows: torch.Size
     passed: Tensor
+    path: Tensor
 
     def part(self, name: str, piece: Piece) -> Tensor:
         """One of them [n, ·] over the tokens of a piece, in float64."""
@@ -60,15 +70,25 @@ Document = Sequence[Piece]
 
 @dataclass
 class Recording:
-    """One entry a forward: by layer, what it saw. config: the settings under which the model ran."""
+    """One entry per forward: by layer, what it saw. config: the settings under which the model ran, and layers its TTT layers.
+
+    dtype: what these computed in, where autocast made it another than their own. rules: what they declared before, where it may be
+    other by now.
+    """
 
     config: InPlaceTTTConfig
+    layers: dict[int, FastWeight]
+    dtype: torch.dtype | None = None
+    rules: dict[int, DeclaredRule] = field(default_factory=dict)
     forwards: list[dict[int, Seen]] = field(default_factory=list)
 
     def whole(self, forward: int = 0) -> list[Document]:
         """Each row of a forward as one document."""
         rows, tokens = next(iter(self.forwards[forward].values())).rows
         return [[Piece(forward, row, 0, tokens)] for row in range(rows)]
+
+    def tokens(self, forward: int) -> int:
+        return next(iter(self.forwards[forward].values())).rows[1]
 
     def of(self, index: int, document: Document) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """z [T, h], source [T, d], output [T, d] and what writes, bool [T], of a layer over a document, in float64."""
@@ -83,24 +103,21 @@ class Recording:
 @contextmanager
 def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
     """Within it each forward of the model is an entry; tensors keep their graph where there is one."""
-    decoder, found = locate(lm), Recording(config)
+    decoder, found = locate(lm), Recording(config, fast_weights(lm))
     held: dict[str, Tensor] = {}
 
-    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held[name] = args[0] if args else kwargs["hidden_states"]
-
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keep("embeddings", module, args, kwargs)
         found.forwards.append({})
 
     def note(index: int, down: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
         source = held["embeddings" if config.target == "embeddings" else f"mlp {index}"]
-        found.forwards[-1][index] = Seen(args[0], source.detach().clone(), out.detach().clone(), held["embeddings"].shape[:2], out)
+        rows = held["embeddings"].shape[:2]
+        found.forwards[-1][index] = Seen(args[0], source.detach().clone(), out.detach().clone(), rows, out, source)
 
-    handles = [decoder.blocks[0].register_forward_pre_hook(start, with_kwargs=True)]
-    for index, layer in fast_weights(lm).items():
-        mlp = decoder.layers[index].mlp
-        handles.append(mlp.register_forward_pre_hook(functools.partial(keep, f"mlp {index}"), with_kwargs=True))
+    handles = _fork_of_input(decoder.blocks[0], held, "embeddings")
+    handles.append(decoder.blocks[0].register_forward_pre_hook(start, with_kwargs=True))
+    for index, layer in found.layers.items():
+        handles += _fork_of_input(decoder.layers[index].mlp, held, f"mlp {index}")
         handles.append(layer.register_forward_pre_hook(_for_the_layer_alone))
         handles.append(layer.register_forward_hook(functools.partial(note, index)))
     try:
@@ -108,6 +125,30 @@ def recording(lm: Any, config: InPlaceTTTConfig) -> Iterator[Recording]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _fork_of_input(module: nn.Module, held: dict[str, Tensor], name: str) -> list[Any]:
+    """Hooks by which other hooks of the module see a view of its input, kept in `held`, and the module itself the input.
+
+    A gradient by that view is what comes through the hooks alone: the targets, whose source they take.
+    """
+    own: list[Tensor] = []
+
+    def change(args: tuple[Any, ...], kwargs: dict[str, Any], new: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+    def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own[:] = [args[0] if args else kwargs["hidden_states"]]
+        held[name] = own[0].view_as(own[0])
+        return change(args, kwargs, held[name])
+
+    def last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return change(args, kwargs, own.pop())
+
+    return [
+        module.register_forward_pre_hook(first, with_kwargs=True, prepend=True),
+        module.register_forward_pre_hook(last, with_kwargs=True),
+    ]
 
 
 def _for_the_layer_alone(down: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -130,23 +171,29 @@ def base_output(layer: FastWeight, z: Tensor) -> Tensor:
 def deviation(record: Recording, index: int, layer: FastWeight, documents: Sequence[Document], rule: DeclaredRule) -> float:
     """How far the layer's outputs are from what it declares, as a share of what a token that reads something reads.
 
-    Of each document's chunks the worst one counts, root mean square over its tokens. Half precision rounds outputs, beside which writes
-    of one norm stay as small as η makes them: there it is a share of `STRENGTH` of the outputs at least.
+    Of each document's chunks the worst one counts, by the root mean square over its tokens, or its bias: how much more or less it reads
+    of what is declared. Half precision rounds outputs, beside which writes of one norm stay as small as η makes them: there it is a
+    share of `STRENGTH` of the outputs at least. Where nothing is to be read, it is a share of the outputs without fast weight.
     """
     off: list[Tensor] = []
+    biases: list[Tensor] = []
     sizes: list[Tensor] = []
     bases: list[Tensor] = []
     for document in documents:
         z, source, out, writes = record.of(index, document)
         reads, base = rule.reads(z, source, writes), base_output(layer, z)
-        off += (out - base - reads).square().sum(-1).split(rule.config.chunk_size)
+        error = out - base - reads
+        off += error.square().sum(-1).split(rule.config.chunk_size)
+        biases.append((error * reads).sum(-1)[reads.any(-1)])
         sizes.append(reads.square().sum(-1))
         bases.append(base.square().sum(-1))
-    size = torch.cat(sizes)
-    size = size[size > 0].mean() if bool((size > 0).any()) else torch.tensor(float("nan"), dtype=torch.float64)
+    size, base_size = torch.cat(sizes), torch.cat(bases).mean()
+    size = size[size > 0].mean() if bool((size > 0).any()) else base_size if float(base_size) else torch.ones_like(base_size)
     if rule.config.write_norm is not None and torch.finfo(rule.dtype).bits < 32:
-        size = torch.maximum(size, STRENGTH**2 * torch.cat(bases).mean())
-    return float(torch.stack([part.mean() for part in off]).max().div(size).sqrt())
+        size = torch.maximum(size, STRENGTH**2 * base_size)
+    scatter = torch.stack([part.mean() for part in off]).max().div(size).sqrt()
+    bias = torch.stack([part.sum() / max(len(part), FEW) for part in biases]).abs().max().div(size)
+    return float(torch.maximum(scatter, BIAS * bias))
 
 
 def gradient_errors(
@@ -165,17 +212,39 @@ def gradient_errors(
         for (piece,) in documents:
             here = weights[piece.row, piece.start : piece.stop]
             here.copy_(torch.randn(here.shape, generator=generator))
-        loss = loss + (s.passed * weights.reshape(s.out.shape).to(s.out)).sum()
+        loss = loss + (s.passed.to(state_dtype(s.passed.dtype)) * weights.reshape(s.out.shape).to(s.out.device)).sum()
     found = {}
+    wanted_of_source: dict[int, Tensor] = {}
     for index, layer in layers.items():
         s, own = seen[index], _differentiated(seen[index], layer)
-        upstream, *given = torch.autograd.grad(loss, [s.passed, *own.values()], retain_graph=True, allow_unused=True)
+        scale, (upstream, *given) = _gradients_in_range(loss, [s.passed, *own.values()])
         wanted = _declared_gradients(s, documents, rule(index), upstream)
-        found[index] = {
-            name: float((_like(got, wanted[name]) - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-30))
-            for name, got in zip(own, given, strict=True)
-        }
+        found[index] = {name: _off(got, wanted[name]) for name, got in zip(own, given, strict=True)}
+        wanted_of_source[id(s.path)] = wanted_of_source.get(id(s.path), 0) + wanted["source"] / scale
+    config = rule(next(iter(seen))).config
+    if config.detach_target or len(layers) < len(seen):
+        return found
+    owners = {
+        id(s.path): (index, s.path) for index, s in reversed(seen.items()) if s.path.requires_grad
+    }  # embeddings are one of all layers
+    if owners:
+        scale, gradients = _gradients_in_range(loss, [path for _, path in owners.values()])
+        for (index, path), got in zip(owners.values(), gradients, strict=True):
+            found[index]["the target's source"] = _off(got, scale * wanted_of_source[id(path)])
     return found
+
+
+def _off(got: Tensor | None, wanted: Tensor) -> float:
+    return float((_like(got, wanted) - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def _gradients_in_range(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[float, Sequence[Any]]:
+    """A scale of the loss, and its gradients by tensors: smaller than 1 where they leave float16's range, as loss scaling has it."""
+    for scale in LOSS_SCALES:
+        found = torch.autograd.grad(scale * loss, tensors, retain_graph=True, allow_unused=True)
+        if all(gradient is None or bool(gradient.isfinite().all()) for gradient in found):
+            break
+    return scale, found
 
 
 def _differentiated(seen: Seen, layer: FastWeight) -> dict[str, Tensor]:
@@ -189,15 +258,17 @@ def _differentiated(seen: Seen, layer: FastWeight) -> dict[str, Tensor]:
 def _declared_gradients(seen: Seen, documents: Sequence[Document], rule: DeclaredRule, upstream: Tensor) -> dict[str, Tensor]:
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in rule.tensors.items()}
     own, given = dataclasses.replace(rule, tensors=leaves), dataclasses.replace(seen, out=upstream)
-    z = seen.z.detach().clone().requires_grad_()
+    z, source = (tensor.detach().clone().requires_grad_() for tensor in (seen.z, seen.source))
     total: Any = 0.0
     for (piece,) in documents:
-        here = dataclasses.replace(seen, z=z).part("z", piece)
-        out = own.reads(here, seen.part("source", piece).detach(), torch.ones(len(here), dtype=torch.bool))
+        leaf = dataclasses.replace(seen, z=z, source=source)
+        here = leaf.part("z", piece)
+        out = own.reads(here, leaf.part("source", piece), torch.ones(len(here), dtype=torch.bool))
         out = out if "w0" not in leaves else out + here @ leaves["w0"].T
         total = total + (out * given.part("out", piece)).sum()
-    names = [*leaves, "z"]
-    return dict(zip(names, torch.autograd.grad(total, [*leaves.values(), z], allow_unused=True), strict=True))
+    names = [*leaves, "z", "source"]
+    found = torch.autograd.grad(total, [*leaves.values(), z, source], allow_unused=True)
+    return {name: torch.zeros(()) if gradient is None else gradient for name, gradient in zip(names, found, strict=True)}
 
 
 def _like(gradient: Tensor | None, wanted: Tensor) -> Tensor:

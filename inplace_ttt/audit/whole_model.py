@@ -26,6 +26,9 @@ _TEXT = (
 )
 
 
+_SMALL = 20_000_000
+"""Parameters up to which a model itself is called in every way."""
+
 Measured = TypeVar("Measured")
 
 
@@ -61,6 +64,11 @@ class WholeModel:
         if not names:
             return ""
         return f"with {' and '.join(names)} a layer has no convolution to set, or reads no sum; `declared-rule` holds all of it"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether many calls of single tokens, and a copy of it, cost little."""
+        return sum(parameter.numel() for parameter in self.lm.parameters()) <= _SMALL
 
     @property
     def chunk(self) -> int:

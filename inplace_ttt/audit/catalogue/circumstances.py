@@ -50,6 +50,22 @@ CIRCUMSTANCES: tuple[Item, ...] = (
         named_by=("document-reset", "document-grid", "plain-sum", "state-precision", "context-parallel", "in-pieces", *PIECES),
     ),
     Item(
+        "ways-of-calling", "However the model is called, it computes the same rule", "—",
+        "Not stated; the rule does not depend on how tokens are handed over.", "medium", "Only generate and plain calls are provided for.",
+        "Users generate and read on, copy caches, drop attention, autocast, and pass embeddings or lengths of documents.",
+        "Make the call that is named, and compare each layer with ops/reference.py.",
+        None, circumstances.called_otherwise, absent=True,
+        named_by=("rows", "padding", "document-reset", "document-grid", "take-back", "in-pieces", "in-batches", *PIECES),
+    ),
+    Item(
+        "drawn-sizes", "Many rows, chunks and documents, large chunks and long texts compute it too", "§3.4, Algorithm 1",
+        "The rule has no size at which it changes.", "high", "The same.",
+        "A border in the code lies at some size, and fixed tests stay on one side of it.",
+        "Read with the sizes that are named; `--seed` draws others.",
+        None, circumstances.at_drawn_sizes, absent=True,
+        named_by=("rows", "padding", "document-reset", "document-grid", "in-pieces", "in-batches", "over-many-chunks", *PIECES),
+    ),
+    Item(
         "precisions", "The rule holds in every precision", "—",
         "Not stated.", "medium", "bf16 throughout.",
         "A path that only half precision takes is the one that runs on a GPU.",

@@ -174,7 +174,7 @@ class Bench:
         )
         sizes = self.sizes(training=None)
         one = sizes[SCALES.index(1.0)]
-        wanted = 1.0 if one == 0 else float(_STRONG * outputs / one)
+        wanted = 1.0 if one == 0 or not float(outputs) else float(_STRONG * outputs / one)
         knee = self.knee(sizes)
         return wanted if knee is None else min(wanted, knee / 10)
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...errors import one_line
+from ...config import InPlaceTTTConfig
+from ...errors import InPlaceTTTError, one_line
 from ...layer.overrides import overriding
+from ..blame import is_the_probes
+from ..limits import LIMITS, gradient_limit, limits
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..prompts import prompt_deviations
 from ..readings import (
@@ -24,25 +28,31 @@ from ..readings import (
     batches,
     documents,
     many_chunks,
+    many_writes,
     padded_training_rows,
     pieces,
     plain,
+    recomputing,
     taken_back,
     training_rows,
 )
 from ..recording import gradient_errors
+from ..sizes import drawn_sizes
+from ..ways import ways_of_calling
 from ..whole_model import WholeModel
 from .bench import Bench, error
 from .twin import twin
 
-_TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.04, torch.float16: 0.005}
-"""By the model's dtype, of what a token reads. Half precision rounds outputs: ten roundings, where sound models show two to seven."""
-_GRADIENT_TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.bfloat16: 0.05, torch.float16: 0.03}
-
-_BY_A_SOLVE = 3
-"""How much more of a gradient half precision may take where keys that are not whitened, and rounded, go through a solve."""
 _LEAST_ETA = 1e-3
 """Targets that make up for a smaller one are beyond float16."""
+_NARROW = 32
+"""Width of the small model that reads long texts, and in every precision."""
+_MANY = 70
+"""Chunks after which a state that is rounded with each write is off by more than targets are."""
+_BEYOND_FLOAT16 = {1e-5: (48.0, 20), 1e3: (1.0, 1)}
+"""η at which what is written is above or below what float16 has, how much larger embeddings and keys are then, and how much further off
+
+a sound layer may be: large numbers amplify rounding, and what leaves the range is infinite."""
 
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
@@ -52,7 +62,7 @@ def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
     readings = {"one row in one call": {first: errors[first]}}
     if settings is not None:
         readings |= prompt_deviations(whole.lm, settings, whole.seed)
-    return _judged(whole.lm.dtype, readings, "a reading computes what the settings declare")
+    return _judged(readings, limits(whole.lm.dtype).outputs, "a reading computes what the settings declare")
 
 
 def in_batches(whole: WholeModel, expected: Any) -> Outcome:
@@ -75,6 +85,28 @@ def over_many_chunks(whole: WholeModel, expected: Any) -> Outcome:
     return _held(whole, many_chunks, "sixteen chunks, and larger ones, compute what is declared")
 
 
+def called_otherwise(whole: WholeModel, expected: Any) -> Outcome:
+    """A large model's settings are read with a small one, since single tokens cost a large one much."""
+    found = "however it is called, the model computes what it declares"
+    if whole.is_small:
+        return _held(whole, ways_of_calling, found)
+    return _of_a_small_model(whole, ways_of_calling, found)
+
+
+def at_drawn_sizes(whole: WholeModel, expected: Any) -> Outcome:
+    return _of_a_small_model(whole, drawn_sizes, "rows, chunks, documents and texts of drawn sizes compute it")
+
+
+def _of_a_small_model(whole: WholeModel, scene: Scene, found: str) -> Outcome:
+    """A small model with these settings and of this dtype, which is cheap to read with."""
+    limit = limits(whole.lm.dtype).outputs
+    with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as probed:
+        (usual,) = probed.deviations(plain).values()
+        if max(usual.values()) >= limit:
+            raise NotChecked("a plain reading is not what is declared, which other items report")
+        return _judged(probed.deviations(scene), limit, found)
+
+
 @dataclass(frozen=True)
 class Trained:
     """Of packed and padded rows in training: by way and layer how far outputs are off, and by tensor gradients where outputs are not."""
@@ -90,14 +122,26 @@ def trained(whole: WholeModel) -> Trained:
         _train(large, padded_training_rows, lawful, found)
     with Probed.of(whole.lm, whole.seed) as small:
         _train(small, training_rows, lawful, found)
+        if whole.is_small:
+            _recompute(small, lawful, found)
+    if not whole.is_small:
+        with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as small:
+            _recompute(small, list(small.layers), found)
     if not found.outputs:
         raise NotChecked("rows of documents are not what is declared in evaluation either, which other items report")
     return found
 
 
-def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained) -> None:
+def _recompute(probed: Probed, lawful: Sequence[int], found: Trained) -> None:
+    """With gradient checkpointing, which is refused where a family passes no keyword arguments on."""
+    with recomputing(probed.lm) as takes_it, suppress(InPlaceTTTError):
+        if takes_it:
+            _train(probed, training_rows, lawful, found, ", recomputed in the backward pass")
+
+
+def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained, how: str = "") -> None:
     """One way of reading, first in evaluation, then in training, with gradients."""
-    lm, limit = probed.lm, _TOLERANCE[probed.lm.dtype]
+    lm, limit = probed.lm, limits(probed.lm.dtype).outputs
     name, record, rows = scene(probed)
     known = [i for i, off in probed.errors(record, rows).items() if i in lawful and off < limit]
     if not known:
@@ -107,13 +151,14 @@ def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[
     parameters = [p for module in learning for p in module.parameters() if p.is_floating_point()]
     with overriding(lm.modules(), training=True), overriding(parameters, requires_grad=True), torch.enable_grad():
         name, record, rows = scene(learner)
+        name += how
         found.outputs[name] = outputs = {i: off for i, off in learner.errors(record, rows).items() if i in known}
         layers = {i: learner.layers[i] for i, off in outputs.items() if off < limit}
         found.gradients[name] = gradient_errors(record, layers, rows, learner.rule)
 
 
 def in_training(whole: WholeModel, expected: Any) -> Outcome:
-    return _judged(whole.lm.dtype, whole.once(trained).outputs, "training computes what is declared")
+    return _judged(whole.once(trained).outputs, limits(whole.lm.dtype).outputs, "training computes what is declared")
 
 
 def gradient(whole: WholeModel, expected: Any) -> Outcome:
@@ -126,9 +171,7 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
     }
     if not errors:
         raise NotChecked("in training the outputs themselves are not what is declared, which `in-training` reports")
-    limit = _GRADIENT_TOLERANCE[whole.lm.dtype]
-    if whole.config.damping is not None and whole.config.whitening is None and torch.finfo(whole.lm.dtype).bits < 32:
-        limit *= _BY_A_SOLVE
+    limit = gradient_limit(whole.lm.dtype, whole.config)
     worst = max(errors, key=lambda key: errors[key])
     found = "the gradient is that of the whole scan"
     if errors[worst] >= limit:
@@ -138,23 +181,52 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
-    """A small model with these settings in each precision, over many chunks in one call and in pieces."""
+    """A small model with these settings in each precision, over many chunks in one call and in pieces; what it then holds.
+
+    In float16 also by an η at which what is written leaves that precision's range.
+    """
     found: dict[torch.dtype, Outcome] = {}
-    with twin(dataclasses.replace(whole.config, eta=max(whole.config.eta_of(0), _LEAST_ETA))) as model:
-        for dtype in _TOLERANCE:
-            try:
-                with Probed.of(model.to(dtype), whole.seed) as probed:
-                    errors = {name: by_layer for scene in (plain, many_chunks) for name, by_layer in probed.deviations(scene).items()}
-                    found[dtype] = _judged(dtype, errors, "")
-            except Exception as error:
-                found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
+    for dtype in LIMITS:
+        try:
+            found[dtype] = _in_precision(whole, dtype)
+        except Exception as error:
+            if is_the_probes(error):
+                raise
+            found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
     numbers = {f"{_named(dtype)}, {name}": value for dtype, outcome in found.items() for name, value in outcome.numbers.items()}
     failed = [dtype for dtype, outcome in found.items() if outcome.verdict == "deviates"]
     if len(failed) == len(found):
         raise NotChecked("what is declared holds in no precision, which other items report")
     if failed:
         return judged(False, f"in {_named(failed[0])}, {found[failed[0]].found}", numbers, found[failed[0]].tolerance)
-    return judged(True, f"what is declared holds in {', '.join(map(_named, found))}", numbers, max(_TOLERANCE.values()))
+    return judged(True, f"what is declared holds in {', '.join(map(_named, found))}", numbers, limits(torch.bfloat16).small_model)
+
+
+def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
+    limit, usual = limits(dtype), _visible(whole.config)
+    errors: dict[str, dict[int, float]] = {}
+    with twin(usual, width=_NARROW) as model, Probed.of(model.to(dtype), whole.seed) as probed:
+        errors |= probed.deviations(plain)
+        (name, record, texts), off = many_writes(probed, _MANY)
+        errors[name] = probed.errors(record, texts)
+        if whole.config.write_norm is None:
+            errors[f"what {_MANY} chunks wrote"] = {i: value * limit.small_model / limit.state for i, value in off.items()}
+    if dtype == torch.float16 and whole.config.write_norm is None:
+        for eta, (louder, wider) in _BEYOND_FLOAT16.items():
+            with twin(dataclasses.replace(usual, eta=eta), width=_NARROW) as model:
+                model.get_input_embeddings().weight.data.mul_(louder)
+                for layer in model.model.layers:
+                    layer.mlp.up_proj.weight.data.mul_(louder)
+                with Probed.of(model.to(dtype), whole.seed) as probed:
+                    share = limit.small_model / (wider * limit.outputs)
+                    for name, off in probed.deviations(pieces).items():
+                        errors[f"{name}, η {eta:g}"] = {i: share * value for i, value in off.items()}
+    return _judged(errors, limit.small_model, "")
+
+
+def _visible(config: InPlaceTTTConfig) -> InPlaceTTTConfig:
+    """The settings with an η that targets in float16 can make up for."""
+    return dataclasses.replace(config, eta=max(config.eta_of(0), _LEAST_ETA))
 
 
 def _named(dtype: torch.dtype) -> str:
@@ -183,7 +255,7 @@ def layer_over_many_chunks(bench: Bench, expected: Any) -> Outcome:
 
 def _lawful(whole: WholeModel) -> list[int]:
     """The TTT layers whose plain reading is what they declare."""
-    limit = _TOLERANCE[whole.lm.dtype]
+    limit = limits(whole.lm.dtype).outputs
     found = [i for i, error in whole.once(plain_deviations).items() if error < limit]
     if not found:
         raise NotChecked("a plain reading is not what is declared, which other items report")
@@ -203,14 +275,15 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
         try:
             errors = {name: {i: by_layer[i] for i in lawful} for name, by_layer in probed.deviations(scene).items()}
         except Exception as error:  # in one call it ran
+            if is_the_probes(error):
+                raise
             return judged(False, f"the model raises {type(error).__name__}: {one_line(error, kind=False)}", {})
     if not errors:
         raise NotChecked("the model takes no position_ids, so that a row is one document")
-    return _judged(whole.lm.dtype, errors, found)
+    return _judged(errors, limits(whole.lm.dtype).outputs, found)
 
 
-def _judged(dtype: torch.dtype, errors: dict[str, dict[int, float]], found: str) -> Outcome:
-    limit = _TOLERANCE[dtype]
+def _judged(errors: dict[str, dict[int, float]], limit: float, found: str) -> Outcome:
     error, name, layer = max((float("inf") if e != e else e, name, i) for name, by_layer in errors.items() for i, e in by_layer.items())
     numbers = {name: max(by_layer.values()) for name, by_layer in errors.items()}
     if error >= limit:

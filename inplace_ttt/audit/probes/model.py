@@ -14,10 +14,12 @@ from ... import surgery
 from ...errors import InPlaceTTTError
 from ...families import locate
 from ..converted import borrowed, small_chunks
+from ..limits import limits
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..whole_model import WholeModel
 from .bench import Bench, largest_difference
 from .circumstances import plain_deviations
+from .conversion import after_conversion, frozen_beside_trained
 from .twin import TWIN_RANGE, base_of_twin, twin, twin_on_disk
 
 
@@ -73,7 +75,7 @@ def start_conv(whole: WholeModel, expected: Any) -> Outcome:
     """The convolutions of a fresh conversion with these settings, and of this model if it was never trained."""
     if whole.config.conv == "next":
         return Outcome("extension", "there is no convolution: the next token's source stands in its place", {"conv": "next"})
-    fresh = max(float(conv.abs().max()) for conv, _ in whole.once(fresh_generators))
+    fresh = max(float(conv.abs().max()) for conv, _ in whole.once(after_conversion).generators)
     here = max(float(layer.ttt.conv.detach().abs().max()) for layer in whole.layers.values())
     found = "a conversion starts with conv = 0" if fresh == 0 else f"a conversion starts with conv up to {fresh:.2g}"
     found += "; this model's is 0 still" if here == 0 else "; this model's has been trained since"
@@ -86,7 +88,7 @@ def start_projection(whole: WholeModel, expected: Any) -> Outcome:
         return Outcome("extension", f"P starts as the {whole.config.proj_init.replace('_', ' ')}", {"proj_init": whole.config.proj_init})
     if whole.config.calibrated_proj:
         return Outcome("extension", "P starts as the map to the next token that is measured on a text", {"calibrated_proj": True})
-    fresh, half = [proj for _, proj in whole.once(fresh_generators)], len(whole.once(fresh_generators)) // 2
+    fresh, half = [proj for _, proj in whole.once(after_conversion).generators], len(whole.once(after_conversion).generators) // 2
     drawn = [(p, TWIN_RANGE) for p in fresh]
     groups = [fresh[:half], fresh[half:]]
     if untrained(whole):
@@ -104,16 +106,6 @@ def start_projection(whole: WholeModel, expected: Any) -> Outcome:
     return judged(off == 0 and not strange and not alike, found, numbers, 0.25)
 
 
-def fresh_generators(whole: WholeModel) -> list[tuple[Tensor, Tensor]]:
-    """conv and P of three layers of a small model: first as converted in memory, then as a converted folder is loaded."""
-    found = []
-    for converted in (twin, twin_on_disk):
-        with converted(whole.config, layers=(0, 1, 2)) as model:
-            layers = [layer.ttt for layer in surgery.fast_weights(model).values()]
-            found += [(ttt.conv.detach().clone() if ttt.conv is not None else Tensor(), ttt.proj.detach().clone()) for ttt in layers]
-    return found
-
-
 def _unlike_normal(x: Tensor) -> str:
     """What of numbers [n] is not as N(0, 1) has it, beyond what n draws may do; empty where all is."""
     n, mean, std, largest = len(x), float(x.mean()), float(x.std()), float(x.abs().max())
@@ -127,7 +119,15 @@ def _unlike_normal(x: Tensor) -> str:
 
 
 def start_identity(whole: WholeModel, expected: Any) -> Outcome:
-    """With conv = 0: a small model before and after its conversion, and this model, untouched, with TTT on and off."""
+    """What a conversion makes of the base's weights; with conv = 0, a small model before and after it, and this one with TTT on and off."""
+    small = whole.once(after_conversion)
+    for found, names in (
+        ("a conversion changes the base's", small.changed),
+        ("a conversion freezes", small.frozen),
+        ("while the rest of their MLP is trained, frozen are", frozen_beside_trained(whole)),
+    ):
+        if names:
+            return judged(False, f"{found} {_list(names[:3])}", {"named": names}, 0)
     if not whole.config.starts_as_base:
         return Outcome("extension", "a fresh conversion writes at once, so that it is not its base", {"conv": whole.config.conv})
     ids = torch.randint(64, (1, 3 * whole.chunk), generator=torch.Generator().manual_seed(whole.seed))
@@ -149,9 +149,11 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
             with surgery.ttt_disabled(whole.lm):
                 off = whole.lm(whole.ids, use_cache=False).logits
         numbers["logits of this model, on against off"] = largest_difference(on, off)
-    worst = max(numbers.values())
-    found = "the model starts as its base" if worst < 1e-3 else f"the model starts {worst:.2g} of a logit away from its base"
-    return judged(worst < 1e-3, found, numbers, 1e-3)
+    worst = max(numbers, key=lambda name: numbers[name])
+    limit = limits(whole.lm.dtype if "this model" in worst else torch.float32).start
+    off = numbers[worst]
+    found = "the model starts as its base" if off < limit else f"the model starts {off:.2g} of a logit away from its base"
+    return judged(off < limit, found, numbers, limit)
 
 
 def untrained(whole: WholeModel) -> bool:
@@ -210,9 +212,9 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
                 apart.append(index)  # of the first layer writes can be told from what is read, and of this one not
                 continue
             rows[index] = row
-    errors = whole.once(plain_deviations)
-    if errors[next(iter(errors))] < TOLERANCE:  # else the first layer itself is off, which other items report
-        apart += [i for i, error in errors.items() if error >= TOLERANCE and i not in apart]
+    errors, limit = whole.once(plain_deviations), limits(whole.lm.dtype).outputs
+    if errors[next(iter(errors))] < limit:  # else the first layer itself is off, which other items report
+        apart += [i for i, error in errors.items() if error >= limit and i not in apart]
     first = next(iter(rows.values()), ())
     apart += [i for i, row in rows.items() if i not in apart and max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE]
     found = f"all {len(errors)} TTT layers follow one rule"

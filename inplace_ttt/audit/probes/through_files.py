@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
         changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer)]
     if changed:
         return judged(False, f"a state dict has {changed[0]} otherwise than the model", {"changed": changed}, 0)
-    with twin(whole.config) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder:
+    single = dataclasses.replace(whole.config, eta=whole.config.eta_of(0))  # a list of them is no setting of the public format
+    with twin(single) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder:
         model.config.inplace_ttt["config"] = probed.config.to_dict()
         wrong: list[str] = []
         numbers: dict[str, Any] = {}
@@ -50,6 +52,13 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
             wrong += [f"a session comes back {off:.2g} away"] * (not off < _OFF)
         except InPlaceTTTError as refusal:
             wrong.append(f"a session that was saved does not load: {refusal}")
+    etas = tuple(factor * (whole.config.eta_of(0) or 1.0) for factor in (1.0, 0.5, 2.0))
+    several = dataclasses.replace(whole.config, layers=(0, 1, 2), eta=etas)
+    with twin(several, (0, 1, 2)) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder:
+        model.config.inplace_ttt["config"] = probed.config.to_dict()
+        for name, file in (("a checkpoint", _checkpoint), ("an adapter", _adapter)):
+            changed = numbers[f"{name} with an η per layer: changed"] = file(model, probed, Path(folder))
+            wrong += [f"{name} with an η per layer does not give back {what}" for what in changed]
     return judged(not wrong, wrong[0] if wrong else "what is saved comes back as it was, checkpoint, adapter and session", numbers, _OFF)
 
 

@@ -27,11 +27,11 @@ TWIN_RANGE = 0.03
 
 
 @contextmanager
-def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1)) -> Iterator[Any]:
-    """A three-layer Llama, converted by this package with these settings."""
+def twin(config: InPlaceTTTConfig, layers: tuple[int, ...] = (0, 1), width: int = 128) -> Iterator[Any]:
+    """A three-layer Llama of some width, converted by this package with these settings."""
     settings = _settings(config, layers)
     with _in_silence():
-        model = surgery.convert(base_of_twin(), settings)
+        model = surgery.convert(base_of_twin(width), settings)
         if settings.needs_calibration:
             calibrate(model, [calibration_ids()])
         yield model
@@ -50,12 +50,12 @@ def twin_on_disk(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> Iterator[
         yield load(out)
 
 
-def base_of_twin() -> Any:
+def base_of_twin(width: int = 128) -> Any:
     """The same weights each time."""
     shape = LlamaConfig(
         vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=1 << 20,
@@ -67,7 +67,7 @@ def base_of_twin() -> Any:
 
 
 def _settings(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> InPlaceTTTConfig:
-    eta = config.eta if not isinstance(config.eta, tuple) else config.eta[0]
+    eta = config.eta[0] if isinstance(config.eta, tuple) and len(config.eta) != len(layers) else config.eta
     return dataclasses.replace(config, layers=layers, eta=eta)
 
 

@@ -14,18 +14,22 @@ from __future__ import annotations
 import functools
 import itertools
 
-from . import clips, data_rows, extensions, files, gradients, layouts, op, start, streams, target
+from . import clips, data_rows, extensions, files, gradients, layouts, op, start, streams, target, ways
 from .fault import Fault, Kind
 from .held_out import data_rows as held_out_rows
 from .held_out import rest as held_out_rest
 from .held_out import rule as held_out_rule
 from .held_out import streams as held_out_streams
 from .held_out import target as held_out_target
+from .held_out import ways as held_out_ways
 
 _OPEN: tuple[tuple[Kind, ...], ...] = (
     op.KINDS, target.KINDS, layouts.KINDS, streams.KINDS, files.KINDS, start.KINDS, clips.KINDS, gradients.KINDS, extensions.KINDS,
+    ways.KINDS,
 )  # fmt: skip
-_HELD_OUT = (held_out_rule.KINDS, held_out_target.KINDS, held_out_streams.KINDS, held_out_rest.KINDS)
+_HELD_OUT = (
+    held_out_rule.KINDS, held_out_target.KINDS, held_out_streams.KINDS, held_out_rest.KINDS, held_out_ways.KINDS,
+)  # fmt: skip
 
 
 @functools.cache

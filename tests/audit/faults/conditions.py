@@ -139,6 +139,23 @@ BFLOAT16_TRAINING = _when(
     dtype=torch.bfloat16,
 )  # fmt: skip
 
+LATE_ROWS = When("in rows after the fifth", lambda at: at.call is not None and at.row >= 5, frozenset({"drawn-sizes"}), ("many rows",))
+FORTY_CHUNKS = When(
+    "after forty chunks", lambda at: at.call is not None and at.chunk >= 40, frozenset({"drawn-sizes"}), ("fifty chunks",)
+)  # fmt: skip
+LARGER_CHUNKS = _when("with chunks above 100", lambda c: c.chunk_size > 100, "drawn-sizes", "chunks of 120")
+TENTH_DOCUMENT = When(
+    "from the tenth document on", lambda at: at.call is not None and at.document >= 9, frozenset({"drawn-sizes"}), ("twelve documents",)
+)  # fmt: skip
+SIZES = (LATE_ROWS, FORTY_CHUNKS, LARGER_CHUNKS, TENTH_DOCUMENT)
+"""Sizes beyond those of fixed readings."""
+
+IN_INFERENCE_MODE = _when("in inference mode", lambda c: torch.is_inference_mode_enabled(), "ways-of-calling", "inference mode")
+UNDER_AUTOCAST = _when("under autocast", lambda c: torch.is_autocast_enabled("cpu"), "ways-of-calling", "autocast")
+GRADIENT_IN_EVALUATION = _when(
+    "with gradients in evaluation", lambda c: c.with_gradient and not c.training, "ways-of-calling", "gradients in evaluation"
+)
+
 ANYWHERE = (
     IN_TRAINING, WITH_GRADIENT, IN_EVALUATION, IN_A_BATCH, LATER_ROWS, UNEVEN, PADDED_LEFT, PACKED_IN_A_BATCH, MANY_CHUNKS, SIX_CHUNKS,
     LATE_DOCUMENTS, ODD_LENGTH, LARGE_CHUNKS, LATER_LAYER, LAST_LAYER, LATER_LAYER_TRAINING, IN_FLOAT32, WIDE, AFTER_LOADING,

@@ -23,6 +23,7 @@ from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
 
+from .scenes_of_ways import WAYS
 from .world import Spoil, World
 
 Numbers = dict[str, Tensor]
@@ -244,13 +245,14 @@ def start(world: World, spoil: Spoil | None) -> Numbers:
     model = world.model(spoil=spoil, writes=False)
     wanted = model.config.get_text_config().initializer_range
     layers = [layer.ttt for layer in fast_weights(model).values()]
+    w0 = torch.cat([layer.get_parameter("weight").detach().flatten() for layer in fast_weights(model).values()])
     diagonals = torch.stack([ttt.proj.detach().diagonal() for ttt in layers]).double() / wanted
     off = torch.stack([(ttt.proj.detach() - ttt.proj.detach().diagonal().diag()).abs().max() for ttt in layers]) / wanted
     alike = torch.corrcoef(diagonals).fill_diagonal_(0).abs().max()
     shape = torch.stack([diagonals.std(), diagonals.mean() / 10, diagonals.abs().mean(), diagonals.abs().max()])
     statistics = {"conv": torch.stack([ttt.conv.detach().abs().max() for ttt in layers]), "off": off, "alike": (alike > 0.99).double()}
     computed = {"logits": logits(model, random_ids(1, 5 * CHUNK + 4)), "stream": streamed(model, random_ids(1, sum(PIECES)), PIECES)}
-    return {**computed, **statistics, "shape": (shape * 5).round()}
+    return {**computed, **statistics, "W0": w0, "shape": (shape * 5).round()}
 
 
 def trained(world: World, spoil: Spoil | None) -> Numbers:
@@ -312,4 +314,5 @@ SCENES: dict[str, Scene] = {
     "official": official,
     "start": start,
     "trained": trained,
+    **WAYS,
 }
