@@ -54,7 +54,8 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
     base, model = empty_model(checkpoint)
     base_type = base.model_type
     paths = {index: layer.down_proj_path for index, layer in locate(model).layers.items()}
-    convert(model, config)
+    with reported(f"{checkpoint.name} cannot be converted as its config.json describes it"):
+        convert(model, config)
     resolved = config_of(model)
     assert isinstance(resolved.layers, tuple)
     return ConversionPlan(base_type, resolved, down_projections(checkpoint, {i: paths[i] for i in resolved.layers}, model), model)

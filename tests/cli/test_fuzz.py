@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from inplace_ttt.cli import train
+from inplace_ttt.training.run_state import claim
 
 from . import fuzz_arguments
 from . import fuzz_damage as damage
@@ -46,7 +47,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe that is good is not trained: what `train` refuses is refused before a process starts."""
 
     def launch(recipe: Any, arguments: Any) -> int:
-        Path(recipe.output).mkdir(parents=True, exist_ok=True)
+        claim(Path(recipe.output))
         report = {"output": "x", "steps": 1, "final_loss": 1.0, "seconds": 1, "evaluation": {}, "warnings": []}
         (Path(recipe.output) / "train_report.json").write_text(json.dumps(report))
         return 0
