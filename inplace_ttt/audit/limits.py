@@ -12,7 +12,7 @@ BIAS = 8
 """How often more a bias counts than scatter: rounding scatters, and a wrong factor does not."""
 
 _BY_A_SOLVE = 3
-"""How much more of a gradient half precision may take where keys that are not whitened, and rounded, go through a solve."""
+"""How much more half precision may take where rounded keys are whitened or go through a solve."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ LIMITS: dict[torch.dtype, Limits] = {
 
 def limits(dtype: torch.dtype) -> Limits:
     return LIMITS[dtype]
+
+
+def room(dtype: torch.dtype, config: InPlaceTTTConfig) -> float:
+    """How often more than `limits` a short reading of a small model may be off in half precision."""
+    return _BY_A_SOLVE if torch.finfo(dtype).bits < 32 and (config.damping is not None or config.whitening is not None) else 1
 
 
 def gradient_limit(dtype: torch.dtype, config: InPlaceTTTConfig) -> float:

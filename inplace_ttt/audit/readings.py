@@ -31,7 +31,7 @@ from ..state import FastWeightState
 from ..surgery import config_of, fast_weights
 from .converted import probe_chunk, small_chunks
 from .declared_rule import DeclaredRule
-from .limits import limits
+from .limits import limits, room
 from .recording import STRENGTH, Document, Piece, Recording, base_output, deviation, recording
 
 Documents = Sequence[Document]
@@ -135,7 +135,7 @@ class Probed:
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
         """By layer, how far its outputs are from what it declares; under autocast, as far as its limit is to the model's."""
         own = self.lm.dtype
-        wider = limits(own).outputs / limits(record.dtype or own).outputs
+        wider = 1.0 if record.dtype in (None, own) else limits(own).outputs / limits(record.dtype).outputs / room(record.dtype, self.config)
         found = {}
         for i, layer in record.layers.items():
             rule = record.rules.get(i) or self._rule_of(layer, i, record.config)

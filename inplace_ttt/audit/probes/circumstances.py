@@ -18,7 +18,7 @@ from ...config import InPlaceTTTConfig
 from ...errors import InPlaceTTTError, one_line
 from ...layer.overrides import overriding
 from ..blame import is_the_probes
-from ..limits import LIMITS, gradient_limit, limits
+from ..limits import LIMITS, gradient_limit, limits, room
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
 from ..prompts import prompt_deviations
 from ..readings import (
@@ -221,7 +221,7 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
                     share = limit.small_model / (wider * limit.outputs)
                     for name, off in probed.deviations(pieces).items():
                         errors[f"{name}, η {eta:g}"] = {i: share * value for i, value in off.items()}
-    return _judged(errors, limit.small_model, "")
+    return _judged(errors, limit.small_model * room(dtype, whole.config), "")
 
 
 def _visible(config: InPlaceTTTConfig) -> InPlaceTTTConfig:

@@ -53,7 +53,7 @@ def embedded(world: World, spoil: Spoil | None) -> Numbers:
 def within(context: Callable[[], Any]) -> Callable[[World, Spoil | None], Numbers]:
     def scene(world: World, spoil: Spoil | None) -> Numbers:
         model, cache = world.model(spoil=spoil), DynamicCache()
-        with context():
+        with torch.no_grad(), context():
             parts = [model(ids, **{CACHE: cache}, use_cache=True).logits for ids in random_ids(1, TEXT).split([9, 9, 7, 6], 1)]
             return {"logits": torch.cat(parts, 1).detach().float().clone()}
 
