@@ -211,7 +211,7 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
         errors[name] = probed.errors(record, texts)
         if whole.config.write_norm is None:
             errors[f"what {_MANY} chunks wrote"] = {i: value * limit.small_model / limit.state for i, value in off.items()}
-    if dtype == torch.float16 and whole.config.write_norm is None:
+    if dtype == torch.float16 and whole.config.write_norm is None and whole.config.clip is None:  # which bound what is written
         for eta, (louder, wider) in _BEYOND_FLOAT16.items():
             with twin(dataclasses.replace(usual, eta=eta), width=_NARROW) as model:
                 model.get_input_embeddings().weight.data.mul_(louder)
