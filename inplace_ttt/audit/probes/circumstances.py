@@ -47,7 +47,7 @@ _LEAST_ETA = 1e-3
 """Targets that make up for a smaller one are beyond float16."""
 _NARROW = 32
 """Width of the small model that reads long texts, and in every precision."""
-_MANY = 70
+_FEW, _MANY = 6, 70
 """Chunks after which a state that is rounded with each write is off by more than targets are."""
 _BEYOND_FLOAT16 = {1e-5: (48.0, 20), 1e3: (1.0, 1)}
 """η at which what is written is above or below what float16 has, how much larger embeddings and keys are then, and how much further off
@@ -219,8 +219,8 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
                     layer.mlp.up_proj.weight.data.mul_(louder)
                 with Probed.of(model.to(dtype), whole.seed) as probed:
                     share = limit.small_model / (wider * limit.outputs)
-                    for name, off in probed.deviations(pieces).items():
-                        errors[f"{name}, η {eta:g}"] = {i: share * value for i, value in off.items()}
+                    (name, record, texts), _ = many_writes(probed, _FEW)
+                    errors[f"{name}, η {eta:g}"] = {i: share * value for i, value in probed.errors(record, texts).items()}
     return _judged(errors, limit.small_model * room(dtype, whole.config), "")
 
 
