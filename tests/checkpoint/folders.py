@@ -9,6 +9,8 @@ from families import build
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from inplace_ttt.files.manifest import MANIFEST
+
 
 def save_base(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB", **config: Any) -> Path:
     """A tiny base model, saved as transformers saves it."""
@@ -29,4 +31,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    """Every file by its name, but for manifests, which hold times."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MANIFEST)
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}

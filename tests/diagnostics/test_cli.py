@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from training.runs import CHUNK, checkpoint
 
 from inplace_ttt import cli
+from inplace_ttt.files.manifest import MANIFEST
 from inplace_ttt.files.text import tokens_of
 from inplace_ttt.reports import charts
 
@@ -53,7 +54,7 @@ def test_what_it_writes_and_says(model: Path, text: Path, tmp_path: Path, capsys
     assert values["groups"].keys() == {"conv", "proj", "weight", "embeddings"} and [e["layer"] for e in values["layers"]] == [0, 2]
     assert all(f.keys() >= {"id", "severity", "message", "remedy"} for f in values["findings"])
     assert not [f for f in values["findings"] if f["severity"] == "severe"]
-    assert {file.name for file in out.iterdir()} == {"report.html", "diagnose.json", *PLOTS}
+    assert {file.name for file in out.iterdir()} == {MANIFEST, "report.html", "diagnose.json", *PLOTS}
     written = json.loads((out / "diagnose.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert written == {k: v for k, v in values.items() if k not in ("output", "summary")}
     assert not list(tmp_path.glob(".*partial*"))
@@ -86,7 +87,7 @@ def test_without_matplotlib_the_page_says_so(
 ) -> None:
     monkeypatch.setattr(charts, "available", lambda: False)
     run(capsys, model, "--text", text, "--out", tmp_path / "out")
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.html", "diagnose.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {MANIFEST, "report.html", "diagnose.json"}
     assert "pip install inplace-ttt[plots]" in (tmp_path / "out" / "report.html").read_text()
 
 

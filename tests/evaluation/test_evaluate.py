@@ -7,6 +7,7 @@ import pytest
 from tiny import CHUNK, byte_level, save_base, save_converted, save_llama, text, word_level
 
 from inplace_ttt import cli
+from inplace_ttt.files.manifest import MANIFEST
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [row["context"] for row in values["contexts"]] == [70, 140]
     assert values["facts"]["documents"] == 5
     assert values["facts"]["readings"].keys() == {"on", "written", "foreign", "off", "retrieved", "full"}
-    assert {f.name for f in out.iterdir()} == {"evaluation.json", "positions.png", "documents.png", "contexts.png", "facts.png"}
+    assert {f.name for f in out.iterdir()} == {MANIFEST, "evaluation.json", "positions.png", "documents.png", "contexts.png", "facts.png"}
     assert json.loads((out / "evaluation.json").read_text()) == {k: v for k, v in values.items() if k != "output"}
 
 
