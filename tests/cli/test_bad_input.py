@@ -55,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["convert", "BASE", "OUT", "--eta", "nan"], "eta must be a number"),
         (["convert", "BASE", "OUT", "--target", "labels"], "target must be one of"),
         (["convert", "BASE", "OUT", "--preset", "best"], "preset 'best' does not exist; choose one of paper, official"),
-        (["convert", "BASE", "BASE"], "exists already"),
+        (["convert", "BASE", "BASE"], "is what the command reads"),
         (["convert", "BASE", "/proc/nowhere/out"], "cannot write"),
         (["info", "BASE"], "not a converted checkpoint"),
         (["generate", "BASE", "--prompt-file", "TEXT"], "not a converted checkpoint"),
@@ -69,7 +69,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["info", "BASE", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
         (["export", "BASE", "OUT", "--format", "official", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
         (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),
-        (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "TEXT"], "holds no session, so it is not replaced"),
+        (
+            ["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "TEXT"],
+            "is a file that this command did not write, so it is not replaced",
+        ),
         (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "OUT/state"], "cannot write beside"),
     ],
 )

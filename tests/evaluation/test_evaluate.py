@@ -89,7 +89,7 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
         (["--text", "TEXTS", "--tokens", "0"], "at least 1"),
         (["--text", "TEXTS", "--skip", "-1"], "0 or more"),
         (["--text", "FOLDER"], "has no .txt files"),
-        (["--text", "TEXTS", "--out", "TEXTS"], "exists already"),
+        (["--text", "TEXTS", "--out", "TEXTS"], "is what the command reads"),
         (["--text", "TEXTS", "--base", "nowhere/at/all"], "nowhere/at/all"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
