@@ -114,7 +114,7 @@ def test_corrupt_shards(base: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     (base / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     assert "its config.json says" in refused(capsys, "convert", base, tmp_path / "out")
     (base / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
-    assert "has no tensor model.layers.4" in refused(capsys, "convert", base, tmp_path / "out", "--layers", "4")
+    assert "has no tensor for model.layers.4" in refused(capsys, "convert", base, tmp_path / "out", "--layers", "4")
     assert not (tmp_path / "out").exists()
 
 
