@@ -1,4 +1,4 @@
-"""Whether an exception in the audit is the model's or the probe's own."""
+"""Tell an exception of the model from one of the probe itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _AUDIT = __name__.rpartition(".")[0] + "."
 
 
 def is_the_probes(error: BaseException) -> bool:
-    """Whether the audit's own code raised it, and no module that it called.
+    """True where the audit's own code raised it, and no module that it called.
 
     The frames are looked at from the inside out; those of torch itself are nobody's.
     """

@@ -1,4 +1,4 @@
-"""What goes with a checkpoint's weights: tokenizer, templates, generation config, licence, code. Known by what it is not."""
+"""Files beside a checkpoint's weights: tokenizer, templates, generation config, license, code. Everything counts that is not a weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reading import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS
 
 _GENERATION = "generation_config.json"
 _OTHERS = (CONFIG, INDEX, ADAPTER_CONFIG, SHIM_FILE, "README.md", "*.index.json")
-"""Beside weights: what a writer makes anew, and the model card, which is about the base."""
+"""Other files that stay behind: each writer makes its own, and the model card describes the base."""
 
 
 def companions(folder: Path) -> Iterator[Path]:

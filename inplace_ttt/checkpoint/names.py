@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint becomes which parameter of a model: transformers renames the tensors of many families when it loads them."""
+"""Map the tensors of a checkpoint to the parameters of a model: transformers renames the tensors of many families as it loads them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
 
 
 def is_computed(parameter: str, model: PreTrainedModel) -> bool:
-    """Whether `from_pretrained` computes a parameter from its tensors (transposes, splits, merges) instead of copying it."""
+    """True where `from_pretrained` computes a parameter from its tensors (transposes, splits, merges) instead of copying it."""
     rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
     return any(rule.reverse_transform().rename_source_key(parameter)[1] is not None for rule in rules)

@@ -104,7 +104,7 @@ def refuse_to_replace(path: str | os.PathLike[str], kind: str, overwrite: bool =
         path: the folder to write.
         kind: of output.
         overwrite: True where the user asked to replace an earlier output.
-        sources: what the command reads; an output is neither one of them, nor in one, nor around one.
+        sources: files and folders that the command reads; an output is not one of them, not in one, and not around one.
     """
     target = Path(os.path.realpath(path))
     refuse_sources(path, sources)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 REPORT, FINAL, LOG, SAVING = "train_report.json", "final", "log.jsonl", ".saving"
 _COMPLETE, _GIVEN_UP, _SHOWN, _MARK = "complete", ".from-scratch", ".process-", ".inplace-ttt-run"
 _NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tensorboard")
-"""What a run writes into its output, beside checkpoints and `final`."""
+"""Other files and folders of a run's output, beside checkpoints and `final`."""
 
 
 @dataclass(frozen=True)
