@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, logging
 
 from ..audit.auditor import as_declarations, audit_model
 from ..audit.item import PROFILES, known
-from ..audit.report import Report, for_card, is_report
+from ..audit.report import Declaration, Report, for_card, is_report
 from ..checkpoint.adapter import is_adapter
 from ..checkpoint.card import add_to_card, require_card
 from ..checkpoint.loading import load
@@ -23,8 +24,6 @@ from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
 from ..files.json_files import json_text
 from ..files.manifest import refuse_file
-from ..training.audit import audit_recipe
-from ..training.audit.catalogue import RECIPE
 from . import Result
 from .arguments import path, seed
 
@@ -102,6 +101,8 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
             bar.set_postfix_str(title, refresh=True)
 
         if Path(path).suffix.lower() in (".yaml", ".yml"):
+            from ..training.audit import audit_recipe  # seconds, which a checkpoint need not wait for
+
             report = audit_recipe(path, profile=args.profile, seed=args.seed, progress=progress)
         else:
             report = _audit_checkpoint(path, args, progress)
@@ -122,7 +123,6 @@ def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Rep
         declared = checkpoint.section.get("declared_deviations", ())
         if not isinstance(declared, (list, tuple)):
             raise InPlaceTTTError(f"{source} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
-    of_recipes = {item.id for item in RECIPE}  # one list of declarations may serve a checkpoint and its training
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -134,10 +134,20 @@ def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Rep
         model,
         _tokenizer(path),
         profile=args.profile or "paper",
-        declared=[d for d in as_declarations(declared, path) if d.id not in of_recipes],
+        declared=_without_recipes_items(as_declarations(declared, path)),
         seed=args.seed,
         progress=progress,
     )
+
+
+def _without_recipes_items(declared: Sequence[Declaration]) -> Sequence[Declaration]:
+    """One list of declarations may serve a checkpoint and its training."""
+    if not declared:
+        return declared
+    from ..training.audit.catalogue import RECIPE
+
+    of_recipes = {item.id for item in RECIPE}
+    return [declaration for declaration in declared if declaration.id not in of_recipes]
 
 
 def _tokenizer(path: str) -> Any:
