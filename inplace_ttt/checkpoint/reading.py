@@ -56,6 +56,13 @@ class BaseModel(Open):
 
 
 @dataclass(frozen=True)
+class _Config(Open):
+    """The keys of config.json that we read before transformers does; it checks the others."""
+
+    architectures: list[str] | None = None
+
+
+@dataclass(frozen=True)
 class _Section(Open):
     """The `inplace_ttt` section of config.json; `config` is the TTT config's to check."""
 
@@ -205,7 +212,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InPlaceTTTError(
             f"{folder} is an adapter of PEFT; merge it into its base by `inplace-ttt export {folder} OUT --format full`, and take OUT."
         )
-    return read_json(folder / CONFIG, f"{folder} is not a model folder")
+    values = read_json(folder / CONFIG, f"{folder} is not a model folder")
+    known = from_values(_Config, values, str(folder / CONFIG))
+    return {**values, **{key: value for key, value in vars(known).items() if key in values}}
 
 
 def is_peft_adapter(path: str | os.PathLike[str]) -> bool:

@@ -177,3 +177,22 @@ def test_a_checkpoint_without_the_base_models_prefix(tmp_path: Path) -> None:
     ids = random_ids(1, 30)
     assert torch.equal(logits(load(tmp_path / "full"), ids), logits(load(tmp_path / "adapter"), ids))
     assert cli.main(["info", str(tmp_path / "adapter")]) == 0
+
+
+def with_architectures(folder: Path, value: object) -> Path:
+    base = save_base(folder)
+    values = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(values | {"architectures": value}))
+    return base
+
+
+@pytest.mark.parametrize("wrong", [[10**20], [None], {"a": 1}, 3, [["LlamaForCausalLM"]]], ids=str)
+def test_architectures_that_are_no_names_are_refused(wrong: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_convert(with_architectures(tmp_path / "base", wrong), tmp_path / "out") == 2
+    assert "config.json, architectures: must be a list (text) or nothing, got " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_architecture_may_stand_without_a_list(tmp_path: Path) -> None:
+    assert run_convert(with_architectures(tmp_path / "base", "LlamaForCausalLM"), tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["InPlaceTTTLlamaForCausalLM"]

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from inplace_ttt import cli
 
-SECONDS = 20
+SECONDS = 60
 
 
 @dataclass(frozen=True)
