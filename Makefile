@@ -10,7 +10,7 @@ TORCH := torch==2.13.0
 # Two test processes with one thread each use two cores better than one process with two.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-serving test-clients package lint docs bench model text transformers-tests clean
+.PHONY: demo test test-all test-serving test-clients package lint docs bench model text transformers-tests clean
 
 .venv/installed: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -39,8 +39,12 @@ transformers-tests: .venv/installed
 demo: .venv/installed-train model text
 	$(VENV)/python tools/demo.py --model $(MODEL) --text $(TEXT)
 
+# The gate: every law and each kind of case (tests/gate.py).
 test: .venv/installed-dev model text transformers-tests
-	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist loadfile
+	$(TEST_ENV) FUZZ=0.1 $(VENV)/python -m pytest --gate -n 2 --dist worksteal
+
+test-all: .venv/installed-dev model text transformers-tests
+	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist worksteal
 
 # vLLM pins torch and transformers, so it has an environment of its own; its CPU build, and without what breaks its import.
 SERVING := .venv-serving/bin

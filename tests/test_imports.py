@@ -91,6 +91,7 @@ def test_every_public_name_is_where_the_package_says() -> None:
 
 
 @pytest.mark.parametrize(("name", "late"), [("InPlaceTTTCallback", "transformers.trainer"), ("convert", "transformers.modeling_utils")])
+@pytest.mark.sample(1)
 def test_what_is_slow_is_imported_when_it_is_asked_for(name: str, late: str) -> None:
     """A --help needs no model, and reading needs no Trainer."""
     code = f"import sys, inplace_ttt.cli; print({late!r} in sys.modules, inplace_ttt.{name}.__name__, {late!r} in sys.modules)"

@@ -117,6 +117,7 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("options", [NORMS, {"write_norm": "spectral"}, {"keep_row_norms": True}], ids=str)
+@pytest.mark.sample(1)
 def test_the_audit_holds_it_against_what_it_declares(options: dict[str, Any]) -> None:
     """No probe of a layer drives it; whole readings decide."""
     report = audit_model(converted("llama", **options))

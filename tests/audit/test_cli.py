@@ -91,6 +91,7 @@ _NUMBERS = re.compile(r"[-+]?\d[\d.,e+-]*")
 
 
 @pytest.mark.parametrize(("form", "start"), [("md", "# In-Place TTT audit"), ("html", "<!DOCTYPE html>"), ("json", "{")])
+@pytest.mark.full
 def test_forms_and_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, start: str) -> None:
     code, out = audit(capsys, folder / "short", "--format", form, "--compare", folder / "official")
     assert code == 1 and out.startswith(start)

@@ -30,6 +30,7 @@ def named(name: str) -> Fault:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("faults", [open_faults, held_out_faults], ids=["open", "held out"])
+@pytest.mark.full
 def test_every_fault_is_live(faults: Callable[[], tuple[Fault, ...]], place: str) -> None:
     assert [fault.name for fault in faults() if fault.place == place and liveness(fault) <= 1] == []
 
@@ -76,6 +77,7 @@ def test_owners_are_items() -> None:
     assert [fault.name for fault in (*open_faults(), *held_out_faults()) if not fault.owners or not fault.owners <= known] == []
 
 
+@pytest.mark.full
 def test_what_the_audit_says_of_a_fault() -> None:
     (seen,) = dataclasses.replace(ALIVE, whens=(LATER_LAYER,), sizes=(0.3,)).faults()
     assert caught(seen) == ["every-layer"]

@@ -10,11 +10,13 @@ from inplace_ttt.audit import audit_model, catalogue
 
 
 @pytest.mark.parametrize("fault", FOREIGN)
+@pytest.mark.sample(5)
 def test_a_fault_of_a_foreign_module_has_one_owner(fault: str) -> None:
     assert foreign(fault).undeclared == [FOREIGN[fault]]
 
 
 @pytest.mark.parametrize("mutation", PRODUCT, ids=lambda m: m.what)
+@pytest.mark.sample(10)
 def test_a_fault_in_this_package_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutation.sound and mutation.settings:
         assert mutation.report(None).undeclared == [], "without the fault"
@@ -22,6 +24,7 @@ def test_a_fault_in_this_package_has_one_owner(mutation: Mutation, monkeypatch: 
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.sample(2)
 def test_no_false_alarm(seed: int) -> None:
     assert foreign("", seed).undeclared == []
     assert audit_model(seven_layers(seed), seed=seed).undeclared == []

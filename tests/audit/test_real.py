@@ -9,7 +9,7 @@ from inplace_ttt import cli
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".cache" / "smollm2-135m"
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.full]
 
 
 def test_smollm2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,7 @@ def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: P
 
 
 @pytest.mark.parametrize("train", ["all", "ttt", "lora"])
+@pytest.mark.sample(1)
 def test_what_the_optimiser_leaves_out_is_a_deviation(train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = parameters.parameter_groups
     recipe = tiny_recipe(tmp_path, f"optimisation.train={train}", **PAPER)

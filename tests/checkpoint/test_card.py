@@ -167,6 +167,7 @@ def hub() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("token", "offline", "code"), [("hf_good", "0", 0), ("hf_bad", "0", 2), ("", "0", 2), ("hf_good", "1", 2)])
+@pytest.mark.sample(2)
 def test_push(base: Path, tmp_path: Path, hub: str, token: str, offline: str, code: int) -> None:
     """By huggingface_hub to a server that answers as a hub does; who has no token is told before anything is written."""
     known = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": token}

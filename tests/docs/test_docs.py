@@ -30,6 +30,8 @@ from inplace_ttt.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SLOW = {"audit.md", "diagnostics.md", "evaluate.md"}
+"""Pages that take most of the time; they audit, diagnose and evaluate, which other tests of the gate do too."""
 PAGES = [
     *GUIDES,
     *sorted((ROOT / "docs" / "results").glob("*.md")),
@@ -105,7 +107,7 @@ def public_ttt_ntp(folder: Path, base: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "ttt_predict_mode": "next", **keys}))
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.full) if p.name in SLOW else p for p in GUIDES], ids=name)
 def test_every_block_runs_in_order(page: Path, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "docs"}
     torch.manual_seed(0)

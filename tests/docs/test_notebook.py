@@ -34,6 +34,7 @@ def test_it_is_committed_as_it_ran() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.full
 def test_it_runs_and_shows_what_it_says() -> None:
     """A passage that was read costs less, one that was not or another text's memory changes little; a session goes on from its file."""
     executed = notebook()

@@ -87,6 +87,7 @@ def plainly(model: PreTrainedModel, before: Tensor | FastWeightState, question: 
 
 
 @pytest.mark.parametrize(("window", "begins"), [(None, ()), (24, (5, 6))], ids=str)
+@pytest.mark.sample(1)
 def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ...]) -> None:
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
     protocol = Protocol(window, 2, 0, 2, begins)
@@ -151,6 +152,7 @@ def test_a_table_of_all_readings() -> None:
 
 
 @pytest.mark.parametrize("begins", [(), (5,)], ids=str)
+@pytest.mark.sample(1)
 def test_where_positions_end_a_session_forgets_and_full_ends(begins: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are left for the questions, and what goes on from position 0 begins as every text does."""
     model, fillers, _, tokens = model_and_rows(distance=30 * CHUNK)

@@ -144,6 +144,7 @@ def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.full
 def test_smollm2(place: Path) -> None:
     """Freshly converted, it is its base."""
     words, model = AutoTokenizer.from_pretrained(MODEL), AutoModelForCausalLM.from_pretrained(MODEL)

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 
 
+@pytest.mark.full
 def test_for_hopper_and_ampere() -> None:
     script = Path(__file__).with_name("ahead_of_time.py")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -98,7 +98,7 @@ def every_case(group: dist.ProcessGroup) -> None:
                     compare(group, name, dtype, clip, with_state, with_final, None, norms=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_agree_with_one(ranks: int) -> None:
     on_ranks(ranks, every_case)
 

@@ -45,6 +45,7 @@ def logits(model: PreTrainedModel, ids: Tensor, **kwargs: object) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.sample(1)
 def test_l6_a_fresh_conversion_is_its_base(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert cli.main(["convert", str(MODEL), str(tmp_path / "out"), "--chunk-size", "64", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -114,6 +115,7 @@ def load_plain_with_writer(model: PreTrainedModel) -> PreTrainedModel:
     return again.eval()
 
 
+@pytest.mark.full
 def test_generate_on_the_command_line(tmp_path: Path, text: str, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
     """Read, save, end; load, go on: the same text as in one go, and another than with TTT off."""
     model.save_pretrained(tmp_path / "ttt")

@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full
 def test_smoke_run_in_a_shell(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
     done = subprocess.run([ROOT / "tools" / "gpu" / "gpu_check.sh", "--smoke"], capture_output=True, text=True, env=env, cwd=tmp_path)

@@ -104,6 +104,7 @@ STAGES = ({"stage": 2}, {"stage": 3, "stage3_gather_16bit_weights_on_model_save"
 @pytest.mark.parametrize(
     "arguments", [{}, *({"deepspeed": {"zero_optimization": s, **SIZES}} for s in STAGES)], ids=["DDP", "ZeRO-2", "ZeRO-3"]
 )
+@pytest.mark.sample(1)
 def test_two_processes_train_as_one(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """The same 16 rows a step: losses, rates and layers of the log, which one process writes, and the weights."""
     one_of_several(tmp_path / "one", {})

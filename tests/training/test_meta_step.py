@@ -38,6 +38,7 @@ def size_of(recipe: Recipe) -> ModelSize:
     ],
     ids=lambda value: {False: "kept", True: "recomputed"}[value] if isinstance(value, bool) else str(value or "dense")[:30],
 )
+@pytest.mark.full
 def test_measured_peak_memory(dtype: str, checkpointing: bool, vocabulary: int, config: dict[str, Any], tmp_path: Path) -> None:
     """Within 15 % of what a process really takes for the model, AdamW and a step, and for reading held-out rows after it."""
     recipe = small_recipe(tmp_path, dtype, checkpointing, vocabulary, **config)

@@ -224,6 +224,7 @@ def test_the_documentation_names_every_setting() -> None:
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.load().audit.profile], ids=lambda run: run.name)
+@pytest.mark.sample(3)
 def test_deviations_are_declared(run: Run, tmp_path: Path) -> None:
     """Or the run would not start. The gate that holds the toy model and the recipe against the recipe's profile."""
     recipe = at_toy_size(run, tmp_path)

@@ -47,6 +47,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), monitor=monitor, **sections)
 
 
+@pytest.mark.sample(1)
 def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -> None:
     """Checkpoints and their rotation on every disk; what one lacks, or has of other processes, is not gone on from."""
     nodes = [tmp_path / "a", tmp_path / "b"]
@@ -101,6 +102,7 @@ def by_srun(recipe: Path, node: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=node, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.full
 def test_torchrun_on_each_node(tmp_path: Path) -> None:
     """Two nodes of one machine and no common disk train what one does; the same command again changes nothing."""
     with socket.socket() as probe:

@@ -106,6 +106,7 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", NAMES)
+@pytest.mark.sample(1)
 def test_what_passes_for_the_base_passes_converted(family: str, writing: None) -> None:
     base, ours = case_of(family, converted=False), case_of(family, converted=True)
     model, ids = ours.all_model_classes[1](ours.model_tester.get_config()).eval(), random_ids(3, 11)

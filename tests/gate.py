@@ -1,0 +1,124 @@
+"""The gate, `make test`: every law and every kind of case, in a few minutes. `make test-all` runs every case.
+
+A test marked `full` is not in the gate. Of a test marked `sample(n)` the gate runs n cases. Of other parametrized tests it runs
+as few cases as hold, together, every value of each parameter, and every pair of values where there are three parameters or more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUDGET = {
+    "audit": 800,
+    "calibration": 40,
+    "checkpoint": 380,
+    "cli": 160,
+    "diagnostics": 120,
+    "docs": 150,
+    "evaluation": 360,
+    "files": 20,
+    "kernels": 380,
+    "laws": 460,
+    "memories": 40,
+    "real": 160,
+    "reports": 20,
+    "state": 120,
+    "tasks": 20,
+    "tests": 300,
+    "tools": 50,
+    "training": 850,
+    "transformers_mixins": 40,
+}
+"""Seconds that the tests of a folder may take in the gate, added over processes, on two cores of 2.5 GHz."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gate", action="store_true", help="run every law and each kind of case alone; check the time per folder")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("gate"):
+        return
+    grids = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("full") is None:
+            grids[item.nodeid.partition("[")[0]].append(item)
+    kept = {id(item) for cases in grids.values() for item in _of_grid(cases)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def _of_grid(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    if mark := cases[0].get_closest_marker("sample"):
+        return cases[:: -(-len(cases) // mark.args[0])]
+    values = [_values(case) for case in cases]
+    return [cases[index] for index in covering(values, strength=2 if len(values[0]) > 2 else 1)]
+
+
+def _values(case: pytest.Item) -> tuple[str, ...]:
+    """The name of the value that each `parametrize` gives the case."""
+    callspec = getattr(case, "callspec", None)
+    return () if callspec is None else tuple(callspec._idlist)  # pytest has no public way; the joined name alone cannot be split
+
+
+def covering(cases: Sequence[tuple[Any, ...]], strength: int) -> list[int]:
+    """Indices of cases that hold, together, all combinations of so many values that any case holds.
+
+    The case that adds most comes first. A test of one parameter keeps all of its cases.
+
+    Example:
+        >>> covering([(0, 0), (0, 1), (1, 0), (1, 1)], strength=1)
+        [0, 3]
+    """
+    wanted = [set(_combinations(case, strength)) for case in cases]
+    missing = set().union(*wanted)
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(wanted[index] & missing))
+        chosen.append(best)
+        missing -= wanted[best]
+    return sorted(chosen) or list(range(len(cases)))
+
+
+def _combinations(case: tuple[Any, ...], strength: int) -> Iterator[Any]:
+    return itertools.combinations(enumerate(case), min(strength, len(case)))
+
+
+class Clock:
+    """Adds the seconds of tests by folder; the gate fails where a folder is over its budget.
+
+    On a slower machine every folder may take more, by as much as all of them together do.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        folder = Path(report.nodeid.partition("::")[0]).parent.name
+        self.seconds[folder] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.over() and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section("seconds per folder")
+        for folder, seconds in sorted(self.seconds.items(), key=lambda pair: -pair[1]):
+            terminalreporter.write_line(f"{seconds:6.0f} of {BUDGET.get(folder, 0):4} {folder}")
+        for folder in self.over():
+            terminalreporter.write_line(f"tests/{folder} is over its budget of tests/gate.py: make its tests faster, or mark some `full`")
+
+    def over(self) -> list[str]:
+        slower = max(1.0, sum(self.seconds.values()) / sum(BUDGET.values()))
+        return [folder for folder, seconds in self.seconds.items() if seconds > slower * BUDGET.get(folder, 0)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("gate") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Clock())

@@ -1,0 +1,23 @@
+"""What the gate runs of a grid."""
+
+import itertools
+
+import pytest
+from gate import covering
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 4), (7, 4, 3, 2, 2)])
+def test_every_value_and_every_pair_stays(sizes: tuple[int, ...]) -> None:
+    grid = list(itertools.product(*map(range, sizes)))
+    for strength in (1, 2):
+        chosen = [grid[index] for index in covering(grid, strength)]
+        for columns in itertools.combinations(range(len(sizes)), strength):
+            seen = {tuple(case[column] for column in columns) for case in chosen}
+            assert seen == set(itertools.product(*(range(sizes[column]) for column in columns)))
+    assert len(covering(grid, 1)) == max(sizes)
+    assert len(covering(grid, 2)) < len(grid) or len(sizes) == 2
+
+
+def test_a_list_of_cases_stays_whole() -> None:
+    assert covering([("a",), ("b",), ("c",)], 1) == [0, 1, 2]
+    assert covering([()], 1) == [0]
