@@ -177,13 +177,16 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
         yield f"padded on the {'left' if left else 'right'}", *padded(probed, lengths, left)
     longest = max(lengths)
     ids, mask, spans = _padding(probed, lengths, left=True)
+    # As `generate` passes them: Qwen's vision-language models take a longer mask by no other way.
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     pieces = [2 * chunk + 4, 1, chunk, longest - 3 * chunk - 5]
     documents: list[list[Piece]] = [[] for _ in lengths]
     cache, begin = probed.cache(), 0
     with recording(probed.lm, probed.config) as record:
         for number, size in enumerate(pieces):
             part = slice(begin, begin + size)
-            probed.lm(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], **{CACHE: cache}, use_cache=True)
+            given = {"position_ids": positions[:, part]} if probed.takes_documents else {}
+            probed.lm(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], **given, **{CACHE: cache}, use_cache=True)
             for row, (start, _) in enumerate(spans):
                 if part.stop > start:
                     documents[row].append(Piece(number, row, max(start - begin, 0), size, _writes(probed, size, begin)))

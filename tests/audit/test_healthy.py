@@ -8,6 +8,8 @@ from families import FAMILIES, build
 from laws.test_every_family import build as build_by_structure
 from models import random_ids
 from transformers import PreTrainedModel
+from vision_language import CONFIGS as VISION_LANGUAGE
+from vision_language import build as build_vision_language
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.audit import audit_model
@@ -55,3 +57,10 @@ def test_a_sound_conversion_raises_no_alarm(name: str, preset: str, share: float
     with_biases(model, share)
     report = audit_model(model)
     assert {id: report[id].outcome.found for id in report.undeclared if id not in SETTINGS[preset]} == {}
+
+
+@pytest.mark.parametrize("name", VISION_LANGUAGE)
+@pytest.mark.sample(2)
+def test_a_vision_language_model_raises_no_alarm(name: str) -> None:
+    report = audit_model(convert(build_vision_language(name), InPlaceTTTConfig.preset("paper", layers=(0, 2))))
+    assert {id: report[id].outcome.found for id in report.undeclared if id not in SETTINGS["paper"]} == {}
