@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -105,7 +105,7 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
     for verb, summary in VERBS.items():
         parser = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if verb == wanted:
-            with redirect_stdout(sys.stderr):
+            with messages.stdout_for_the_result():
                 module = importlib.import_module(f".{verb.replace('-', '_')}", __name__)
             parser.epilog = module.EXAMPLES
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -113,7 +113,7 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
             parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
             parser.set_defaults(module=module)
     args = top.parse_args(arguments)
-    with redirect_stdout(sys.stderr):  # what libraries print, and loggers that bind stdout when they are imported, as DeepSpeed's
+    with messages.stdout_for_the_result():
         result, code = args.module.run(args)
     return json_text(result) if args.json else args.module.render(result), code
 

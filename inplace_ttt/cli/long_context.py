@@ -88,7 +88,6 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
         if Checkpoint.open(base).section is not None:
             raise InPlaceTTTError(f"{base} is a converted checkpoint; --base takes what it was converted from.")
         refuse_other_tokenizer(tokenizer_of(base), prompter.tokenizer, base, _PROBE)
-    say_now()
     results, names = Results(args.out), ["on", "off"] if base is None else ["on", "off", "base"]
     total = len(list(settings.cells())) * settings.count * len(names)
     with tqdm(total=total, unit="sample", desc=args.verb, file=sys.stderr, disable=None) as bar:
@@ -97,7 +96,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
             bar.set_postfix_str(what, refresh=True)
             bar.update(done)
 
-        go = partial(run_cells, settings, material=material, prompter=prompter, results=results, progress=progress)
+        go = partial(run_cells, settings, material=material, prompter=prompter, results=results, progress=progress, ready=say_now)
         weights, config = _weights(model), config_of(model)
         off = partial(ttt_disabled, model)
         go([Variant("on", model, weights, config.to_dict(), nullcontext), Variant("off", model, weights, None, off)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from logging.handlers import MemoryHandler
 from typing import TextIO
 
@@ -42,6 +43,19 @@ def waiting() -> Iterator[None]:
         transformers_logging.enable_default_handler()
         root.removeHandler(handler)
         handler.close()
+
+
+@contextmanager
+def stdout_for_the_result() -> Iterator[None]:
+    """Within it what libraries print goes to stderr, what their compiled code and subprocesses print too."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def say_now() -> None:

@@ -252,11 +252,16 @@ ODD = {
 }
 
 
+BLOCK = 11 << 20
+"""Bytes after which `datasets` begins another table of its own types."""
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ODD)
 def test_of_json_lines_one_field_is_read(build: Any, tmp_path: Path, name: str, streaming: bool) -> None:
     """What stands in the others does not matter."""
     records = ODD[name] or [{"text": texts()[0]}, {"text": texts()[1]}]
+    records[0]["pad"] = "x" * BLOCK
     file = jsonl(tmp_path / "a.jsonl", records)
     if name == "lines that are empty":
         file.write_text("\n" + file.read_text().replace("\n", "\n\n  \n"))

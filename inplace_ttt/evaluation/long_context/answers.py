@@ -74,10 +74,12 @@ def run_cells(
     prompter: Prompter,
     results: Results,
     progress: Callable[[str, int], None] = lambda what, samples: None,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill in the results that are missing, cell by cell, one batch of samples in memory at a time.
 
-    progress: is told of samples as they are answered, or found. Raises InPlaceTTTError for a task that cannot be made before any is run.
+    progress: is told of samples as they are answered, or found. ready: is called once every task is known to be possible. Raises
+    InPlaceTTTError before that for a task that is not.
     """
     questions = [
         (task, length, variant, f"{variant.name}-{task.name}-{length}", asked(task, length, settings, variant, material, prompter))
@@ -88,6 +90,7 @@ def run_cells(
     for task, length in dict.fromkeys(question[:2] for question in missing):
         progress(f"{task.name}-{length}", 0)
         check(task, length, settings.count, settings.seed, material, prompter)
+    ready()
     progress("", settings.count * (len(questions) - len(missing)))
     for (task, length), group in itertools.groupby(missing, key=lambda question: question[:2]):
         cells = list(group)
