@@ -106,9 +106,14 @@ class Probed:
         ids = torch.randint(self.lm.config.get_text_config().vocab_size, (rows, tokens), generator=generator)
         return ids.to(self.lm.get_input_embeddings().weight.device)
 
+    def forward(self, ids: Tensor, **kwargs: Any) -> None:
+        """One call, with the last token's logits alone where the model lets one choose: none are looked at."""
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
+        self.lm(input_ids=ids, **last, **kwargs)
+
     def read(self, ids: Tensor, **kwargs: Any) -> Recording:
         with recording(self.lm, self.config) as record:
-            self.lm(input_ids=ids, **{"use_cache": False, **kwargs})
+            self.forward(ids, **{"use_cache": False, **kwargs})
         return record
 
     @property
@@ -158,11 +163,12 @@ def batches(probed: Probed) -> Iterator[Reading]:
         yield from _padded_batches(probed)
     order = torch.tensor([2, 0, 0])
     first = probed.ids(3, 2 * chunk + 3).split([chunk + 1, chunk + 2], 1)
-    second = _cut(probed.ids(3, 3 * chunk + 3, 1), _over_an_edge(2 * chunk + 3, chunk))
+    rest = probed.ids(3, 3 * chunk + 3, 1)
+    second = _cut(rest, _over_an_edge(2 * chunk + 3, chunk))
     record, documents = streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
     yield "rows reordered", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)]
     chosen = torch.tensor([2, 1], device=first[0].device)
-    second = tuple(ids[:2] for ids in second)
+    second = rest[:2].split([chunk, 2 * chunk + 3], 1)
     record, documents = streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
     yield "rows chosen", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)]
     first, second = tuple(ids[:2] for ids in first), tuple(ids.repeat(2, 1) for ids in second)
@@ -186,7 +192,7 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
         for number, size in enumerate(pieces):
             part = slice(begin, begin + size)
             given = {"position_ids": positions[:, part]} if probed.takes_documents else {}
-            probed.lm(input_ids=ids[:, part], attention_mask=mask[:, : part.stop], **given, **{CACHE: cache}, use_cache=True)
+            probed.forward(ids[:, part], attention_mask=mask[:, : part.stop], **given, **{CACHE: cache}, use_cache=True)
             for row, (start, _) in enumerate(spans):
                 if part.stop > start:
                     documents[row].append(Piece(number, row, max(start - begin, 0), size, _writes(probed, size, begin)))
@@ -260,7 +266,7 @@ def many_writes(probed: Probed, chunks: int) -> tuple[Reading, dict[int, float]]
     chunk, cache = probed.chunk, probed.cache()
     with recording(probed.lm, probed.config) as record:
         for ids in _cut(probed.ids(1, chunks * chunk), [chunks // 2 * chunk + 5, 3]):
-            probed.lm(input_ids=ids, **{CACHE: cache}, use_cache=True)
+            probed.forward(ids, **{CACHE: cache}, use_cache=True)
     document = [Piece(n, 0, 0, record.tokens(n)) for n in range(len(record.forwards))]
     found = {}
     for index, held in streams(cache).items():
@@ -363,7 +369,7 @@ def streamed(
         for part, pieces in enumerate(parts):
             known = 0 if restarts else known
             for ids in pieces:
-                probed.lm(input_ids=ids, **{CACHE: cache}, use_cache=True)
+                probed.forward(ids, **{CACHE: cache}, use_cache=True)
                 for row, document in enumerate(found[: len(ids)]):
                     document.append(Piece(number, row, 0, ids.shape[1], _writes(probed, ids.shape[1], known)))
                 number, known = number + 1, known + ids.shape[1]

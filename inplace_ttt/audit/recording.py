@@ -213,24 +213,21 @@ def gradient_errors(
             here = weights[piece.row, piece.start : piece.stop]
             here.copy_(torch.randn(here.shape, generator=generator))
         loss = loss + (s.passed.to(state_dtype(s.passed.dtype)) * weights.reshape(s.out.shape).to(s.out.device)).sum()
-    found = {}
-    wanted_of_source: dict[int, Tensor] = {}
-    for index, layer in layers.items():
-        s, own = seen[index], _differentiated(seen[index], layer)
-        scale, (upstream, *given) = _gradients_in_range(loss, [s.passed, *own.values()])
-        wanted = _declared_gradients(s, documents, rule(index), upstream)
-        found[index] = {name: _off(got, wanted[name]) for name, got in zip(own, given, strict=True)}
-        wanted_of_source[id(s.path)] = wanted_of_source.get(id(s.path), 0) + wanted["source"] / scale
-    config = rule(next(iter(seen))).config
-    if config.detach_target or len(layers) < len(seen):
-        return found
-    owners = {
-        id(s.path): (index, s.path) for index, s in reversed(seen.items()) if s.path.requires_grad
-    }  # embeddings are one of all layers
-    if owners:
-        scale, gradients = _gradients_in_range(loss, [path for _, path in owners.values()])
-        for (index, path), got in zip(owners.values(), gradients, strict=True):
-            found[index]["the target's source"] = _off(got, scale * wanted_of_source[id(path)])
+    own = {index: _differentiated(seen[index], layer) for index, layer in layers.items()}
+    through_source = not rule(next(iter(seen))).config.detach_target and len(layers) == len(seen)
+    sources = {id(s.path): (index, s.path) for index, s in reversed(seen.items()) if through_source and s.path.requires_grad}
+    """Each source of targets, and the first layer that reads it: embeddings are one of all layers."""
+    tensors = [
+        *(seen[i].passed for i in own),
+        *(t for found in own.values() for t in found.values()),
+        *(path for _, path in sources.values()),
+    ]
+    gradients = iter(_gradients_in_range(loss, tensors))  # of all at once: one backward pass through the model
+    wanted = {i: _declared_gradients(seen[i], documents, rule(i), next(gradients)) for i in own}
+    found = {i: {name: _off(next(gradients), wanted[i][name]) for name in own[i]} for i in own}
+    for index, path in sources.values():
+        of_path = torch.stack([wanted[i]["source"] for i in own if seen[i].path is path]).sum(0)
+        found[index]["the target's source"] = _off(next(gradients), of_path)
     return found
 
 
@@ -238,13 +235,13 @@ def _off(got: Tensor | None, wanted: Tensor) -> float:
     return float((_like(got, wanted) - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-def _gradients_in_range(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[float, Sequence[Any]]:
-    """A scale of the loss, and its gradients by tensors: smaller than 1 where they leave float16's range, as loss scaling has it."""
+def _gradients_in_range(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Any]:
+    """Gradients of the loss, made smaller where they leave float16's range, as loss scaling has it."""
     for scale in LOSS_SCALES:
         found = torch.autograd.grad(scale * loss, tensors, retain_graph=True, allow_unused=True)
         if all(gradient is None or bool(gradient.isfinite().all()) for gradient in found):
             break
-    return scale, found
+    return found
 
 
 def _differentiated(seen: Seen, layer: FastWeight) -> dict[str, Tensor]:
