@@ -23,7 +23,7 @@ BUDGET = {
     "docs": 150,
     "evaluation": 360,
     "files": 20,
-    "kernels": 380,
+    "triton_kernels": 380,
     "laws": 460,
     "memories": 40,
     "real": 160,

@@ -12,8 +12,13 @@ import inplace_ttt
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "rank_bm25", "triton", "wonderwords")
-OF_OTHERS = ("inplace_ttt.serving.", "inplace_ttt.clients.")  # vLLM's, Axolotl's and Automodel's alone, which import them
-BESIDE = {"serving": {"vllm", "fastapi", "starlette", "uvloop"}, "clients": {"axolotl", "nemo_automodel", "pydantic"}}
+OF_OTHERS = ("inplace_ttt.kernels", "inplace_ttt.serving.", "inplace_ttt.clients.")
+"""For Triton, vLLM, Axolotl and Automodel alone, which they import."""
+BESIDE = {
+    "kernels": {"triton"},
+    "serving": {"vllm", "fastapi", "starlette", "uvloop"},
+    "clients": {"axolotl", "nemo_automodel", "pydantic"},
+}
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages(inplace_ttt.__path__, "inplace_ttt.")
@@ -61,8 +66,18 @@ def test_ops_and_layout_know_no_transformers() -> None:
 
 
 def test_transformers_imports_from_the_repository_root() -> None:
-    """The folder `kernels/` must not pass for the package of that name."""
-    done = run("import sys; sys.path.insert(0, '.'); import transformers; from transformers import LlamaForCausalLM; print('ok')")
+    """No folder there passes for a package that transformers, bitsandbytes or peft look for."""
+    code = """
+import importlib.util, pathlib, sys
+sys.path.insert(0, ".")
+ours = {str(pathlib.Path(name).resolve()) for name in ("kernels", "recipes", "tools", "tests", "docs")}
+for name in ("kernels", "datasets", "triton", "evaluate"):
+    spec = importlib.util.find_spec(name)
+    assert spec is None or not ours & {*map(str, spec.submodule_search_locations or ())}, name
+from transformers import LlamaForCausalLM
+print("ok")
+"""
+    done = run(code)
     assert done.stdout == "ok\n", done.stderr
 
 

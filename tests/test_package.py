@@ -19,7 +19,6 @@ import tiny
 import inplace_ttt
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"inplace_ttt": ROOT / "inplace_ttt", "inplace_ttt_kernels": ROOT / "kernels" / "inplace_ttt_kernels"}
 VERSION = inplace_ttt.__version__
 LEFT_BY_WORK = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "site")
 
@@ -62,14 +61,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(source, contents(wheel), contents(again))
 
 
-def test_the_wheel_holds_both_packages_whole_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_the_package_whole_and_nothing_else(built: Built) -> None:
     expected = {
-        f"{name}/{file.relative_to(folder).as_posix()}"
-        for name, folder in PACKAGES.items()
-        for file in folder.rglob("*")
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "inplace_ttt").rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    assert {"inplace_ttt/py.typed", "inplace_ttt_kernels/py.typed", "inplace_ttt/reports/templates/audit.html.j2"} <= expected
+    assert {"inplace_ttt/py.typed", "inplace_ttt/kernels/walk.py", "inplace_ttt/reports/templates/audit.html.j2"} <= expected
     info = f"inplace_ttt-{VERSION}.dist-info/"
     assert {name for name in built.files if not name.startswith(info)} == expected
     assert built.files[f"{info}licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
@@ -83,7 +81,7 @@ def test_the_source_distribution_leaves_out_what_only_the_repository_needs(built
     with tarfile.open(built.source) as archive:
         top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
     setuptools_own = {"PKG-INFO", "setup.cfg", "inplace_ttt.egg-info"}
-    own = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "inplace_ttt", "kernels"}
+    own = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "inplace_ttt"}
     assert top == setuptools_own | own
 
 
@@ -105,17 +103,17 @@ def test_the_wheel_works_without_the_repository(built: Built, tmp_path: Path) ->
         file.write_bytes(data)
     tiny.save_llama(tmp_path / "base", tiny.tokenizer(), num_hidden_layers=3, num_attention_heads=4)
     code = """
-import inplace_ttt, inplace_ttt_kernels
+import inplace_ttt
 from inplace_ttt.cli import main
 from inplace_ttt.reports.page import render
-print(inplace_ttt.__file__, inplace_ttt_kernels.__file__, inplace_ttt.__version__, sep="\\n")
+print(inplace_ttt.__file__, inplace_ttt.__version__, sep="\\n")
 print("<html" in render("page.html.j2", title="A title", good=True), main(["convert", "base", "out", "--layers", "0", "--json"]))
 """
     env = {"PYTHONPATH": str(tmp_path / "installed"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    package, kernels, version, *_, last = done.stdout.splitlines()
-    assert Path(package).is_relative_to(tmp_path) and Path(kernels).is_relative_to(tmp_path)
+    package, version, *_, last = done.stdout.splitlines()
+    assert Path(package).is_relative_to(tmp_path)
     assert (version, last) == (VERSION, "True 0")
 
 

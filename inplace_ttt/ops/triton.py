@@ -1,4 +1,4 @@
-"""Binds the Triton kernels of `inplace_ttt_kernels`: whether they can run here, and the call."""
+"""Binds the Triton kernels of `kernels`: whether they can run here, and the call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _said: set[str] = set()
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they do."""
     try:
-        from inplace_ttt_kernels import unsupported
+        from ..kernels import unsupported
     except ModuleNotFoundError as error:
         return f"the package {error.name} is not installed (pip install 'inplace-ttt[kernels]')"
     return unsupported(device, dtype)
@@ -85,13 +85,13 @@ def factors(device: torch.device) -> bool:
 
 def inverse_factor(matrices: Tensor) -> Tensor:
     """L⁻¹ [n, r, r] of the Cholesky factors of float32 matrices [n, r, r], which are overwritten; NaN where there is none."""
-    from inplace_ttt_kernels import inverse_factor
+    from ..kernels import inverse_factor
 
     return inverse_factor(matrices)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two of bfloat16 that add up to x [n, a, b] float32, but for its last 8 bits."""
-    from inplace_ttt_kernels import halves
+    from ..kernels import halves
 
     return halves(x)

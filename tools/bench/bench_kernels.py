@@ -40,10 +40,9 @@ def ceilings(smoke: bool) -> Iterator[dict[str, Any]]:
 
 def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
     """The walk, chunk norms, short documents and convolution at the widths of Qwen3-4B, the first two of SmolLM2-135M too."""
-    from inplace_ttt_kernels import conv, gram, schedule
-    from inplace_ttt_kernels.documents import plan_of
-    from inplace_ttt_kernels.walk import walk
-
+    from inplace_ttt.kernels import conv, gram, schedule
+    from inplace_ttt.kernels.documents import plan_of
+    from inplace_ttt.kernels.walk import walk
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 
@@ -108,8 +107,7 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
 
 def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     """A row packed with documents of one length, forward and backward: the dual form against walks."""
-    from inplace_ttt_kernels import dual, fast_weight
-
+    from inplace_ttt.kernels import dual, fast_weight
     from inplace_ttt.layout import ChunkLayout
 
     (d, h), tokens, chunk = ((40, 72), 96, 8) if smoke else ((2560, 9728), 32768, 256)
@@ -133,7 +131,7 @@ def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 def inverse_factors(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     """What least squares solves with, of many chunks at once: L⁻¹ by products of halves, by torch's library, and the factor alone."""
-    from inplace_ttt_kernels import halves, inverse_factor
+    from inplace_ttt.kernels import halves, inverse_factor
 
     for matrices, r in ((3, 20),) if smoke else ((64, 256), (15, 1024), (36, 1024), (64, 1280)):
         x = torch.randn(matrices, r, 2 * r, device=device)

@@ -156,7 +156,7 @@ def _run(backend: str, layout: Any, given: dict[str, Tensor], clip: float | None
 @contextlib.contextmanager
 def _candidate(number: int) -> Iterator[None]:
     """Without tuning, the tile of that number of each kernel's candidates: what runs here does not depend on the winner."""
-    from inplace_ttt_kernels import gram, tuning, walk
+    from inplace_ttt.kernels import gram, tuning, walk
 
     def tiles(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         found = tuning.tiles(*args, **kwargs)
@@ -167,8 +167,7 @@ def _candidate(number: int) -> Iterator[None]:
 
 
 def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    from inplace_ttt_kernels import chunk_conv
-
+    from inplace_ttt.kernels import chunk_conv
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from inplace_ttt_kernels.operands import SLOTS_BYTES
-
+from inplace_ttt.kernels.operands import SLOTS_BYTES
 from inplace_ttt.ops.benchmark import CHUNK_SIZES, WIDTHS, Shape
 
 

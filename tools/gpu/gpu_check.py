@@ -236,7 +236,7 @@ def _alone(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
 
 def _tiles() -> Iterable[dict[str, Any]]:
     """Which of its candidates each kernel took, for what, and what every one of them took, in milliseconds."""
-    from inplace_ttt_kernels import tuning
+    from inplace_ttt.kernels import tuning
 
     for key, tile in tuning._chosen.items():
         kernel, *problem = key

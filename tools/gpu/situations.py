@@ -134,8 +134,8 @@ def _paired(
 ) -> dict[str, Any]:
     """The op's time over the plain linear's, with the documents and the room given."""
     from bench_converted import paired
-    from inplace_ttt_kernels import operands
 
+    from inplace_ttt.kernels import operands
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops import fast_weight
 

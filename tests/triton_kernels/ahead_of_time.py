@@ -1,6 +1,6 @@
 """Compile the kernels for GPUs that are not there, and report what ptxas says: run as a script, without the interpreter.
 
-python tests/kernels/ahead_of_time.py [--all]    # one JSON object a line; in bfloat16, unclipped; --all: everything
+python tests/triton_kernels/ahead_of_time.py [--all]    # one JSON object a line; in bfloat16, unclipped; --all: everything
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import triton
-from inplace_ttt_kernels import conv, factor, gram, walk
-from inplace_ttt_kernels import products as grouped
-from inplace_ttt_kernels.halves import halves_kernel
-from inplace_ttt_kernels.schedule import FIELDS
-from inplace_ttt_kernels.tuning import Tile, tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from inplace_ttt.kernels import conv, factor, gram, walk
+from inplace_ttt.kernels import products as grouped
+from inplace_ttt.kernels.halves import halves_kernel
+from inplace_ttt.kernels.schedule import FIELDS
+from inplace_ttt.kernels.tuning import Tile, tiles
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from inplace_ttt_kernels import operands, products, walk
 from models import distance
 from torch import Tensor
 
+from inplace_ttt.kernels import operands, products, walk
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight, state_dtype
 

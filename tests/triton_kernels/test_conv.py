@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from inplace_ttt_kernels import chunk_conv
-from inplace_ttt_kernels.conv import taps_gradient
 from models import distance
 from torch import Tensor
 
+from inplace_ttt.kernels import chunk_conv
+from inplace_ttt.kernels.conv import taps_gradient
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 

@@ -80,7 +80,8 @@ def plan_of(spans: Tensor, batch: int, length: int, chunk: int, longest: int, ha
 def _plan(
     spans: tuple[tuple[int, int, int], ...], batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool
 ) -> Plan:
-    documents, short = [], []
+    documents: list[Document] = []
+    short: list[Document] = []
     for number, (row, start, stop) in enumerate(spans):
         is_first = number == 0 or spans[number - 1][0] != row
         is_last = number == len(spans) - 1 or spans[number + 1][0] != row

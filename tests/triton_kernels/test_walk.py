@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from inplace_ttt_kernels import unsupported
-from inplace_ttt_kernels.gram import squared_norms
-from inplace_ttt_kernels.schedule import Launch
-from inplace_ttt_kernels.walk import walk as walk_launch
 from torch import Tensor
+
+from inplace_ttt.kernels import unsupported
+from inplace_ttt.kernels.gram import squared_norms
+from inplace_ttt.kernels.schedule import Launch
+from inplace_ttt.kernels.walk import walk as walk_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -4,12 +4,12 @@ import subprocess
 import sys
 import warnings
 
-import inplace_ttt_kernels
 import pytest
 import torch
 from test_fast_weight import DEVICE, inputs
 from torch import Tensor
 
+import inplace_ttt.kernels
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
@@ -70,8 +70,10 @@ def test_auto_on_the_cpu_is_chunked_and_silent() -> None:
 def test_cuda_without_kernels_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "_said", set())
     cuda = torch.device("cuda")
-    monkeypatch.setitem(sys.modules, "inplace_ttt_kernels", None)
-    with pytest.warns(UserWarning, match=r"without its Triton kernels.*inplace_ttt_kernels is not installed") as said:
+    for name in [name for name in sys.modules if name.startswith("inplace_ttt.kernels")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(UserWarning, match=r"without its Triton kernels.*the package triton is not installed") as said:
         assert [triton.preferred(cuda, torch.bfloat16) for _ in range(2)] == [False, False]
     assert len(said) == 1
     with warnings.catch_warnings():
@@ -80,7 +82,7 @@ def test_cuda_without_kernels_says_so_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_half_precision_on_cuda_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inplace_ttt_kernels, "unsupported", lambda device, dtype: None)
+    monkeypatch.setattr(inplace_ttt.kernels, "unsupported", lambda device, dtype: None)
     assert [triton.preferred(torch.device("cuda"), dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
         True,
         True,

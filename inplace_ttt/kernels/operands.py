@@ -98,7 +98,7 @@ def operands_of(
     """The flat operands of a call; arguments as in `library.fast_weight`."""
     # the clip's gradient is made for walks; in float16 a score, a sum over h, may overflow
     longest = dual.longest(v.shape[-1], z.shape[-1]) if tau is None and z.dtype != torch.float16 else 0
-    plan = plan_of(spans, *z.shape[:2], chunk, longest, start is not None, hands_on)
+    plan = plan_of(spans, z.shape[0], z.shape[1], chunk, longest, start is not None, hands_on)
     flat_z, flat_v = (x if x.stride(-1) == 1 else x.contiguous() for x in (z.flatten(0, 1), v.flatten(0, 1)))
     clips = None if tau is None else clips_of(flat_v, flat_z, plan, tau)
     weight, start = (None if x is None else x.contiguous() for x in (weight, start))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from inplace_ttt_kernels import halves, inverse_factor
 from models import distance
 from test_fast_weight import DEVICE
 from torch import Tensor
 
+from inplace_ttt.kernels import halves, inverse_factor
 from inplace_ttt.ops.products import Operand, product
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from inplace_ttt_kernels import gram, library, operands, products, schedule
-from inplace_ttt_kernels.documents import plan_of
 from launches import launches
 
+from inplace_ttt.kernels import gram, library, operands, products, schedule
+from inplace_ttt.kernels.documents import plan_of
 from inplace_ttt.layout import ChunkLayout
 
 CHUNK, D, H = 8, 40, 72
