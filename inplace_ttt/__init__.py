@@ -1,14 +1,14 @@
 """In-Place Test-Time Training (arXiv 2604.06169) for pretrained Hugging Face language models.
 
 Importing it makes converted checkpoints known to transformers. What it names is loaded when it is asked for: a command's --help needs
-no model, and reading needs no Trainer.
+no torch, and reading needs no Trainer.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import models as _models  # noqa: F401 - registers their model_type
 from .errors import InPlaceTTTError
+from .registration import register
 
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate
@@ -38,6 +38,8 @@ __all__ = [
     "save_adapter",
     "ttt_disabled",
 ]
+
+register()
 
 _HOMES = {
     "DeltaClip": "config_tables",

@@ -113,6 +113,35 @@ def test_what_is_slow_is_imported_when_it_is_asked_for(name: str, late: str) -> 
     assert run(code).stdout == f"False {name} True\n"
 
 
+def test_a_help_and_a_wrong_argument_wait_for_no_torch() -> None:
+    code = """
+import contextlib, io, sys
+from inplace_ttt.cli import VERBS, main
+for verb in VERBS:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main([verb, "--help"])
+    assert main([verb, "--no-such-option"]) == 2
+assert main(["convert", "base", "out", "--layers", "first"]) == main(["generate", "ttt", "--prompt-file", "f", "--max-new-tokens", "0"]) == 2
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    assert run(code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import inplace_ttt; import transformers",
+        "import transformers; import inplace_ttt",
+        "import inplace_ttt; from transformers.models.llama import modeling_llama",
+        "import inplace_ttt, importlib.util; importlib.util.find_spec('transformers')",
+        "from inplace_ttt import convert",
+    ],
+)
+def test_transformers_knows_converted_checkpoints_whoever_comes_first(before: str) -> None:
+    done = run(f"{before}; from transformers import AutoConfig; print(AutoConfig.for_model('inplace_ttt').model_type)")
+    assert done.stdout.endswith("inplace_ttt\n"), done.stderr
+
+
 def test_no_existing_model_type_is_touched() -> None:
     code = """
 from transformers import AutoConfig, AutoModelForCausalLM

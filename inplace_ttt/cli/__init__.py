@@ -1,4 +1,4 @@
-"""The command line: `inplace-ttt VERB`. One small module a verb, imported when it is called."""
+"""The command line: `inplace-ttt VERB`. A verb's options are in `options`, light to import; what it does is imported when it is called."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
-
-import torch
 
 from .. import __version__
 from ..errors import TRACEBACK, InPlaceTTTError, one_line, refused_by_system
@@ -56,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _open_missing_streams()
     refuse = partial(messages.refuse, arguments, next((a for a in arguments if a in VERBS), None))
     try:
-        with messages.waiting():
-            text, code = _run(arguments)
+        args = _parsed(arguments)
+        with messages.stdout_for_the_result(), messages.waiting():
+            verb = importlib.import_module(f".{args.verb.replace('-', '_')}", __name__)
+            result, code = verb.run(args)
+        text = json_text(result) if args.json else verb.render(result)
         _print(text)
         return code
     except InPlaceTTTError as error:
@@ -68,11 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has what it wanted
         _stop_writing()
         return 141
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        _trace()
-        return refuse(f"this machine has not enough memory for it ({one_line(error)}); take a smaller model, text or batch.", 2)
     except Exception as error:  # the last net: what gets here should have been refused where it was read
         _trace()
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be imported here
+            return refuse(f"this machine has not enough memory for it ({one_line(error)}); take a smaller model, text or batch.", 2)
         if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
             return refuse(reason, 2)
         return refuse(f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please report it.", 2)
@@ -96,8 +96,8 @@ def _stop_writing() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(arguments: Sequence[str]) -> tuple[str, int]:
-    """What the verb prints, and its exit code."""
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The verb and its options. Raises InPlaceTTTError for what can be refused by the arguments alone."""
     top = _Parser(prog="inplace-ttt", description="In-Place Test-Time Training for Hugging Face language models.")
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
@@ -105,17 +105,15 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
     for verb, summary in VERBS.items():
         parser = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if verb == wanted:
-            with messages.stdout_for_the_result():
-                module = importlib.import_module(f".{verb.replace('-', '_')}", __name__)
-            parser.epilog = module.EXAMPLES
+            options = importlib.import_module(f".options.{verb.replace('-', '_')}", __name__)
+            parser.epilog = options.EXAMPLES
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
-            module.add_arguments(parser)
+            parser.set_defaults(check=lambda args: None)
+            options.add_arguments(parser)
             parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
-            parser.set_defaults(module=module)
     args = top.parse_args(arguments)
-    with messages.stdout_for_the_result():
-        result, code = args.module.run(args)
-    return json_text(result) if args.json else args.module.render(result), code
+    args.check(args)
+    return args
 
 
 def _print(text: str) -> None:

@@ -6,10 +6,9 @@ Each is a `type` of argparse. What is no number at all argparse refuses itself, 
 from __future__ import annotations
 
 import math
-from argparse import ArgumentTypeError, Namespace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-
-import torch
 
 from ..errors import InPlaceTTTError, shown
 from ..files.paths import name_problem
@@ -90,22 +89,20 @@ def numbers(text: str) -> list[int]:
 
 def dtype(name: str) -> str:
     """A torch dtype that weights can have, or `auto`."""
-    found = getattr(torch, name, None) if name.isidentifier() else None
-    if name != "auto" and not isinstance(found, torch.dtype):
-        raise ArgumentTypeError(f"{shown(name)} is not a torch dtype; try float32 or bfloat16")
-    if isinstance(found, torch.dtype) and not (found.is_floating_point and found.itemsize >= 2):
-        raise ArgumentTypeError(f"{name} holds no weights; try float32 or bfloat16")
+    if name not in _DTYPES:
+        raise ArgumentTypeError(f"{shown(name)} is no dtype of weights; try float32 or bfloat16")
     return name
+
+
+_DTYPES = ("auto", "bfloat16", "float16", "float32", "float64", "half", "float", "double")
 
 
 def device(name: str) -> str:
-    """cpu, or a GPU that is here."""
-    try:
-        found = torch.device(name)
-    except RuntimeError:
-        found = None
-    if found is None or found.type not in ("cpu", "cuda"):
+    """cpu, or a GPU by its number."""
+    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) is None:
         raise ArgumentTypeError(f"must be cpu or cuda, got {shown(name)}")
-    if (found.index or 0) >= (torch.cuda.device_count() if found.type == "cuda" else 1):
-        raise ArgumentTypeError(f"{name} is not on this machine")
     return name
+
+
+def add_push(parser: ArgumentParser) -> None:
+    parser.add_argument("--push", metavar="REPO", help="also upload OUT to the hub, a private repository NAME or OWNER/NAME; wants a token")

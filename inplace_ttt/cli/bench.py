@@ -12,55 +12,17 @@ from ..errors import InPlaceTTTError
 from ..files.memory import require_memory
 from ..ops.benchmark import LIMIT, Shape, measure
 from . import Result
-from .arguments import MOST_TOKENS, device, path, whole
 from .loading import open_full, require_vllm
 from .messages import say_now
 
-EXAMPLES = """examples:
-  inplace-ttt bench
-  inplace-ttt bench --d 2560 --h 9728 --tokens 32768 --chunk-size 1024 --device cuda --dtype bfloat16
-  inplace-ttt bench --serving ./smollm2-ttt --base ./smollm2-135m --requests 16"""
-
-_OP = {"d": 1024, "h": 3072, "tokens": 8192, "chunk_size": 256, "device": "cpu"}
-_SERVING = {"base": None, "requests": 16, "prompt_tokens": 1024, "new_tokens": 64}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    op = parser.add_argument_group("the op (default)")
-    for name, least, most, meaning in (
-        ("--d", 2, 2**20, "hidden size"),  # of which least squares has half as many directions
-        ("--h", 1, 2**20, "MLP size"),
-        ("--tokens", 1, MOST_TOKENS, "tokens of the sequence"),
-        ("--chunk-size", 1, MOST_TOKENS, "tokens a chunk"),
-    ):
-        _number(op, name, most, meaning, _OP, least)
-    op.add_argument("--device", type=device, help="cpu or cuda (default: cpu)")
-    serving = parser.add_argument_group("serving by vLLM")
-    serving.add_argument("--serving", type=path, metavar="PATH", help="a converted checkpoint, against its base and against generate")
-    serving.add_argument("--base", type=path, metavar="B", help="the base (default: the one that the checkpoint names)")
-    _number(serving, "--requests", 4096, "requests at once", _SERVING)
-    _number(serving, "--prompt-tokens", MOST_TOKENS, "tokens of the longest prompt, the shortest has a sixteenth", _SERVING)
-    _number(serving, "--new-tokens", MOST_TOKENS, "tokens that each generates", _SERVING)
-    parser.add_argument("--repeats", type=whole(1, 10_000), default=5, metavar="N", help="paired runs (default: 5)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
-
-
-def _number(group: argparse._ArgumentGroup, name: str, most: int, meaning: str, defaults: dict[str, Any], least: int = 1) -> None:
-    default = defaults[name.removeprefix("--").replace("-", "_")]
-    group.add_argument(name, type=whole(least, most), metavar="N", help=f"{meaning} (default: {default})")
-
 
 def run(args: argparse.Namespace) -> Result:
-    mine, others = (_OP, _SERVING) if args.serving is None else (_SERVING, _OP)
-    if idle := [name for name in others if getattr(args, name) is not None]:
-        with_or_without = "without" if args.serving is None else "with"
-        raise InPlaceTTTError(f"--{idle[0].replace('_', '-')} has no effect {with_or_without} --serving; leave it out.")
-    for name, default in mine.items():
-        setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
     return (_op if args.serving is None else _served)(args)
 
 
 def _op(args: argparse.Namespace) -> Result:
+    if args.device.startswith("cuda") and (torch.device(args.device).index or 0) >= torch.cuda.device_count():
+        raise InPlaceTTTError(f"--device {args.device} is not on this machine.")
     shape = Shape(args.d, args.h, args.tokens, args.chunk_size)
     _refuse_beyond_memory(shape, args.device, getattr(torch, args.dtype))
     rows = measure(shape, args.repeats, args.device, getattr(torch, args.dtype))

@@ -18,62 +18,24 @@ from ..checkpoint.card import write_card
 from ..checkpoint.official import refuse_official
 from ..checkpoint.reading import Checkpoint, parameters_of
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
-from ..config import PRESETS, InPlaceTTTConfig
+from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
-from ..files.settings import override
 from ..files.text import files_in
 from . import Result
-from .arguments import MOST_TOKENS, path, refuse_without_effect, whole
-from .hub import add_push, push, pushed, require_token
+from .hub import push, pushed, require_token
 from .loading import tokenizer_of
-
-EXAMPLES = """examples:
-  inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
-  inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
-  inplace-ttt convert ./smollm2 ./smollm2-compact --preset compact --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
-  inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("src", type=path, metavar="SRC", help="model folder or hub id")
-    parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
-    parser.add_argument("--preset", default="paper", metavar="P", help=f"starting point: {', '.join(PRESETS)} (default: paper)")
-    parser.add_argument("--layers", metavar="L", help="every:N, or indices like 0,6,12")
-    parser.add_argument("--chunk-size", type=whole(), metavar="C", help="tokens a chunk")
-    parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
-    parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as kernel_size=3 or whitening.rank=256"
-    )
-    parser.add_argument(
-        "--calibrate",
-        nargs="+",
-        type=path,
-        metavar="F",
-        help="texts to measure on what the preset's extensions need (see --preset compact)",
-    )
-    parser.add_argument(
-        "--calibrate-tokens",
-        type=whole(1, MOST_TOKENS),
-        metavar="N",
-        help=f"how much of them to read (default: {CALIBRATION_TOKENS})",
-    )
-    parser.add_argument("--adapter-only", action="store_true", help="write only the new tensors, to load onto the base")
-    parser.add_argument("--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    add_push(parser)
+from .options.convert import config_of
 
 
 def run(args: argparse.Namespace) -> Result:
-    refuse_without_effect(args, calibrate_tokens=("calibrate",))
     require_token(args)
     sources = [args.src, *(args.calibrate or ())]
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, sources)
     checkpoint = Checkpoint.open(args.src)
     refuse_official(args.src, checkpoint.weight_map)
-    plan = plan_conversion(checkpoint, _config(args))
+    plan = plan_conversion(checkpoint, config_of(args))
     rows = _rows_to_calibrate_on(args, plan)
     tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, [row for _, row in rows])
     with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=sources) as folder:
@@ -128,26 +90,6 @@ def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
     tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     return {"files": list(dict.fromkeys(file.name for file, _ in rows)), "tokens": len(tokens), "sha256": digest}
-
-
-def _config(args: argparse.Namespace) -> InPlaceTTTConfig:
-    options = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
-    given = {name: value for name, value in options.items() if value is not None}
-    values = InPlaceTTTConfig.preset(args.preset, **given).to_dict()
-    for text in args.set:
-        if (name := text.partition("=")[0].strip()) in given:
-            raise InPlaceTTTError(f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out.")
-        override(values, text)
-    return InPlaceTTTConfig.from_dict(values)
-
-
-def _layers(text: str | None) -> str | list[int] | None:
-    if text is None or text.startswith("every:"):
-        return text
-    try:
-        return [int(index) for index in text.split(",")]
-    except ValueError:
-        raise InPlaceTTTError(f"--layers must be every:N or indices like 0,6,12, got {text!r}.") from None
 
 
 def _prove(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:

@@ -18,36 +18,9 @@ from ..files.text import tokens_of
 from ..layer.quantised import readable_parameters
 from ..surgery import config_of, fast_weights
 from . import Result
-from .arguments import MOST_TOKENS, dtype, number, path, whole
 from .loading import load_with_tokenizer
 from .messages import say_now
-
-EXAMPLES = """examples:
-  inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis
-  inplace-ttt diagnose ./smollm2-ttt --text book.txt --out diagnosis --train ttt --learning-rate 1e-3
-
-exit code: 0 the report is written, whatever it says; 2 bad input"""
-
-_TOKENS = 2048
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--text", type=path, required=True, metavar="F", help="UTF-8 text, read as one document from its start")
-    parser.add_argument("--out", type=path, required=True, metavar="DIR", help="new folder for report.html, diagnose.json and the plots")
-    parser.add_argument(
-        "--tokens", type=whole(1, MOST_TOKENS), metavar="N", help=f"tokens of the text to read (default: {_TOKENS}, at least two chunks)"
-    )
-    parser.add_argument("--train", choices=("all", "ttt"), default="all", help="what counts as trained (default: all)")
-    parser.add_argument(
-        "--learning-rate",
-        type=number(most=1e3, above=0),
-        metavar="R",
-        help="for Adam's first step (default: 5e-6, the paper's)",
-    )
-    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
-    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
-    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
+from .options.diagnose import TOKENS
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -55,7 +28,7 @@ def run(args: argparse.Namespace) -> Result:
     refuse_to_replace(args.out, DIAGNOSIS, args.overwrite, sources)
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     chunk = config_of(model).chunk_size
-    ids = tokens_of(args.text, tokenizer, args.tokens or max(_TOKENS, 2 * chunk))
+    ids = tokens_of(args.text, tokenizer, args.tokens or max(TOKENS, 2 * chunk))
     if ids.shape[1] <= chunk + 1:
         asked = f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""
         raise InPlaceTTTError(

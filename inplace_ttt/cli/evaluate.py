@@ -28,86 +28,18 @@ from ..files.json_files import json_text
 from ..files.manifest import EVALUATION, refuse_to_replace
 from ..files.text import begins_of, files_in, ids_within, joined_tokens, tokens_of
 from ..surgery import config_of
-from ..tasks.facts import MOST as MOST_RECORDS
 from ..tasks.passages import Passage
 from . import Result
-from .arguments import MOST_TOKENS, dtype, numbers, path, refuse_without_effect, seed, whole
 from .loading import load_plain, load_with_tokenizer, note_on_positions, refuse_not_finite, refuse_other_tokenizer, tokenizer_of
 from .messages import say_now, warn
-
-EXAMPLES = """examples:
-  inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
-  inplace-ttt evaluate runs/x/final --text a.txt b.txt --base ./smollm2 --window 256 --second-copy
-  inplace-ttt evaluate runs/x/final --text books/ --contexts 1024,4096,8192 --out evaluation
-  inplace-ttt evaluate runs/x/final --text books/ --documents 8 --tokens 2048 --window 256 --facts 6 --distances 1024,16384
-
-on, off: the same weights with and without writes. foreign: each document read with the state that another one wrote.
-memory = on - foreign is what a document's own text did; what remains of the gain with another's state is drift.
-
-exit code: 0 done, whatever the numbers say; 2 bad input"""
-
+from .options.evaluate import BLOCK, DISTANCES
 
 NUMBERS = "evaluation.json"
-DISTANCES = [1024, 4096]
-BLOCK = 512
-"""Tokens of the last block that growing contexts are read before."""
 _PROBED = 512
 """Tokens of text by which two tokenizers are told apart."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument(
-        "--text", type=path, required=True, nargs="+", metavar="F", help="UTF-8 text files, or folders of .txt; one file is one document"
-    )
-    parser.add_argument(
-        "--base", type=path, metavar="B", help="model to compare with: the untouched base, or one trained as long without TTT"
-    )
-    parser.add_argument(
-        "--documents", type=whole(1), metavar="N", help="read the first N that are long enough (default: all, which must be)"
-    )
-    parser.add_argument("--tokens", type=whole(1, MOST_TOKENS), metavar="N", help="tokens to read of each (default: the model's context)")
-    parser.add_argument(
-        "--window", type=whole(1), metavar="W", help="attend to the last W tokens and the sinks only (default: as the model does)"
-    )
-    parser.add_argument("--sinks", type=whole(0), metavar="S", help=f"first tokens that stay visible (default: {SINKS})")
-    parser.add_argument(
-        "--skip", type=whole(0), metavar="N", help="first tokens that do not count (default: a chunk, or the window if longer)"
-    )
-    parser.add_argument("--second-copy", action="store_true", help="also the probe: a passage repeated beyond the window")
-    parser.add_argument("--passage", type=numbers, metavar="L,G", help="its length and the gap between the copies (default: 512,1024)")
-    parser.add_argument(
-        "--contexts", type=numbers, metavar="N,…", help="also the loss on a fixed last block after so many tokens of context"
-    )
-    parser.add_argument("--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)")
-    parser.add_argument(
-        "--facts",
-        type=whole(1, MOST_RECORDS),
-        metavar="N",
-        help="also the questions: N records of invented facts told in each document, and asked for later (try 6)",
-    )
-    parser.add_argument("--distances", type=numbers, metavar="N,…", help="tokens between facts and questions (default: 1024,4096)")
-    parser.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="documents at once (default: 4)")
-    parser.add_argument("--seed", type=seed(), metavar="N", help="of the passages' places and of the facts (default: 0)")
-    parser.add_argument(
-        "--cache", type=path, metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
-    )
-    parser.add_argument("--out", type=path, metavar="DIR", help="new folder for evaluation.json and the plots")
-    parser.add_argument("--card", action="store_true", help="also put the result into PATH's model card")
-    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
-    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
-
-
 def run(args: argparse.Namespace) -> Result:
-    refuse_without_effect(
-        args,
-        sinks=("window",),
-        passage=("second_copy",),
-        block=("contexts",),
-        distances=("facts",),
-        seed=("second_copy", "facts"),
-        overwrite=("out",),
-    )
     sources = [args.path, args.base, *args.text]
     if args.out:
         refuse_to_replace(args.out, EVALUATION, args.overwrite, sources)
@@ -115,8 +47,6 @@ def run(args: argparse.Namespace) -> Result:
     if args.card:
         require_card(args.path)
     contexts, block, number = args.contexts or [], args.block or BLOCK, args.seed or 0
-    if len(args.passage or (0, 0)) != 2:
-        raise InPlaceTTTError(f"--passage takes a length and a gap like 512,1024, got {args.passage!r}.")
     passage = Passage(*args.passage) if args.passage else Passage()
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
     refuse_not_finite(model, args.path)

@@ -18,24 +18,8 @@ from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
-from .arguments import path
-from .hub import add_push, push, pushed, require_token
+from .hub import push, pushed, require_token
 from .loading import load_with_tokenizer, refuse_base_of_none
-
-EXAMPLES = """examples:
-  inplace-ttt export ./smollm2-ttt ./smollm2-adapter --format adapter
-  inplace-ttt export ./smollm2-adapter ./smollm2-full --format full
-  inplace-ttt export runs/lora/final ./smollm2-merged --format full
-  inplace-ttt export ./qwen3-8b-ttt ./qwen3-8b-public --format official"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too")
-    parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
-    parser.add_argument("--format", required=True, choices=("official", "adapter", "full"), help="form to write")
-    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    add_push(parser)
 
 
 def run(args: argparse.Namespace) -> Result:

@@ -17,36 +17,11 @@ from ..files.text import document_ids, ids_within, read_text
 from ..state import FastWeightState
 from ..surgery import config_of, ttt_disabled
 from . import Result
-from .arguments import MOST_TOKENS, dtype, number, path, refuse_without_effect, seed, whole
 from .loading import load_with_tokenizer, note_on_positions, refuse_not_finite
 from .messages import warn
 
-EXAMPLES = """examples:
-  inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
-  inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 0 --save-state book.state
-  echo "What happened to the whale?" | inplace-ttt generate ./smollm2-ttt --prompt-file - --load-state book.state"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--prompt-file", type=path, required=True, metavar="F", help="UTF-8 text to read; - is standard input")
-    parser.add_argument(
-        "--max-new-tokens", type=whole(0, MOST_TOKENS), default=64, metavar="N", help="tokens to write (default: 64; 0 only reads)"
-    )
-    parser.add_argument(
-        "--temperature", type=number(1e-4, 1e4, or_zero=True), default=0.0, metavar="T", help="0, the default, takes the likeliest token"
-    )
-    parser.add_argument("--seed", type=seed(), metavar="S", help="seed for a temperature above 0 (default: 0)")
-    parser.add_argument("--ttt", choices=("on", "off"), default="on", help="off: the same weights, nothing written (default: on)")
-    parser.add_argument("--load-state", type=path, metavar="F", help="go on from a saved session")
-    parser.add_argument("--save-state", type=path, metavar="F", help="save the session at the end")
-    parser.add_argument("--fast-weights-only", action="store_true", help="save no KV cache: keep only what was written")
-    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
-    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
-
 
 def run(args: argparse.Namespace) -> Result:
-    _refuse_contradictions(args)
     if args.save_state:
         session_file.refuse_to_replace(args.save_state)
     prompt = read_text(args.prompt_file, "the prompt ")
@@ -93,13 +68,3 @@ def render(result: dict[str, Any]) -> str:
         file=sys.stderr,
     )
     return result["text"]
-
-
-def _refuse_contradictions(args: argparse.Namespace) -> None:
-    refuse_without_effect(args, seed=("temperature",), fast_weights_only=("save_state",))
-    if args.temperature and not args.max_new_tokens:
-        raise InPlaceTTTError("--temperature has no effect with --max-new-tokens 0; leave it out.")
-    if args.max_new_tokens == 0 and not args.save_state:
-        raise InPlaceTTTError("--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state F.")
-    if args.ttt == "off" and (args.save_state or args.load_state):
-        raise InPlaceTTTError("--ttt off writes no state, so that --save-state and --load-state mean nothing; drop one.")

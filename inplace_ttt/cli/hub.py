@@ -10,10 +10,6 @@ from ..errors import InPlaceTTTError, reported
 from .messages import say_now
 
 
-def add_push(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--push", metavar="REPO", help="also upload OUT to the hub, a private repository NAME or OWNER/NAME; wants a token")
-
-
 def require_token(args: argparse.Namespace) -> None:
     """Refuse, before anything is done, what could not be pushed at the end."""
     from huggingface_hub import constants, get_token

@@ -15,20 +15,9 @@ from ..checkpoint.writing import write_full
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
-from .arguments import path
-
-EXAMPLES = """example:
-  inplace-ttt import-official ./in-place-ttt-qwen3-8b ./qwen3-8b-ttt
-  inplace-ttt import-official ./ttt-ntp-qwen3-4b ./qwen3-4b-ntp"""
 
 _TRAINING = "TTT-NTP, its training form; its code keeps sums in bfloat16 and has one document a row, here they are float32 and any number"
 _INFERENCE = "prompt_write is not in its files: set to what its evaluation script gives"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="checkpoint of the public code of In-Place TTT or TTT-NTP")
-    parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def run(args: argparse.Namespace) -> Result:

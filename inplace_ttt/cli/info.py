@@ -16,17 +16,7 @@ from ..config import InPlaceTTTConfig
 from ..families import features
 from ..surgery import fast_weights
 from . import Result
-from .arguments import path
 from .loading import refuse_base_of_none
-
-EXAMPLES = """examples:
-  inplace-ttt info ./smollm2-ttt
-  inplace-ttt info ./llama-ttt --json"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too")
-    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
 
 
 def run(args: argparse.Namespace) -> Result:

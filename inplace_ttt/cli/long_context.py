@@ -26,33 +26,11 @@ from ..files.manifest import SAMPLES, refuse_to_replace
 from ..files.results import Results
 from ..surgery import config_of, ttt_disabled
 from . import Result
-from .arguments import dtype, numbers, path, seed, whole
 from .loading import load_converted, load_plain, note_on_positions, refuse_not_finite, refuse_other_tokenizer, tokenizer_of
 from .messages import say_now, warn
 
 Table = Callable[[Settings, Sequence[str], Results], dict[str, Any]]
 _Named = TypeVar("_Named", bound=Task)
-
-
-def add_samples(parser: argparse.ArgumentParser, tasks: str, own: str) -> None:
-    """What is asked. tasks: the help of --tasks; own: the benchmark's own number of samples."""
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--lengths", type=numbers, required=True, metavar="L,…", help="tokens of prompt and answer, such as 4096,8192")
-    parser.add_argument("--tasks", metavar="T,…", help=tasks)
-    parser.add_argument("--samples", type=whole(1, 10**6), default=100, metavar="N", help=f"a task and length (default: 100; {own})")
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Who is asked, how, and where the results go."""
-    parser.add_argument("--base", type=path, metavar="B", help="unconverted checkpoint to compare with; of an adapter, where its base is")
-    parser.add_argument("--batch-size", type=whole(1), metavar="N", help="prompts at once (default: 1)")
-    parser.add_argument("--seed", type=seed(), default=0, metavar="S", help="of the samples (default: 0)")
-    parser.add_argument("--chat", action="store_true", help="ask in the tokenizer's chat template")
-    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
-    parser.add_argument("--out", type=path, metavar="DIR", help="keep each result as it comes; the same command goes on where it stopped")
-    parser.add_argument(
-        "--write-samples", type=path, metavar="DIR", help="write the samples as JSON lines instead; needs PATH's tokenizer alone"
-    )
 
 
 def chosen(given: str | None, possible: Iterable[str], known: Mapping[str, _Named]) -> tuple[_Named, ...]:
@@ -71,9 +49,6 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
     """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples the samples in files."""
     if args.write_samples:
         refuse_to_replace(args.write_samples, SAMPLES, sources=_sources(args))
-        for option, given in (("--out", args.out), ("--batch-size", args.batch_size), ("--dtype", args.dtype != "auto")):
-            if given:
-                raise InPlaceTTTError(f"{option} has no effect with --write-samples, which asks no model; leave it out.")
         if args.base and not is_adapter(args.path):
             raise InPlaceTTTError("--base has no effect with --write-samples, which asks no model; leave it out.")
         return _write_samples(args, settings, material)

@@ -11,8 +11,6 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from logging.handlers import MemoryHandler
 from typing import TextIO
 
-from transformers import logging as transformers_logging
-
 
 class _Waiting(MemoryHandler):
     """Records of every library, kept until `say_now` or the end; dropped where the command is refused."""
@@ -24,6 +22,8 @@ class _Waiting(MemoryHandler):
 @contextmanager
 def waiting() -> Iterator[None]:
     """Within it warnings wait; at its end, unless by an error, they are said."""
+    from transformers import logging as transformers_logging
+
     handler, root = _Waiting(), logging.getLogger()
     bars = transformers_logging.is_progress_bar_enabled() and (sys.stderr is None or not sys.stderr.isatty())
     root.addHandler(handler)

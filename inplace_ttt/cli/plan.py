@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
-from ..errors import InPlaceTTTError, shown
 from ..training.plan import make_plan
 from ..training.recipe import load_recipe
 from . import Result
-from .arguments import path
-
-EXAMPLES = """examples:
-  inplace-ttt plan recipes/smollm2-demo-cpu.yaml
-  inplace-ttt plan recipes/qwen3-4b-stage1-32k-8gpu.yaml --device-memory 80GB --set optimisation.liger=false"""
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=path, metavar="RECIPE", help="YAML file, see recipes/README.md")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
-    parser.add_argument("--device-memory", metavar="SIZE", help="device memory, such as 80GB; says whether the run fits")
 
 
 def run(args: argparse.Namespace) -> Result:
-    memory = None if args.device_memory is None else _bytes(args.device_memory)
-    return make_plan(load_recipe(args.recipe, args.set), memory).to_dict(), 0
+    return make_plan(load_recipe(args.recipe, args.set), args.device_memory).to_dict(), 0
 
 
 def render(result: dict[str, Any]) -> str:
@@ -62,13 +46,6 @@ def render(result: dict[str, Any]) -> str:
         *(f"  {name.replace('_', ' '):18}{_size(value):>10}" for name, value in sent.items() if value or name == "total"),
     ]
     return "\n".join([*lines, *([""] if result["warnings"] else []), *(f"warning: {warning}" for warning in result["warnings"])])
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise InPlaceTTTError(f"--device-memory must be a size such as 80GB or 24GiB, got {shown(text)}.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _size(value: int) -> str:

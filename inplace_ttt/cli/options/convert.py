@@ -1,0 +1,73 @@
+"""`inplace-ttt convert SRC OUT`"""
+
+from __future__ import annotations
+
+import argparse
+
+from ...config import PRESETS, InPlaceTTTConfig
+from ...errors import InPlaceTTTError
+from ...files.settings import override
+from ..arguments import MOST_TOKENS, add_push, path, refuse_without_effect, whole
+
+EXAMPLES = """examples:
+  inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
+  inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
+  inplace-ttt convert ./smollm2 ./smollm2-compact --preset compact --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
+  inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("src", type=path, metavar="SRC", help="model folder or hub id")
+    parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
+    parser.add_argument("--preset", default="paper", metavar="P", help=f"starting point: {', '.join(PRESETS)} (default: paper)")
+    parser.add_argument("--layers", metavar="L", help="every:N, or indices like 0,6,12")
+    parser.add_argument("--chunk-size", type=whole(), metavar="C", help="tokens a chunk")
+    parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
+    parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as kernel_size=3 or whitening.rank=256"
+    )
+    parser.add_argument(
+        "--calibrate",
+        nargs="+",
+        type=path,
+        metavar="F",
+        help="texts to measure on what the preset's extensions need (see --preset compact)",
+    )
+    parser.add_argument(
+        "--calibrate-tokens",
+        type=whole(1, MOST_TOKENS),
+        metavar="N",
+        help="how much of them to read (default: 32768)",
+    )
+    parser.add_argument("--adapter-only", action="store_true", help="write only the new tensors, to load onto the base")
+    parser.add_argument("--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    add_push(parser)
+    parser.set_defaults(check=check)
+
+
+def check(args: argparse.Namespace) -> None:
+    refuse_without_effect(args, calibrate_tokens=("calibrate",))
+    config_of(args)
+
+
+def config_of(args: argparse.Namespace) -> InPlaceTTTConfig:
+    """The preset with what was set. Raises InPlaceTTTError for settings that are not possible."""
+    options = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
+    given = {name: value for name, value in options.items() if value is not None}
+    values = InPlaceTTTConfig.preset(args.preset, **given).to_dict()
+    for text in args.set:
+        if (name := text.partition("=")[0].strip()) in given:
+            raise InPlaceTTTError(f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out.")
+        override(values, text)
+    return InPlaceTTTConfig.from_dict(values)
+
+
+def _layers(text: str | None) -> str | list[int] | None:
+    if text is None or text.startswith("every:"):
+        return text
+    try:
+        return [int(index) for index in text.split(",")]
+    except ValueError:
+        raise InPlaceTTTError(f"--layers must be every:N or indices like 0,6,12, got {text!r}.") from None

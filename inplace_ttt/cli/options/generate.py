@@ -1,0 +1,42 @@
+"""`inplace-ttt generate PATH --prompt-file F`"""
+
+from __future__ import annotations
+
+import argparse
+
+from ...errors import InPlaceTTTError
+from ..arguments import MOST_TOKENS, dtype, number, path, refuse_without_effect, seed, whole
+
+EXAMPLES = """examples:
+  inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
+  inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 0 --save-state book.state
+  echo "What happened to the whale?" | inplace-ttt generate ./smollm2-ttt --prompt-file - --load-state book.state"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
+    parser.add_argument("--prompt-file", type=path, required=True, metavar="F", help="UTF-8 text to read; - is standard input")
+    parser.add_argument(
+        "--max-new-tokens", type=whole(0, MOST_TOKENS), default=64, metavar="N", help="tokens to write (default: 64; 0 only reads)"
+    )
+    parser.add_argument(
+        "--temperature", type=number(1e-4, 1e4, or_zero=True), default=0.0, metavar="T", help="0, the default, takes the likeliest token"
+    )
+    parser.add_argument("--seed", type=seed(), metavar="S", help="seed for a temperature above 0 (default: 0)")
+    parser.add_argument("--ttt", choices=("on", "off"), default="on", help="off: the same weights, nothing written (default: on)")
+    parser.add_argument("--load-state", type=path, metavar="F", help="go on from a saved session")
+    parser.add_argument("--save-state", type=path, metavar="F", help="save the session at the end")
+    parser.add_argument("--fast-weights-only", action="store_true", help="save no KV cache: keep only what was written")
+    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.set_defaults(check=check)
+
+
+def check(args: argparse.Namespace) -> None:
+    refuse_without_effect(args, seed=("temperature",), fast_weights_only=("save_state",))
+    if args.temperature and not args.max_new_tokens:
+        raise InPlaceTTTError("--temperature has no effect with --max-new-tokens 0; leave it out.")
+    if args.max_new_tokens == 0 and not args.save_state:
+        raise InPlaceTTTError("--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state F.")
+    if args.ttt == "off" and (args.save_state or args.load_state):
+        raise InPlaceTTTError("--ttt off writes no state, so that --save-state and --load-state mean nothing; drop one.")

@@ -1,0 +1,16 @@
+"""`inplace-ttt info PATH`"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..arguments import path
+
+EXAMPLES = """examples:
+  inplace-ttt info ./smollm2-ttt
+  inplace-ttt info ./llama-ttt --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too")
+    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
