@@ -16,6 +16,8 @@ from ..checkpoint.reading import Checkpoint, is_peft_adapter
 from ..errors import InPlaceTTTError, reported
 from ..files.text import require_known_ids
 from ..layer.quantised import readable_parameters
+from ..ops.precision import note_on_emulation
+from .messages import warn
 
 
 def refuse_not_finite(model: PreTrainedModel, path: str) -> None:
@@ -102,4 +104,6 @@ def _dtype(name: str) -> Any:
 
 
 def _to_device(model: PreTrainedModel) -> PreTrainedModel:
+    if note := note_on_emulation(model.dtype, model.num_parameters(), "give --dtype float32"):
+        warn(note)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

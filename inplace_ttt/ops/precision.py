@@ -15,6 +15,25 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def emulated(dtype: torch.dtype) -> bool:
+    """Whether this processor has no instructions for products of a half precision, so that float32 is several times faster on it."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    supported = None if name is None else getattr(torch.ops.mkldnn, name, None)
+    return supported is not None and not supported()
+
+
+_FELT = 10**7
+"""Parameters from which on slow products are noticed."""
+
+
+def note_on_emulation(dtype: torch.dtype, parameters: int, remedy: str) -> str | None:
+    """What to say of a model of `dtype` on this machine; None where there is nothing. remedy: how to set float32."""
+    if torch.cuda.is_available() or parameters < _FELT or not emulated(dtype):
+        return None
+    short = str(dtype).removeprefix("torch.")
+    return f"this processor has no instructions for {short}, and computes several times slower in it than in float32; {remedy}."
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast would take the state to half precision; there is none on the meta device, where `plan` runs the op."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

@@ -20,6 +20,7 @@ from ..attention_window import attention_reach
 from ..errors import InPlaceTTTError, NotSoError, one_line
 from ..files.folders import new_file
 from ..files.text import ids_within, require_known_ids
+from ..ops.precision import note_on_emulation
 from ..surgery import config_of
 from .arguments import open_group, training_arguments
 from .audit import audit_recipe, write_report
@@ -157,6 +158,8 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     window = recipe.model.window
     reach = attention_reach(shape.config.get_text_config(), None if window is None else window.size)
     warnings = [*data.report.warnings, *seen_anyway(recipe.data, reach), *without_effect(recipe.deepspeed_settings)]
+    if slow := note_on_emulation(model.dtype, shape.num_parameters(), "set model.dtype: float32"):
+        warnings.append(slow)
     for warning in warnings if main else ():
         logger.warning(warning)
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
