@@ -31,7 +31,7 @@ BUDGET = {
     "state": 120,
     "tasks": 20,
     "tests": 300,
-    "tools": 50,
+    "tools": 120,
     "training": 850,
     "transformers_mixins": 40,
 }

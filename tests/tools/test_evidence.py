@@ -13,9 +13,9 @@ import kept_runs
 import memory_evidence
 import pytest
 import recall_ablation
+from sine import Sine
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.sine import Sine
 from inplace_ttt.files.results import Results
 from inplace_ttt.files.settings import read_settings
 from inplace_ttt.training.recipe import load_recipe

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from from_scratch.settings import Scratch
+from from_scratch.tasks import Task
+from from_scratch.training import prepare, table, train_one
 from tqdm import tqdm
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.from_scratch.settings import Scratch
-from inplace_ttt.evaluation.from_scratch.tasks import Task
-from inplace_ttt.evaluation.from_scratch.training import prepare, table, train_one
 from inplace_ttt.files.results import Results
 from inplace_ttt.files.settings import read_settings
 

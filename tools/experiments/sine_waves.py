@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
+from sine import Sine, table, train_one
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.sine import Sine, table, train_one
 from inplace_ttt.files.results import Results
 from inplace_ttt.files.settings import read_settings
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..errors import InPlaceTTTError
-from ..files.schema import require
-from ..memories.mac import MACModel, encoder
-from ..reports.statistics import Mean
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.files.schema import require
+from inplace_ttt.memories.mac import MACModel, encoder
+from inplace_ttt.reports.statistics import Mean
 
 
 @dataclass(frozen=True)

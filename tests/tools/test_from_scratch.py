@@ -10,12 +10,12 @@ import pytest
 import scratch_memories
 import torch
 import torch.nn.functional as F
+from from_scratch import training
+from from_scratch.model import CausalModel, WindowAttention
+from from_scratch.settings import Model, Recall, Scratch, Text, Training
+from from_scratch.tasks import TextTask, task_of
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.evaluation.from_scratch import training
-from inplace_ttt.evaluation.from_scratch.model import CausalModel, WindowAttention
-from inplace_ttt.evaluation.from_scratch.settings import Model, Recall, Scratch, Text, Training
-from inplace_ttt.evaluation.from_scratch.tasks import TextTask, task_of
 from inplace_ttt.files.settings import read_settings
 from inplace_ttt.memories import MEMORIES
 from inplace_ttt.tasks import IGNORED

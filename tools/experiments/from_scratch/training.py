@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ...errors import InPlaceTTTError
-from ...reports.statistics import Mean
-from ...tasks import IGNORED
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.reports.statistics import Mean
+from inplace_ttt.tasks import IGNORED
+
 from .model import CausalModel, matching_width
 from .settings import NONE, Scratch, Training
 from .tasks import Task, task_of

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import sine_waves
 import torch
+from sine import BUILDERS, Sine, Training, Waves, by_phase, error, table, train_one, waves
 
-from inplace_ttt.evaluation.sine import BUILDERS, Sine, Training, Waves, by_phase, error, table, train_one, waves
 from inplace_ttt.files.settings import read_settings
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "memories" / "sine-cpu.yaml"

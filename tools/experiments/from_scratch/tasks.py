@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...errors import InPlaceTTTError
-from ...files.paths import require_regular
-from ...files.text import files_in
-from ...tasks import IGNORED
-from ...tasks.recall import recall_data
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.files.paths import require_regular
+from inplace_ttt.files.text import files_in
+from inplace_ttt.tasks import IGNORED
+from inplace_ttt.tasks.recall import recall_data
+
 from .settings import Recall, Scratch, Text
 
 Rows = tuple[Tensor, Tensor]

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import InPlaceTTTError
-from ...memories import InPlaceTTT, Memory, make, state_bytes
+from inplace_ttt.errors import InPlaceTTTError
+from inplace_ttt.memories import InPlaceTTT, Memory, make, state_bytes
+
 from .settings import NONE, Model
 
 

@@ -6,8 +6,8 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...files.schema import at_least, require
-from ...memories import MEMORIES
+from inplace_ttt.files.schema import at_least, require
+from inplace_ttt.memories import MEMORIES
 
 NONE = "none"
 """The name of the system without a memory."""
