@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from .fast_linear import FastWeight
 
 
 @contextmanager
@@ -28,8 +25,8 @@ def overriding(owners: Iterable[Any], **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def with_config(layers: Iterable[FastWeight], **changes: Any) -> Iterator[None]:
-    """Within it layers have other settings of the TTT config."""
+def with_config(layers: Iterable[Any], **changes: Any) -> Iterator[None]:
+    """Within it TTT layers (`FastWeight`) have other settings."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(overriding([layer.fast], config=dataclasses.replace(layer.fast.config, **changes)))

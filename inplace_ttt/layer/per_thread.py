@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from .forward_context import ForwardContext
-    from .hooks import LayerCall, ModelHooks
+from typing import Any
 
 
 class UnderWay:
-    """open: a converted model's forward. armed: the TTT layer whose attention has run and whose
-    down-projection has not. switched: models whose TTT is turned on or off. groups: the ranks that share a model's rows.
-    text_forwards: how many of the next are of text, see `reading_text`."""
+    """The forward that a thread is in, by values of the files above this one.
+
+    open: the `ForwardContext` of a converted model's forward. armed: the `LayerCall` of the TTT layer whose attention has run and whose
+    down-projection has not. switched: `ModelHooks` of models whose TTT is turned on or off. groups: by `ModelHooks`, the ranks that
+    share a model's rows. text_forwards: how many of the next forwards are of text, see `reading_text`.
+    """
 
     def __init__(self) -> None:  # all of it from the start: a graph holds for objects that have the same attributes
-        self.open: ForwardContext | None = None
-        self.armed: LayerCall | None = None
-        self.switched: Mapping[ModelHooks, bool] = {}
-        self.groups: Mapping[ModelHooks, ProcessGroup | None] = {}
+        self.open: Any = None
+        self.armed: Any = None
+        self.switched: Mapping[Any, bool] = {}
+        self.groups: Mapping[Any, Any] = {}
         self.text_forwards: float = 0
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import one_line, shown
 from ..files.schema import WrongSetting, require
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
 
 _TABLES = (
     "bf16",
@@ -37,9 +34,11 @@ KNOWN = frozenset(_KNOWN.split())
 """Of a whole table, its keys in DeepSpeed 0.18 and 0.19."""
 
 
-def check_deepspeed(recipe: Recipe) -> None:
-    """Raise WrongSetting where the settings are not DeepSpeed's, or others than the recipe's own."""
-    settings, own = recipe.deepspeed_settings, _own(recipe)
+def check_deepspeed(settings: Mapping[str, Any], own: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise WrongSetting where the settings are not DeepSpeed's, or others than the recipe's own.
+
+    own: what the recipe fills in, by `key` or `table.key`: its own name for it, and the value.
+    """
     for name in ("optimizer", "scheduler"):
         require(name not in settings, "deepspeed", f"{name} would replace what the recipe says under optimisation; leave it out")
     for name in _TABLES:
@@ -62,19 +61,6 @@ def check_deepspeed(recipe: Recipe) -> None:
                 DtypeEnum(dtype)
     except Exception as error:
         raise WrongSetting("deepspeed", f"DeepSpeed refuses it: {_said(error)}; correct it, or leave it out") from None
-
-
-def _own(recipe: Recipe) -> dict[str, tuple[str, Any]]:
-    """What the recipe fills in, by `key` or `table.key`: its own name for it, and the value."""
-    o = recipe.optimisation
-    return {
-        "train_micro_batch_size_per_gpu": ("optimisation.batch_size", o.batch_size),
-        "gradient_accumulation_steps": ("optimisation.accumulation", o.accumulation),
-        "train_batch_size": ("batch_size x accumulation x processes", o.batch_size * o.accumulation * recipe.parallel.world),
-        "gradient_clipping": ("optimisation.max_grad_norm", o.max_grad_norm),
-        "bf16.enabled": ("model.dtype", recipe.model.dtype == "bfloat16"),
-        "fp16.enabled": ("model.dtype", False),
-    }
 
 
 def without_effect(settings: Mapping[str, Any]) -> list[str]:

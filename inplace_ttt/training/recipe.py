@@ -286,7 +286,7 @@ class Recipe:
             "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; go on with the number of processes that the run had",
         )
         if not isinstance(self.deepspeed, int):
-            check_deepspeed(self)
+            check_deepspeed(self.deepspeed_settings, self._of_deepspeed())
         require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
         require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
 
@@ -312,6 +312,18 @@ class Recipe:
             raise WrongSetting("deepspeed", f"{file} is no JSON: {error}") from None
         require(isinstance(values, dict), "deepspeed", f"{file} is not a JSON object")
         return values
+
+    def _of_deepspeed(self) -> dict[str, tuple[str, Any]]:
+        """DeepSpeed's settings that the recipe fills in: its own name for each, and the value."""
+        o = self.optimisation
+        return {
+            "train_micro_batch_size_per_gpu": ("optimisation.batch_size", o.batch_size),
+            "gradient_accumulation_steps": ("optimisation.accumulation", o.accumulation),
+            "train_batch_size": ("batch_size x accumulation x processes", o.batch_size * o.accumulation * self.parallel.world),
+            "gradient_clipping": ("optimisation.max_grad_norm", o.max_grad_norm),
+            "bf16.enabled": ("model.dtype", self.model.dtype == "bfloat16"),
+            "fp16.enabled": ("model.dtype", False),
+        }
 
     @property
     def zero_stage(self) -> int:
