@@ -10,8 +10,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_MODELS = f"{__package__}.models"
-"""Registers its model_type when it is imported."""
+_CLASSES = f"{__package__}.converted_class"
+"""Registers the model_type, and makes model classes, from when it is imported."""
 
 
 class _WithTransformers(MetaPathFinder):
@@ -30,7 +30,7 @@ class _WithTransformers(MetaPathFinder):
             run(module)
             with suppress(ValueError):
                 sys.meta_path.remove(self)
-            importlib.import_module(_MODELS)
+            importlib.import_module(_CLASSES)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -39,6 +39,6 @@ class _WithTransformers(MetaPathFinder):
 def register() -> None:
     """Make converted checkpoints known to transformers now, if it is imported, or when it will be."""
     if "transformers" in sys.modules:
-        importlib.import_module(_MODELS)
+        importlib.import_module(_CLASSES)
     else:
         sys.meta_path.insert(0, _WithTransformers())

@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from .config import InPlaceTTTConfig
+from .converted_config import mark, unmark
 from .errors import InPlaceTTTError, one_line
 from .families import is_listed, locate
 from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
 from .layer.hooks import ModelHooks, sharing, switching
 from .layer.quantised import parameter_dtype
 from .layer.zero3 import is_partitioned
-from .models import mark, unmark
 
 logger = logging.getLogger(__name__)
 

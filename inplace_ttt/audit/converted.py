@@ -29,8 +29,8 @@ from ..ops import chunked, least_squares, state_dtype
 from ..ops import fast_weight as op
 from ..surgery import causal_lm, fast_weights
 from .adapters import AuditedModule, Stream
+from .law import key_size
 from .outcome import NotChecked
-from .probes.law import key_size
 
 
 def probe_chunk(kernel: int) -> int:

@@ -14,10 +14,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..config import InPlaceTTTConfig
+from ..converted_config import MODEL_TYPE
 from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
 from ..files.manifest import update_manifest
-from ..models import MODEL_TYPE
 from ..reports.page import render
 
 CARD = "README.md"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
+from ..converted_config import SHIM_FILE
 from ..errors import InPlaceTTTError, reported
 from ..files.json_files import parse_json
-from ..models import SHIM_FILE
 from .reading import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS
 
 _GENERATION = "generation_config.json"

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedModel
 
 from ..config import InPlaceTTTConfig
+from ..converted_class import refuse_lack
 from ..errors import InPlaceTTTError, reported
 from ..families import auto_class
 from ..layer.zero3 import whole
-from ..models import refuse_lack
 from ..surgery import convert, fast_weights
 from .adapter import is_adapter, located, read_adapter
 from .fingerprint import fingerprint

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..config import InPlaceTTTConfig
+from ..converted_config import of_the_base
 from ..errors import InPlaceTTTError, shown
 from ..files.json_files import write_json
-from ..models import of_the_base
 from .reading import CONFIG, Checkpoint, LayerTensors, check_tensors, ttt_config_in
 from .writing import ConversionPlan, carry_over, plan_conversion
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import models
 from ..config import InPlaceTTTConfig
+from ..converted_config import MODEL_TYPE
 from ..errors import InPlaceTTTError, reported, shown
 from ..files.json_files import read_json
 from ..files.manifest import recorded, refuse_changed_link
@@ -159,10 +159,10 @@ class Checkpoint:
     @property
     def section(self) -> Mapping[str, Any] | None:
         """The `inplace_ttt` section of config.json, or None for a base model."""
-        if self.config.get("model_type") != models.MODEL_TYPE:
+        if self.config.get("model_type") != MODEL_TYPE:
             return None
-        section = self.config.get(models.MODEL_TYPE)
-        from_values(_Section, section, f"{self.folder / CONFIG}, {models.MODEL_TYPE}")
+        section = self.config.get(MODEL_TYPE)
+        from_values(_Section, section, f"{self.folder / CONFIG}, {MODEL_TYPE}")
         return section
 
     @property

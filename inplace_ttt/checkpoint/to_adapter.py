@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from .. import models
+from ..converted_config import MODEL_TYPE
 from ..errors import InPlaceTTTError
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT
@@ -37,7 +37,7 @@ def save_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, base: 
         raise InPlaceTTTError(
             "the base is quantised or wrapped, so that the adapter could not be tied to its weights; save the state dict."
         )
-    known = getattr(model.config, models.MODEL_TYPE, {}).get("base", {})
+    known = getattr(model.config, MODEL_TYPE, {}).get("base", {})
     name = base or known.get("name_or_path") or model.config.name_or_path
     if not name:
         raise InPlaceTTTError("the model does not know where its base came from; say it with save_adapter(…, base=…).")

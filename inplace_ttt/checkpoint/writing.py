@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .. import models
 from ..config import InPlaceTTTConfig
+from ..converted_config import MODEL_TYPE, on_disk, section, write_shim
 from ..errors import InPlaceTTTError, reported
 from ..families import auto_class, locate
 from ..files.folders import link_or_copy, save_tensors
@@ -110,9 +110,9 @@ def write_full(
     }
     carry_over(checkpoint, folder, keep, named)
     raw = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
-    section = {**models.section(plan.base_model_type, plan.config), "base": dict(base)}
-    write_json(folder / "config.json", models.on_disk({**raw, models.MODEL_TYPE: section}))
-    models.write_shim(folder)
+    about = {**section(plan.base_model_type, plan.config), "base": dict(base)}
+    write_json(folder / "config.json", on_disk({**raw, MODEL_TYPE: about}))
+    write_shim(folder)
 
 
 def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool], extra: Mapping[str, Tensor]) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import __version__
+from ..converted_config import of_the_base
 from ..errors import InPlaceTTTError
 from ..files.folders import require_writable, save_tensors
-from ..models import of_the_base
 from ..surgery import fast_weights, ttt_disabled
 from .token_losses import Progress, token_losses
 

@@ -16,11 +16,11 @@ from ..attention_window import set_attention_window
 from ..checkpoint.adapter import is_adapter, located, read_adapter
 from ..checkpoint.loading import load, load_base
 from ..config import InPlaceTTTConfig
+from ..converted_config import MODEL_TYPE
 from ..errors import InPlaceTTTError, one_line
 from ..families import auto_class
 from ..files.json_files import read_json
 from ..files.memory import require_memory
-from ..models import MODEL_TYPE
 from ..surgery import convert, fast_weights
 from .recipe import Lora, Model, Recipe
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from inplace_ttt import InPlaceTTTConfig, ttt_disabled
+from inplace_ttt.converted_config import carrying_class, section
 from inplace_ttt.layer.target import TargetGenerator
-from inplace_ttt.models import carrying_class, section
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "transformers-tests"
 NAMES = ["llama", "qwen3", "gemma3", "gpt2"]

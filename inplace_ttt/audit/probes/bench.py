@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...errors import InPlaceTTTError
 from ..adapters import AuditedModule, Stream
+from ..law import key_size, least_squares_reads
 from ..outcome import TOLERANCE, NotChecked
-from .law import key_size, least_squares_reads
 
 CHUNKS = 5
 _STRONG = 30.0

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...attention_window import set_attention_window
 from ...calibration.calibrate import calibrate
 from ...config import InPlaceTTTConfig
+from ...converted_config import unmark
 from ...families import auto_class
-from ...models import unmark
 from ...surgery import convert
 from ..model import planned_architecture
 from ..recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inplace_ttt import models
+from inplace_ttt import converted_class
 from inplace_ttt.checkpoint import writing
 from inplace_ttt.cli import convert as convert_verb
 from inplace_ttt.layer import cache as cache_module
@@ -129,8 +129,8 @@ def conv_starts_anew(size: float, when: When) -> Plant:
                     if not layer.ttt.conv.is_meta:
                         layer.ttt.conv.mul_(1 - size)
 
-        real = models._start
-        patch.setattr(models, "_start", start)
+        real = converted_class._start
+        patch.setattr(converted_class, "_start", start)
 
     return plant
 
