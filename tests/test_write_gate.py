@@ -10,7 +10,7 @@ from inplace_ttt import load
 from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.parameters import parameter_groups
-from inplace_ttt.training.recipe import Optimisation
+from inplace_ttt.training.recipe_sections import Optimisation
 
 IDS = random_ids(1, 40)
 UNGATED = {**COMPACT, "write_gate": False}

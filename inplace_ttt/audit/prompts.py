@@ -12,7 +12,7 @@ from ..config_tables import PromptWrite
 from ..layer.overrides import with_config
 from ..state import FastWeightState
 from .declared_rule import DeclaredRule
-from .readings import Probed
+from .probed import Probed
 from .recording import Piece, base_output, recording
 
 

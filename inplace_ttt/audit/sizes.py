@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator
 
 from ..state import FastWeightState
-from .readings import Probed, Reading, packed, padded, streamed
+from .probed import Probed, Reading
+from .readings import packed, padded, streamed
 from .recording import recording
 from .ways import as_one_text
 

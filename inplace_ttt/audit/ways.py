@@ -20,7 +20,8 @@ from ..families import CACHE, locate
 from ..layer.overrides import overriding, with_config
 from ..state import FastWeightState
 from ..surgery import fast_weights, ttt_disabled
-from .readings import Documents, Probed, Reading, packed
+from .probed import Documents, Probed, Reading
+from .readings import packed
 from .recording import Piece, Recording, recording
 
 

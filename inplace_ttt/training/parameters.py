@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import InPlaceTTTError
 from ..surgery import fast_weights
-from .recipe import Optimisation
+from .recipe_sections import Optimisation
 
 
 def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.audit import audit_model
 from inplace_ttt.audit.blame import is_the_probes
+from inplace_ttt.audit.probed import Probed
 from inplace_ttt.audit.probes import circumstances
-from inplace_ttt.audit.readings import Probed
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.surgery import fast_weights
 

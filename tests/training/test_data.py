@@ -21,7 +21,8 @@ from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.training import streams
 from inplace_ttt.training.data import TrainingData, build_data
 from inplace_ttt.training.data_settings import Data, Recall
-from inplace_ttt.training.recipe import Model, Optimisation, Parallel, Recipe
+from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.recipe_sections import Model, Optimisation, Parallel
 from inplace_ttt.training.row_order import rows_to_come, save_position
 from inplace_ttt.training.streams import Position
 from inplace_ttt.training.tokenising import tokenise

@@ -17,11 +17,13 @@ from inplace_ttt.diagnostics.writes import WriteHealth, observed, watched
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.batches import collate, where_learnt
+from inplace_ttt.training.data_settings import Data
 from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
 from inplace_ttt.training.monitor import EtaWarmup, LayerMonitor
 from inplace_ttt.training.packing import pack
 from inplace_ttt.training.parameters import parameter_groups, schedule
-from inplace_ttt.training.recipe import Data, Model, Optimisation, Recipe
+from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.recipe_sections import Model, Optimisation
 from inplace_ttt.training.speed import Clock, Speed, SpeedLog
 
 

@@ -20,11 +20,9 @@ from ...layer.overrides import overriding
 from ..blame import is_the_probes
 from ..limits import LIMITS, gradient_limit, limits, room
 from ..outcome import TOLERANCE, NotChecked, Outcome, judged
+from ..probed import Probed, Reading, Scene
 from ..prompts import prompt_deviations
 from ..readings import (
-    Probed,
-    Reading,
-    Scene,
     batches,
     documents,
     many_chunks,

@@ -21,7 +21,7 @@ from ...state import FastWeightState
 from ...surgery import config_of, fast_weights, revert
 from ..converted import small_chunks
 from ..outcome import Outcome, judged
-from ..readings import Probed
+from ..probed import Probed
 from ..whole_model import WholeModel
 from .bench import largest_difference
 from .twin import twin

@@ -1,0 +1,139 @@
+"""A converted model as the readings run it: with short chunks, writes that show, and what each of its layers declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from ..families import locate
+from ..layer.fast_linear import FastWeight
+from ..layer.overrides import with_config
+from ..surgery import config_of, fast_weights
+from .converted import probe_chunk, small_chunks
+from .declared_rule import DeclaredRule
+from .limits import limits, room
+from .recording import STRENGTH, Document, Recording, base_output, deviation, recording
+
+Documents = Sequence[Document]
+Reading = tuple[str, Recording, Documents]
+Scene = Callable[["Probed"], Iterator[Reading]]
+"""Runs a model; for each way of reading its name, what the layers saw, and the documents in it."""
+
+
+class Probed:
+    """A converted model with short chunks, writes that show, and a clip that acts on half of them where there is one.
+
+    training: whether rules are asked for as training has them.
+    """
+
+    def __init__(self, lm: Any, config: InPlaceTTTConfig, seed: int, training: bool = False) -> None:
+        self.lm, self.config, self.seed, self.training = lm, config, seed, training
+        self.layers: dict[int, FastWeight] = fast_weights(lm)
+        self.chunk = config.chunk_size
+
+    @classmethod
+    @contextmanager
+    def of(cls, lm: Any, seed: int, strength: float = STRENGTH) -> Iterator[Probed]:
+        """The model as probed; as before afterwards. strength: of what tokens read, over what W0 gives them."""
+        declared = config_of(lm)
+        chunk = probe_chunk(declared.kernel_size)
+        with small_chunks(lm, chunk, seed), torch.no_grad():
+            probed = cls(lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed)
+            record = probed.read(probed.ids(1, 4 * chunk))
+            norms = probed._strengthen(record, strength, relative=declared.clip is not None and declared.clip.relative)
+            if declared.clip is None:
+                yield probed
+                return
+            clip = dataclasses.replace(declared.clip, tau=median(norms))
+            with with_config(probed.layers.values(), clip=clip):
+                yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
+
+    def with_larger_chunks(self) -> AbstractContextManager[Probed]:
+        """The same with chunks of another, odd, length."""
+        return self.with_chunks_of(2 * self.chunk + 5)
+
+    @contextmanager
+    def with_chunks_of(self, chunk: int) -> Iterator[Probed]:
+        with with_config(self.layers.values(), chunk_size=chunk):
+            yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training)
+
+    def _strengthen(self, record: Recording, strength: float, relative: bool) -> list[float]:
+        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over ‖W0‖."""
+        norms = []
+        for index, layer in self.layers.items():
+            z, source, _, writes = record.of(index, record.whole()[0])
+            rule = self.rule(index)
+            reads, base = rule.reads(z, source, writes), base_output(layer, z)
+            wanted = base.norm() if bool(base.any()) else reads.norm()
+            factor = float(strength * wanted / reads.norm()) if bool(reads.any()) else 1.0
+            if self.config.write_norm is None:
+                layer.ttt.proj.data = layer.ttt.proj.data * factor
+            one = float(rule.tensors["w0"].norm()) or 1.0 if relative else 1.0
+            for k, x in zip(rule.keys(z).split(self.chunk), source.split(self.chunk), strict=True):
+                norms.append(factor * float((rule.targets(x).T @ rule.counted(k)).norm()) / one)
+        return norms
+
+    def rule(self, index: int) -> DeclaredRule:
+        """What a layer declares."""
+        return self._rule_of(self.layers[index], index, self.config)
+
+    def _rule_of(self, layer: FastWeight, index: int, config: InPlaceTTTConfig) -> DeclaredRule:
+        eta = config.eta[sorted(self.layers).index(index)] if isinstance(config.eta, tuple) else config.eta
+        return DeclaredRule.of(layer, config, eta, self.training)
+
+    def ids(self, rows: int, tokens: int, part: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1000 * part)
+        ids = torch.randint(self.lm.config.get_text_config().vocab_size, (rows, tokens), generator=generator)
+        return ids.to(self.lm.get_input_embeddings().weight.device)
+
+    def forward(self, ids: Tensor, **kwargs: Any) -> None:
+        """One call, with the last token's logits alone where the model lets one choose: none are looked at."""
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
+        self.lm(input_ids=ids, **last, **kwargs)
+
+    def read(self, ids: Tensor, **kwargs: Any) -> Recording:
+        with recording(self.lm, self.config) as record:
+            self.forward(ids, **{"use_cache": False, **kwargs})
+        return record
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the model is told by position_ids where documents begin; others read a row as one."""
+        return "position_ids" in inspect.signature(locate(self.lm).base.forward).parameters
+
+    @cached_property
+    def takes_padding(self) -> bool:
+        """Whether padded rows are read; behind an attention window they are refused."""
+        try:
+            self.read(self.ids(2, 2), attention_mask=torch.tensor([[0, 1], [1, 1]], device=self.ids(1, 1).device))
+        except InPlaceTTTError:
+            return False
+        return True
+
+    def cache(self) -> DynamicCache:
+        return DynamicCache(config=self.lm.config.get_text_config())
+
+    def deviations(self, scene: Scene) -> dict[str, dict[int, float]]:
+        """By way of reading and layer."""
+        return {name: self.errors(record, documents) for name, record, documents in scene(self)}
+
+    def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
+        """By layer, how far its outputs are from what it declares; under autocast, as far as its limit is to the model's."""
+        own = self.lm.dtype
+        wider = 1.0 if record.dtype in (None, own) else limits(own).outputs / limits(record.dtype).outputs / room(record.dtype, self.config)
+        found = {}
+        for i, layer in record.layers.items():
+            rule = record.rules.get(i) or self._rule_of(layer, i, record.config)
+            found[i] = wider * deviation(record, i, layer, documents, dataclasses.replace(rule, dtype=record.dtype or rule.dtype))
+        return found
