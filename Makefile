@@ -41,7 +41,7 @@ demo: .venv/installed-train model text
 
 # The gate: every law and each kind of case (tests/gate.py).
 test: .venv/installed-dev model text transformers-tests
-	$(TEST_ENV) FUZZ=0.1 $(VENV)/python -m pytest --gate -n 2 --dist worksteal
+	$(TEST_ENV) FUZZ=0.1 $(VENV)/python -m pytest --gate --durations 25 -n 2 --dist worksteal
 
 test-all: .venv/installed-dev model text transformers-tests
 	$(TEST_ENV) $(VENV)/python -m pytest -n 2 --dist worksteal

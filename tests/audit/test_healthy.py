@@ -60,7 +60,7 @@ def test_a_sound_conversion_raises_no_alarm(name: str, preset: str, share: float
 
 
 @pytest.mark.parametrize("name", VISION_LANGUAGE)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_vision_language_model_raises_no_alarm(name: str) -> None:
     report = audit_model(convert(build_vision_language(name), InPlaceTTTConfig.preset("paper", layers=(0, 2))))
     assert {id: report[id].outcome.found for id in report.undeclared if id not in SETTINGS["paper"]} == {}

@@ -160,7 +160,7 @@ def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: 
         ([model, "--text", text, "--out", "/proc/nowhere/out"], "cannot write"),
         ([model, "--text", text, "--out", out, "--tokens", "0"], "--tokens must be at least 1"),
         ([model, "--text", text, "--out", out, "--learning-rate", "-1"], "--learning-rate must be above 0"),
-        ([model, "--text", text, "--out", out, "--dtype", "float33"], "is not a torch dtype"),
+        ([model, "--text", text, "--out", out, "--dtype", "float33"], "is no dtype of weights"),
         ([model, "--text", text], "required: --out"),
     ]
     for arguments, message in cases:

@@ -166,7 +166,7 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
         (["ttt", "--lengths", "1024"], "niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue, niah_multiquery hide needles"),
         (["ttt", "--lengths", "1024", "--tasks", "qa_1"], "qa_1 needs questions; give a file"),
         (["ttt", "--lengths", "1024", "--tasks", "qa_2", "--qa", "questions.jsonl"], "give two files"),
-        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--dtype", "half-a-byte"], "is not a torch dtype"),
+        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--dtype", "half-a-byte"], "is no dtype of weights"),
         (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe takes at least"),
         (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"], "cannot read nowhere.txt"),
         (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "latin1.txt"], "cannot read latin1.txt"),

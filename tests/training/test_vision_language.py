@@ -14,7 +14,7 @@ from inplace_ttt.surgery import fast_weights
 from .runs import CHUNK, documents, recipe_file, trained
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Gemma3", "Llava", "Mistral3", "Qwen2_5_VL", "Qwen3VL"])
 def test_it_trains_and_keeps_its_vision_tower(name: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
