@@ -1,4 +1,4 @@
-"""Converted checkpoints are known to transformers from the moment that it is imported; a command's --help imports neither."""
+"""Registers converted checkpoints with transformers as soon as transformers is imported, so that importing this package stays fast."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _CLASSES = f"{__package__}.converted_class"
-"""Registers the model_type, and makes model classes, from when it is imported."""
+"""Importing this module registers the model_type."""
 
 
 class _WithTransformers(MetaPathFinder):
-    """Finds transformers as the other finders do, and imports our models once it has run."""
+    """Finds transformers through the other finders, and imports our model classes after it has loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "transformers":
@@ -37,7 +37,7 @@ class _WithTransformers(MetaPathFinder):
 
 
 def register() -> None:
-    """Make converted checkpoints known to transformers now, if it is imported, or when it will be."""
+    """Registers now if transformers is imported already, otherwise when it is imported."""
     if "transformers" in sys.modules:
         importlib.import_module(_CLASSES)
     else:

@@ -91,10 +91,9 @@ def _combinations(case: tuple[Any, ...], strength: int) -> Iterator[Any]:
 
 
 class Clock:
-    """Adds the seconds of tests by folder; the gate fails where a folder takes half as much again as its budget.
+    """Adds the seconds of tests by folder; the gate fails where a folder is over its budget.
 
-    On a slower machine every folder may take more, by as much as all of them together do; the half is for processors that are slower at
-    some of them alone, as one without bfloat16 instructions is at training.
+    On a slower machine every folder may take more, by as much as all of them together do.
     """
 
     def __init__(self) -> None:
@@ -113,13 +112,11 @@ class Clock:
         for folder, seconds in sorted(self.seconds.items(), key=lambda pair: -pair[1]):
             terminalreporter.write_line(f"{seconds:6.0f} of {BUDGET.get(folder, 0):4} {folder}")
         for folder in self.over():
-            terminalreporter.write_line(
-                f"tests/{folder} takes half as much again as its budget in tests/gate.py: make its tests faster, or mark some `full`"
-            )
+            terminalreporter.write_line(f"tests/{folder} is over its budget of tests/gate.py: make its tests faster, or mark some `full`")
 
     def over(self) -> list[str]:
         slower = max(1.0, sum(self.seconds.values()) / sum(BUDGET.values()))
-        return [folder for folder, seconds in self.seconds.items() if seconds > 1.5 * slower * BUDGET.get(folder, 0)]
+        return [folder for folder, seconds in self.seconds.items() if seconds > slower * BUDGET.get(folder, 0)]
 
 
 def pytest_configure(config: pytest.Config) -> None:

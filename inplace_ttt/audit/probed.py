@@ -97,10 +97,14 @@ class Probed:
         ids = torch.randint(self.lm.config.get_text_config().vocab_size, (rows, tokens), generator=generator)
         return ids.to(self.lm.get_input_embeddings().weight.device)
 
+    @cached_property
+    def _fewest_logits(self) -> dict[str, int]:
+        """The option of the model's forward, if it has one, to compute the last token's logits alone."""
+        return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
+
     def forward(self, ids: Tensor, **kwargs: Any) -> None:
-        """One call, with the last token's logits alone where the model lets one choose: none are looked at."""
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
-        self.lm(input_ids=ids, **last, **kwargs)
+        """Runs the model once. The readings use the TTT layers' outputs, not the logits."""
+        self.lm(input_ids=ids, **self._fewest_logits, **kwargs)
 
     def read(self, ids: Tensor, **kwargs: Any) -> Recording:
         with recording(self.lm, self.config) as record:

@@ -1,4 +1,4 @@
-"""The command line: `inplace-ttt VERB`. A verb's options are in `options`, light to import; what it does is imported when it is called."""
+"""The command line: `inplace-ttt VERB`. `options` has each verb's arguments and imports no torch; a verb is imported when it runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _stop_writing() -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The verb and its options. Raises InPlaceTTTError for what can be refused by the arguments alone."""
+    """Parses the verb and its options. Raises InPlaceTTTError if the arguments alone are wrong."""
     top = _Parser(prog="inplace-ttt", description="In-Place Test-Time Training for Hugging Face language models.")
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)

@@ -26,7 +26,7 @@ from ..files.text import files_in
 from . import Result
 from .hub import push, pushed, require_token
 from .loading import tokenizer_of
-from .options.convert import config_of
+from .options.convert import chosen_config
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> Result:
     refuse_to_replace(args.out, CHECKPOINT, args.overwrite, sources)
     checkpoint = Checkpoint.open(args.src)
     refuse_official(args.src, checkpoint.weight_map)
-    plan = plan_conversion(checkpoint, config_of(args))
+    plan = plan_conversion(checkpoint, chosen_config(args))
     rows = _rows_to_calibrate_on(args, plan)
     tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, [row for _, row in rows])
     with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=sources) as folder:

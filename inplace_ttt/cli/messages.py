@@ -47,7 +47,7 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def stdout_for_the_result() -> Iterator[None]:
-    """Within it what libraries print goes to stderr, what their compiled code and subprocesses print too."""
+    """Redirects everything that libraries, their compiled code and subprocesses print on stdout to stderr."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:

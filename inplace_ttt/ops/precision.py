@@ -16,7 +16,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Whether this processor has no instructions for products of a half precision, so that float32 is several times faster on it."""
+    """Returns True if this processor lacks matrix instructions for `dtype`, so that float32 is several times faster."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     supported = None if name is None else getattr(torch.ops.mkldnn, name, None)
     return supported is not None and not supported()
@@ -27,7 +27,7 @@ _FELT = 10**7
 
 
 def note_on_emulation(dtype: torch.dtype, parameters: int, remedy: str) -> str | None:
-    """What to say of a model of `dtype` on this machine; None where there is nothing. remedy: how to set float32."""
+    """Returns a warning if this machine emulates `dtype` and the model is large, else None. remedy: how to set float32."""
     if torch.cuda.is_available() or parameters < _FELT or not emulated(dtype):
         return None
     short = str(dtype).removeprefix("torch.")

@@ -8,6 +8,11 @@ import pytest
 from checkpoint.folders import save_base
 
 from inplace_ttt import cli
+from inplace_ttt.attention_window import SINKS
+from inplace_ttt.audit.item import PROFILES
+from inplace_ttt.calibration.calibrate import CALIBRATION_TOKENS
+from inplace_ttt.cli.options.evaluate import BLOCK, DISTANCES
+from inplace_ttt.tasks.passages import Passage
 
 OPTIONS = {
     "convert": (
@@ -46,6 +51,22 @@ def test_help_is_the_frozen_surface(verb: str, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert sorted(set(re.findall(r"--[a-z][a-z-]*", text.partition("example")[0]))) == OPTIONS[verb].split()
     assert f"inplace-ttt {verb} " in text or verb == "bench", "an example"
+
+
+def test_help_names_the_defaults_that_the_verbs_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """The options import no torch, so that they write down what slower modules define."""
+    *others, last = PROFILES
+    passage, distances = f"{Passage().length},{Passage().gap}", ",".join(map(str, DISTANCES))
+    expected = {
+        "convert": [f"(default: {CALIBRATION_TOKENS})"],
+        "audit": [f"{', '.join(others)} or {last}"],
+        "evaluate": [f"(default: {value})" for value in (SINKS, BLOCK, passage, distances)],
+    }
+    for verb, defaults in expected.items():
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert [default for default in defaults if default not in text] == []
 
 
 def test_top_level_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""What each verb takes, apart from what it does: a --help, or a wrong argument, waits for no torch and no transformers."""
+"""The arguments of each verb. Nothing here imports torch or transformers, so that --help and refused arguments are fast."""

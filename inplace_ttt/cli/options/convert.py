@@ -49,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     refuse_without_effect(args, calibrate_tokens=("calibrate",))
-    config_of(args)
+    chosen_config(args)
 
 
-def config_of(args: argparse.Namespace) -> InPlaceTTTConfig:
-    """The preset with what was set. Raises InPlaceTTTError for settings that are not possible."""
+def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
+    """Returns the preset with the given options. Raises InPlaceTTTError if one is invalid or contradicts another."""
     options = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
     given = {name: value for name, value in options.items() if value is not None}
     values = InPlaceTTTConfig.preset(args.preset, **given).to_dict()
