@@ -16,34 +16,34 @@ if TYPE_CHECKING:
     from .checkpoint.to_adapter import save_adapter
     from .config import InPlaceTTTConfig
     from .config_tables import DeltaClip, KeyWhitening, PromptWrite
-    from .state import FastWeightState
-    from .surgery import convert, revert, ttt_disabled
+    from .session.session import Session
+    from .surgery import convert, disable_ttt, revert
     from .training.callback import InPlaceTTTCallback
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DeltaClip",
-    "FastWeightState",
     "InPlaceTTTCallback",
     "InPlaceTTTConfig",
     "InPlaceTTTError",
     "KeyWhitening",
     "PromptWrite",
+    "Session",
     "__version__",
     "calibrate",
     "convert",
+    "disable_ttt",
     "load",
     "revert",
     "save_adapter",
-    "ttt_disabled",
 ]
 
 register()
 
 _HOMES = {
     "DeltaClip": "config_tables",
-    "FastWeightState": "state",
+    "Session": "session.session",
     "InPlaceTTTCallback": "training.callback",
     "InPlaceTTTConfig": "config",
     "KeyWhitening": "config_tables",
@@ -53,7 +53,7 @@ _HOMES = {
     "load": "checkpoint.loading",
     "revert": "surgery",
     "save_adapter": "checkpoint.to_adapter",
-    "ttt_disabled": "surgery",
+    "disable_ttt": "surgery",
 }
 
 

@@ -50,7 +50,7 @@ class InPlaceTTTConfig:
     proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all layers, or the identity.
     write_norm: "spectral" divides a chunk's delta by its spectral norm, in place of a clip.
     keep_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
-    prompt_write: what a session writes at the end of its prompt, once, in place of the chunks (`FastWeightState.write_prompt`); forwards
+    prompt_write: what a session writes at the end of its prompt, once, in place of the chunks (`Session.write_prompt`); forwards
     without a cache, as in training, write chunks all the same.
     """
 

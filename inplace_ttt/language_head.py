@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .families import locate
-from .surgery import causal_lm, ttt_disabled
+from .surgery import causal_lm, disable_ttt
 
 _AT_ONCE = 1 << 26
 """Logits made at a time; in float32, with the probabilities of them, half a gigabyte."""
@@ -70,7 +70,7 @@ def _having_read(lm: nn.Module, base: nn.Module, output: Any) -> Iterator[None]:
             base.forward = stand_in = _StandIn(base)
         stand_in.outputs[get_ident()] = output
     try:
-        with ttt_disabled(lm):
+        with disable_ttt(lm):
             yield
     finally:
         with _changing_forward:

@@ -136,7 +136,7 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 
 
 @contextmanager
-def ttt_disabled(model: nn.Module) -> Iterator[None]:
+def disable_ttt(model: nn.Module) -> Iterator[None]:
     """Within it the model reads with W0 alone and writes nothing, in this thread: the same weights, TTT off."""
     with switching(_hooks_of(model), enabled=False):
         yield

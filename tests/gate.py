@@ -28,7 +28,7 @@ BUDGET = {
     "memories": 40,
     "real": 160,
     "reports": 20,
-    "state": 120,
+    "session": 120,
     "tasks": 20,
     "tests": 300,
     "tools": 120,

@@ -84,7 +84,7 @@ print("ok")
 def test_public_names() -> None:
     assert inplace_ttt.__all__ == [
         "DeltaClip",
-        "FastWeightState",
+        "Session",
         "InPlaceTTTCallback",
         "InPlaceTTTConfig",
         "InPlaceTTTError",
@@ -96,7 +96,7 @@ def test_public_names() -> None:
         "load",
         "revert",
         "save_adapter",
-        "ttt_disabled",
+        "disable_ttt",
     ]
 
 

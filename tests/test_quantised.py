@@ -13,7 +13,7 @@ from models import CHUNK, LAYERS, distance, logits, random_ids, streamed, turn_w
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig
 
-from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTConfig, InPlaceTTTError, cli, convert, revert
+from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, Session, cli, convert, revert
 from inplace_ttt.audit import audit_model
 from inplace_ttt.cli.loading import refuse_not_finite
 from inplace_ttt.families import CACHE
@@ -65,12 +65,12 @@ def test_a_quantised_base(quantiser: str, base: PreTrainedModel, tmp_path: Path)
     turn_writer_on(model)
     whole = logits(model, IDS)
     assert distance(whole, before) > 0.05
-    state = FastWeightState(model)
+    state = Session(model)
     with torch.no_grad():
         parts = [model(piece, **{CACHE: state.cache}).logits for piece in IDS.split([10, 1, 29], 1)]
     assert distance(torch.cat(parts, 1), whole) < 3 * split_of_the_base + 1e-5
     state.save(tmp_path / "state")
-    assert FastWeightState.load(tmp_path / "state", model).chunks_written == 5
+    assert Session.load(tmp_path / "state", model).chunks_written == 5
     assert torch.equal(logits(revert(model), IDS), before)
     assert type(model.model.layers[0].mlp.down_proj) is plain
 

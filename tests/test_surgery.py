@@ -14,7 +14,7 @@ from models import CHUNK, LAYERS, converted, distance, hooks_of, logits, random_
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, revert, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt, revert
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
@@ -122,7 +122,7 @@ def test_a_bias_of_the_down_projection_is_kept(name: str) -> None:
     before = logits(model, IDS)
     layer = fast_weights(model)[2]
     z = torch.randn(2, 3, 48)
-    with torch.no_grad(), ttt_disabled(model):
+    with torch.no_grad(), disable_ttt(model):
         plain = layer(z)
         assert distance(plain, linear(z, layer.matrix(), layer.bias)) < 1e-6 and layer.bias.any()
         layer.bias.add_(torch.arange(32.0))
@@ -145,7 +145,7 @@ def test_a_deep_copy_lives_its_own_life(name: str) -> None:
     before = logits(model, IDS)
     twin = copy.deepcopy(model)
     assert torch.equal(logits(twin, IDS), before) and hooks_of(twin) == hooks_of(model)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert torch.equal(logits(twin, IDS), before), "switching one off leaves the other on"
     with torch.no_grad():
         fast_weights(twin)[0].ttt.conv.mul_(5)
@@ -222,7 +222,7 @@ def test_a_changed_mlp_is_caught(guard: str, use_cache: bool) -> None:
     layer.mlp = change(plain)
     with pytest.raises(InPlaceTTTError, match=message):
         logits(model, IDS, use_cache=use_cache)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         logits(model, IDS)
     layer.mlp = plain
     assert torch.equal(logits(model, IDS, use_cache=use_cache), before), "and the model is fine again once that is undone"
@@ -231,7 +231,7 @@ def test_a_changed_mlp_is_caught(guard: str, use_cache: bool) -> None:
 def test_the_down_projection_is_not_to_be_called_alone() -> None:
     model = converted("llama")
     for _ in range(2):
-        with pytest.raises(InPlaceTTTError, match=r"layer 0's down-projection was called outside a forward.*ttt_disabled\(model\)"):
+        with pytest.raises(InPlaceTTTError, match=r"layer 0's down-projection was called outside a forward.*disable_ttt\(model\)"):
             fast_weights(model)[0](torch.randn(2, LENGTH, 48))
         logits(model, IDS)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from upstream import before
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt
 from inplace_ttt.surgery import fast_weights, is_converted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")  # new names came after our floor
@@ -43,7 +43,7 @@ def check_lora(model: PeftModel) -> None:
     model.eval()
     expected = logits(model, IDS)
     assert distance(streamed(model, IDS, [CHUNK + 1, *[1] * 9, LENGTH - CHUNK - 10]), expected) < 5e-5
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert distance(logits(model, IDS), expected) > 0.02
 
 
@@ -150,9 +150,9 @@ def test_reentrant_checkpointing_is_right_or_refused() -> None:
 def test_a_backward_outside_the_switched_off_block_is_right_or_names_the_switch() -> None:
     expected = gradients(base := build("llama").train(), loss(base))
     model = checkpointed(converted("llama"), use_reentrant=False)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = loss(model)
-    assert right_or_refused(gradients_or_refusal(model, lambda model: off), expected, "ttt_disabled")
+    assert right_or_refused(gradients_or_refusal(model, lambda model: off), expected, "disable_ttt")
 
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])

@@ -79,7 +79,7 @@ def test_images_are_read_and_written(name: str) -> None:
     again = logits(model, input_ids=made, attention_mask=torch.ones_like(made), **longer)[0, LENGTH - 1 : -1, :97]
     assert (again.max(-1).values - again.gather(-1, made[0, LENGTH:, None])[:, 0]).max() < 1e-3
     other = {**seen, "pixel_values": seen["pixel_values"].flip(-1)}
-    with inplace_ttt.ttt_disabled(model):
+    with inplace_ttt.disable_ttt(model):
         off = distance(logits(model, input_ids=ids, **seen), logits(model, input_ids=ids, **other))
     assert off > 0, "the image must be seen for this test to mean anything"
 

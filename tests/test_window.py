@@ -9,7 +9,7 @@ from models import converted, distance, logits, random_ids
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from inplace_ttt import FastWeightState, InPlaceTTTError
+from inplace_ttt import InPlaceTTTError, Session
 from inplace_ttt.attention_window import attention_window, window_cache
 from inplace_ttt.families import CACHE
 
@@ -144,7 +144,7 @@ def test_a_prompt_is_written_through_it() -> None:
     prompt, then, found = random_ids(1, 40), random_ids(1, 6, seed=2), []
     with attention_window(model, SIZE, SINKS), torch.no_grad():
         for cache in (DynamicCache(config=model.config), window_cache(model, SIZE, SINKS)):
-            session = FastWeightState(model, cache)
+            session = Session(model, cache)
             session.write_prompt(prompt)
             found.append(model(torch.cat([prompt[:, -1:], then], 1), **{CACHE: cache}).logits)
     assert distance(*found) < 1e-5

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from inplace_ttt import FastWeightState, load, ttt_disabled
+from inplace_ttt import Session, disable_ttt, load
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
 
@@ -116,10 +116,10 @@ def next_token_tap(model: PreTrainedModel) -> None:
         layer.ttt.proj.copy_(torch.eye(layer.ttt.proj.shape[0]))
 
 
-def read_unbroken(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[FastWeightState, str]:
+def read_unbroken(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[Session, str]:
     """Text, question and answer in one session."""
     ids, question = (tokenizer(part, return_tensors="pt", add_special_tokens=part is text).input_ids for part in (text, QUESTION))
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(ids)
     answer = state.generate(question, max_new_tokens=WRITE, do_sample=False)
     return state, tokenizer.decode(answer[0], skip_special_tokens=True)
@@ -134,7 +134,7 @@ def losses_on_and_off(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, fl
         return float(torch.nn.functional.cross_entropy(logits, ids[0, CHUNK + 1 :]))
 
     on = loss()
-    with ttt_disabled(model):
+    with disable_ttt(model):
         return {"on": on, "off": loss()}
 
 

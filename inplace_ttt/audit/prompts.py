@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config_tables import PromptWrite
 from ..layer.overrides import with_config
-from ..state import FastWeightState
+from ..session.session import Session
 from .declared_rule import DeclaredRule
 from .probed import Probed
 from .recording import Piece, base_output, recording
@@ -28,7 +28,7 @@ def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, di
         for name, eta, cap in (("a written prompt", 0.3, None), ("a written prompt, capped", 1e3, 0.3)):
             own = dataclasses.replace(settings, window=window, eta=eta, cap=cap)
             with with_config(probed.layers.values(), prompt_write=own), recording(lm, probed.config) as record:
-                state = FastWeightState(lm)
+                state = Session(lm)
                 state.write_prompt(prompt)
                 state.read(later)
             found[name] = {}

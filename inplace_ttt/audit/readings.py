@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..families import CACHE
 from ..layer.cache import streams
-from ..state import FastWeightState
+from ..session.session import Session
 from .probed import Documents, Probed, Reading
 from .recording import Document, Piece, Recording, recording
 
@@ -106,7 +106,7 @@ def _branched(probed: Probed) -> Iterator[Reading]:
     chunk = probed.chunk
     known = probed.ids(1, 2 * chunk + 3)
     later = [probed.ids(1, 2 * chunk, part).split([chunk, chunk], 1) for part in (1, 2)]
-    state = FastWeightState(probed.lm)
+    state = Session(probed.lm)
     with recording(probed.lm, probed.config) as record:
         state.read(known)
         both = (state, state.fork())

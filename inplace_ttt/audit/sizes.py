@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ..state import FastWeightState
+from ..session.session import Session
 from .probed import Probed, Reading
 from .readings import packed, padded, streamed
 from .recording import recording
@@ -41,7 +41,7 @@ def drawn_sizes(probed: Probed) -> Iterator[Reading]:
         yield f"chunks of {larger.chunk} tokens", record, record.whole()
         parts = [larger.ids(1, tokens).split([larger.chunk + 70, 1, 40, tokens - larger.chunk - 111], 1)]
         yield f"chunks of {larger.chunk} tokens, in pieces", *streamed(larger, parts)
-        state, tokens = FastWeightState(larger.lm), draw.randint(2100, 2300)
+        state, tokens = Session(larger.lm), draw.randint(2100, 2300)
         with recording(larger.lm, larger.config) as record:
             state.read(larger.ids(1, tokens))
             state.read(larger.ids(1, larger.chunk, 1))

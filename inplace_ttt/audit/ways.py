@@ -18,8 +18,8 @@ from transformers import GenerationConfig
 from ..errors import InPlaceTTTError
 from ..families import CACHE, locate
 from ..layer.overrides import overriding, with_config
-from ..state import FastWeightState
-from ..surgery import fast_weights, ttt_disabled
+from ..session.session import Session
+from ..surgery import disable_ttt, fast_weights
 from .probed import Documents, Probed, Reading
 from .readings import packed
 from .recording import Piece, Recording, recording
@@ -98,11 +98,11 @@ def caches(probed: Probed) -> Iterator[Reading]:
             lm(ids, **{CACHE: held}, use_cache=True)
     yield "a cache of the model's own", record, as_one_text(record, 2, skipped=[2])
     yield "a copied cache", record, as_one_text(record, 2, skipped=[1, 3])
-    state = FastWeightState(lm)
+    state = Session(lm)
     with recording(lm, probed.config) as record:
         state.read(first)
         state.read(second)
-        fresh = state.forget_attention()
+        fresh = state.drop_kv_cache()
         fresh.read(third)
         state.read(third)
     yield "the KV cache dropped", record, as_one_text(record, 2, skipped=[3])
@@ -110,7 +110,7 @@ def caches(probed: Probed) -> Iterator[Reading]:
     cache = probed.cache()
     with recording(lm, probed.config) as record:
         lm(first, **{CACHE: cache}, use_cache=True)
-        with ttt_disabled(lm):
+        with disable_ttt(lm):
             lm(second, **{CACHE: cache}, use_cache=True)
         lm(third, **{CACHE: cache}, use_cache=True)
     off = [[Piece(1, row, 0, second.shape[1], False)] for row in range(2)]
@@ -158,7 +158,7 @@ def generation(probed: Probed) -> Iterator[Reading]:
         lm(second, **{CACHE: cache}, use_cache=True)
     unwritten = [] if probed.config.decode_updates else range(1, generated)
     yield "read on after generate", record, as_one_text(record, 2, unwritten=unwritten)
-    state = FastWeightState(lm)
+    state = Session(lm)
     with recording(lm, probed.config) as record, overriding([lm], generation_config=plain):
         state.generate(first)
         generated = len(record.forwards)
@@ -172,7 +172,7 @@ def updates_off(probed: Probed) -> Iterator[Reading]:
     lm, chunk = probed.lm, probed.chunk
     off = dataclasses.replace(probed.config, decode_updates=False)
     with with_config(probed.layers.values(), decode_updates=False):
-        state, cache = FastWeightState(lm), probed.cache()
+        state, cache = Session(lm), probed.cache()
         with recording(lm, off) as record:
             for size in (chunk + 4, 1, 1, chunk - 6, 1, chunk + 2):
                 state.read(probed.ids(2, size, size))

@@ -18,7 +18,7 @@ from ..config import KeyWhitening
 from ..errors import InPlaceTTTError
 from ..families import locate
 from ..layer.fast_linear import FastWeight
-from ..surgery import config_of, convert, fast_weights, ttt_disabled
+from ..surgery import config_of, convert, disable_ttt, fast_weights
 from .activations import Seen, feeling, seeing
 from .directions import Directions, LeadingDirections
 from .initial_projection import initial_projections
@@ -65,7 +65,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
         raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
     layers = fast_weights(model)
     over_text: dict[int, _Seen] = {}
-    with ttt_disabled(model), seeing(model) as found, feeling(model) as felt:
+    with disable_ttt(model), seeing(model) as found, feeling(model) as felt:
         for row in tqdm(rows, desc="calibrating", file=sys.stderr, disable=None if progress else True):
             if not locate(model).base(row, use_cache=False).last_hidden_state.isfinite().all():
                 raise InPlaceTTTError(

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..errors import InPlaceTTTError
 from ..families import locate
 from ..language_head import head_logits, tokens_at_once
-from ..surgery import fast_weights, ttt_disabled
+from ..surgery import disable_ttt, fast_weights
 from ..tasks import IGNORED
 from .activations import probing, seeing
 
@@ -36,7 +36,7 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
     layers = fast_weights(model)
     slopes: dict[int, Tensor] = {}
     moments: dict[int, Tensor] = {}
-    with ttt_disabled(model), seeing(model) as seen, probing(model) as probes:
+    with disable_ttt(model), seeing(model) as seen, probing(model) as probes:
         for row in tqdm(rows, desc="start of P", file=sys.stderr, disable=None if progress else True):
             read = locate(model).base(row, use_cache=False)
             upstream = _loss_gradient(model, read, row)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from .. import session_file
 from ..errors import InPlaceTTTError, reported
 from ..files.text import document_ids, ids_within, read_text
-from ..state import FastWeightState
-from ..surgery import config_of, ttt_disabled
+from ..session import file as session_file
+from ..session.session import Session
+from ..surgery import config_of, disable_ttt
 from . import Result
 from .loading import load_with_tokenizer, note_on_positions, refuse_not_finite
 from .messages import warn
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> Result:
     prompt = read_text(args.prompt_file, "the prompt ")
     model, tokenizer = load_with_tokenizer(args.path, args.base, args.dtype)
     refuse_not_finite(model, args.path)
-    state = FastWeightState.load(args.load_state, model) if args.load_state else FastWeightState(model)
+    state = Session.load(args.load_state, model) if args.load_state else Session(model)
     before, written_before = (0 if state.tokens is None else state.tokens.shape[1]), state.chunks_written
     read = ids_within(tokenizer, prompt) if before else document_ids(tokenizer, prompt, args.prompt_file)
     ids = torch.tensor([read], dtype=torch.int64, device=model.device)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Result:
         warn(note)
     new = ids[:, :0]
     waits = config_of(model).prompt_write is not None and not written_before and total > 2
-    with nullcontext() if args.ttt == "on" else ttt_disabled(model):
+    with nullcontext() if args.ttt == "on" else disable_ttt(model):
         if args.max_new_tokens:
             set_seed(args.seed or 0)
             sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Result:
         "state_bytes": state.state_bytes,
     }
     if args.save_state:
-        kept = state.forget_attention() if args.fast_weights_only else state
+        kept = state.drop_kv_cache() if args.fast_weights_only else state
         kept.save(args.save_state)
         result["saved_state"] = {"path": args.save_state, "bytes": Path(args.save_state).stat().st_size}
     return result, 0

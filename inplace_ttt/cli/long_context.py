@@ -24,7 +24,7 @@ from ..evaluation.long_context.prompt import Prompter, Task, samples
 from ..files.folders import new_folder
 from ..files.manifest import SAMPLES, refuse_to_replace
 from ..files.results import Results
-from ..surgery import config_of, ttt_disabled
+from ..surgery import config_of, disable_ttt
 from . import Result
 from .loading import load_converted, load_plain, note_on_positions, refuse_not_finite, refuse_other_tokenizer, tokenizer_of
 from .messages import say_now, warn
@@ -73,7 +73,7 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
 
         go = partial(run_cells, settings, material=material, prompter=prompter, results=results, progress=progress, ready=say_now)
         weights, config = _weights(model), config_of(model)
-        off = partial(ttt_disabled, model)
+        off = partial(disable_ttt, model)
         go([Variant("on", model, weights, config.to_dict(), nullcontext), Variant("off", model, weights, None, off)])
         if base is not None:
             del model, off  # the base takes its place

@@ -12,7 +12,7 @@ from ..layer.cache import streams
 from ..layer.fast_linear import FastWeight
 from ..layout import ChunkLayout
 from ..ops import fast_weight
-from ..state import FastWeightState
+from ..session.session import Session
 from ..surgery import causal_lm
 
 
@@ -84,11 +84,11 @@ def states_in_reading(model: nn.Module, ids: Tensor) -> dict[int, torch.dtype]:
     lm = causal_lm(model)
     if not isinstance(lm, PreTrainedModel):
         return {}
-    session = FastWeightState(lm)
+    session = Session(lm)
     session.read(ids)
     return states_of(session)
 
 
-def states_of(session: FastWeightState) -> dict[int, torch.dtype]:
+def states_of(session: Session) -> dict[int, torch.dtype]:
     """Layer -> dtype of its state, for the layers of a session that have written."""
     return {index: stream.state.dtype for index, stream in streams(session.cache).items() if stream.state is not None}

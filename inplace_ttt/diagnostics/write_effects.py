@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ChunkLayout
-from ..surgery import ttt_disabled
+from ..surgery import disable_ttt
 from ..tasks import IGNORED
 from .diagnosed_model import DiagnosedModel
 from .overrides import with_eta
@@ -166,7 +166,7 @@ def read(model: DiagnosedModel, within: AbstractContextManager[Any] | None = Non
 
 def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None = None) -> Reading:
     """The same weights with every layer's writes off."""
-    with ttt_disabled(model.module):
+    with disable_ttt(model.module):
         return read(model, within)
 
 

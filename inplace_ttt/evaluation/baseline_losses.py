@@ -23,7 +23,7 @@ from .. import __version__
 from ..converted_config import of_the_base
 from ..errors import InPlaceTTTError
 from ..files.folders import require_writable, save_tensors
-from ..surgery import fast_weights, ttt_disabled
+from ..surgery import disable_ttt, fast_weights
 from .token_losses import Progress, token_losses
 
 _REMEDY = "name another folder, or free some space"
@@ -54,7 +54,7 @@ class BaselineLosses:
         if file is not None and (found := _held(file, rows)) is not None:
             progress(rows.numel())
             return found
-        with ttt_disabled(model):
+        with disable_ttt(model):
             losses = token_losses(model, rows, progress=progress, **attention)
         if file is not None:
             _keep(losses, file)

@@ -19,7 +19,7 @@ from ..attention_window import attention_window, window_cache
 from ..errors import InPlaceTTTError
 from ..families import CACHE
 from ..layer.cache import only_written
-from ..surgery import config_of, ttt_disabled
+from ..surgery import config_of, disable_ttt
 from ..tasks.facts import Encode, Question, apart
 from .protocol import Protocol
 
@@ -44,7 +44,7 @@ class Answer:
 
 
 @dataclass
-class Session:
+class Reader:
     """Documents as one way of reading has them: a batch of one cache."""
 
     name: str
@@ -74,7 +74,7 @@ class Session:
         self.done = rows.shape[1]
         return True
 
-    def readings(self, documents: int) -> Iterator[tuple[str, Session, int]]:
+    def readings(self, documents: int) -> Iterator[tuple[str, Reader, int]]:
         """What is asked of this session: the reading's name, its session, and how many rows further a document's questions are put."""
         yield self.name, self, 0
         if self.name == "on":
@@ -83,7 +83,7 @@ class Session:
                 yield "foreign", self, 1
 
     @torch.no_grad()
-    def _written(self, documents: int) -> Session:
+    def _written(self, documents: int) -> Reader:
         """The fast weights alone, at the beginning of a text."""
         written = copy.copy(self)
         written.cache = only_written(self.cache, self._empty())
@@ -160,7 +160,7 @@ class Session:
     @contextmanager
     def _as_it_reads(self) -> Iterator[None]:
         window = None if self.name == "full" else self.protocol.window
-        writes = nullcontext() if self.name == "on" else ttt_disabled(self.model)
+        writes = nullcontext() if self.name == "on" else disable_ttt(self.model)
         with attention_window(self.model, window, self.protocol.sinks), writes:
             yield
 
@@ -170,7 +170,7 @@ class Session:
         return window_cache(self.model, self.protocol.window, self.protocol.sinks)
 
 
-class Retrieval(Session):
+class Retrieval(Reader):
     """Documents that are kept as token ids; a question is put behind the piece of them that BM25 finds for it, half a window long."""
 
     rows: Tensor
@@ -199,11 +199,11 @@ class Retrieval(Session):
         return cache
 
 
-def sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator[Session]:
-    yield from (Session(name, model, protocol, asked) for name in ("on", "off"))
+def sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator[Reader]:
+    yield from (Reader(name, model, protocol, asked) for name in ("on", "off"))
     if protocol.window is not None:
         yield Retrieval("retrieved", model, protocol, asked)
-        yield Session("full", model, protocol, asked)
+        yield Reader("full", model, protocol, asked)
 
 
 def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]) -> Answer:

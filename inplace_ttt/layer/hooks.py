@@ -113,7 +113,7 @@ class ModelHooks:
         if self.enabled and cache is not None and not isinstance(cache, Cache):
             raise InPlaceTTTError(
                 f"a {type(cache).__name__} (continuous batching, generate_batch) has no place for the fast weight; "
-                "use generate, or ttt_disabled(model)."
+                "use generate, or disable_ttt(model)."
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         group = self.group or (ulysses_group() if base.training else None)
@@ -240,7 +240,7 @@ class LayerHooks:
         if call is None:
             raise InPlaceTTTError(
                 f"layer {self.index}'s down-projection was called outside a forward of the model, or twice in one (a tiled or "
-                "replaced MLP?); undo that, or call it under ttt_disabled(model)."
+                "replaced MLP?); undo that, or call it under disable_ttt(model)."
             )
         if tuple(z.shape[:-1]) not in (call.context.shape, (math.prod(call.context.shape),)):
             raise InPlaceTTTError(

@@ -142,14 +142,14 @@ async def delete_memory(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/{name}/file")
 async def download_memory(name: str, request: Request) -> Response:
-    """What it is now, as a file of `FastWeightState.save`."""
+    """What it is now, as a file of `Session.save`."""
     file = await _memories(request.app).export(user_of(request.headers), name)
     return FileResponse(file, media_type="application/octet-stream", filename=f"{name}{SAVED}", background=BackgroundTask(file.unlink))
 
 
 @router.put("/{name}/file")
 async def upload_memory(name: str, request: Request) -> dict[str, Any]:
-    """A file of `FastWeightState.save`, with an empty KV cache."""
+    """A file of `Session.save`, with an empty KV cache."""
     memories = _memories(request.app)
     return memories.describe(await memories.upload(user_of(request.headers), check_name(name), request.stream()))
 

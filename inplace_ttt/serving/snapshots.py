@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, distributed
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 
-from .. import session_file
 from ..checkpoint.folder_fingerprint import fingerprint_in
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
-from ..session_check import check_header, check_streams
+from ..session import file as session_file
+from ..session.check import check_header, check_streams
 from .slots import Slots
 
 _SPLIT = (".fast.state", ".fast.z")
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 class SnapshotFiles:
-    """Snapshots as files that `FastWeightState` reads and writes, of the model in a folder.
+    """Snapshots as files that `Session` reads and writes, of the model in a folder.
 
     is_split: each rank of tensor parallelism holds a part of the keys' numbers; a file holds them all, and the first rank writes it.
     """
@@ -53,7 +53,7 @@ class SnapshotFiles:
         return fingerprint_in(self.model)
 
     def write(self, snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
-        """In one step, as `FastWeightState.save`. All ranks must call it."""
+        """In one step, as `Session.save`. All ranks must call it."""
         tensors = {f"{index}.fast.{name}": tensor for index, held in snapshot.layers.items() for name, tensor in held.items()}
         if self.is_split:
             tensors = {name: _joined(tensor) if name.endswith(_SPLIT) else tensor for name, tensor in tensors.items()}
@@ -69,7 +69,7 @@ class SnapshotFiles:
             raise InPlaceTTTError(str(error).replace(str(path), "the file")) from None
         check_header("the file", header, self.config, self.fingerprint)
         if header.attention or "tokens" in tensors:
-            raise InPlaceTTTError("the file holds a session's KV cache too; save state.forget_attention() instead.")
+            raise InPlaceTTTError("the file holds a session's KV cache too; save state.drop_kv_cache() instead.")
         if check_streams("the file", tensors, self.config, self.sizes) != 1:
             raise InPlaceTTTError("the file holds no single sequence; a memory is one.")
         layers: dict[int, dict[str, Tensor]] = {index: {} for index in self.sizes}

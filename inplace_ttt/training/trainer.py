@@ -25,7 +25,7 @@ from ..checkpoint.saved_tensors import verify_saved
 from ..errors import NotSoError
 from ..files.manifest import STEP, TRAINED, refuse_foreign
 from ..layer.sequence_parallel import ulysses_group
-from ..surgery import config_of, share_sequence, ttt_disabled
+from ..surgery import config_of, disable_ttt, share_sequence
 from ..tasks import IGNORED
 from .batches import held_out_batches, needs_document_lengths, where_learnt, with_document_lengths
 from .guards import SkippedSteps, clip_finite
@@ -180,7 +180,7 @@ class FastWeightTrainer(Trainer):
         rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
         with self.clock.paused():
             metrics = self._held_out(rows, name)
-            with ttt_disabled(self.model):
+            with disable_ttt(self.model):
                 metrics |= self._held_out(rows, f"{name}_off")
         metrics[f"{name}_difference"] = metrics[f"{name}_loss"] - metrics[f"{name}_off_loss"]
         metrics[f"{name}_seconds"] = round(time.perf_counter() - began, 1)

@@ -19,7 +19,7 @@ from inplace_ttt.calibration.activations import feeling, probing, seeing
 from inplace_ttt.calibration.calibrate import whitened
 from inplace_ttt.calibration.directions import Directions
 from inplace_ttt.calibration.initial_projection import initial_projections, least_squares
-from inplace_ttt.surgery import fast_weights, ttt_disabled
+from inplace_ttt.surgery import disable_ttt, fast_weights
 
 COMPACT = {
     "layers": (0, 2),
@@ -99,17 +99,17 @@ def test_targets_are_as_large_as_the_stream_where_they_arrive(name: str) -> None
             down.register_forward_hook(lambda module, args, y, push=push: y + push * step),
             block.register_forward_hook(lambda module, args, y, push=push: out.__setitem__(push, y[0] if isinstance(y, tuple) else y)),
         ]
-        with torch.no_grad(), ttt_disabled(model):
+        with torch.no_grad(), disable_ttt(model):
             model(row, use_cache=False)
         for handle in handles:
             handle.remove()
     moved = float(((out[1.0] - out[0.0]).norm(dim=-1) / step.norm(dim=-1)).median())
-    with torch.no_grad(), ttt_disabled(model), feeling(model) as felt:
+    with torch.no_grad(), disable_ttt(model), feeling(model) as felt:
         model(row, use_cache=False)
     assert float(felt[2]) == pytest.approx(moved, rel=0.1) and (float(felt[2]) == 1) == (name in ("llama", "gpt_neox"))
     calibrate(model, [row])
     assert not any(parameter.grad is not None or not parameter.requires_grad for parameter in model.parameters())
-    with torch.no_grad(), ttt_disabled(model), seeing(model) as seen:
+    with torch.no_grad(), disable_ttt(model), seeing(model) as seen:
         model(row, use_cache=False)
     here = seen[2]
     size = float((here.source - down.ttt.mean).square().sum(-1).mean().sqrt() * down.ttt.gain)
@@ -201,12 +201,12 @@ def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
         """Summed over the rows, with `step` times P applied to the next token's source at a layer's output."""
         total = 0.0
         for row in rows:
-            with ttt_disabled(model), seeing(model) as seen:
+            with disable_ttt(model), seeing(model) as seen:
                 model(row)
                 ahead = fast_weights(model)[layer].ttt.standardise(seen[layer].source)[:, 1:]
             extra = torch.nn.functional.pad(step * ahead @ proj, (0, 0, 0, 1))
             handle = fast_weights(model)[layer].register_forward_hook(lambda m, args, out, extra=extra: out + extra)
-            with ttt_disabled(model):
+            with disable_ttt(model):
                 values = model(row).logits[0, :-1]
             handle.remove()
             total += float(torch.nn.functional.cross_entropy(values, row[0, 1:], reduction="sum"))
@@ -247,7 +247,7 @@ def test_the_start_of_p_is_that_of_the_whole_loss(name: str, monkeypatch: pytest
     with Widest() as made:
         found = initial_projections(model, [row])
     assert name != "llama" or made.numbers < 40 * 97
-    with ttt_disabled(model), seeing(model) as seen, probing(model) as probes:
+    with disable_ttt(model), seeing(model) as seen, probing(model) as probes:
         logits = model(row, use_cache=False).logits[0, :-1]
         gradients = torch.autograd.grad(cross_entropy(logits, row[0, 1:], reduction="sum"), list(probes.values()))
     for index, gradient in zip(probes, gradients, strict=True):

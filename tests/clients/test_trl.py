@@ -13,7 +13,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inplace_ttt import FastWeightState, InPlaceTTTCallback, InPlaceTTTConfig, convert
+from inplace_ttt import InPlaceTTTCallback, InPlaceTTTConfig, Session, convert
 from inplace_ttt.cli import main
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.surgery import fast_weights
@@ -72,7 +72,7 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     model = AutoModelForCausalLM.from_pretrained("sft-ttt")
     assert all(layer.ttt.conv.abs().max() > 0 for layer in fast_weights(model).values())
     ids = namespace["tokenizer"](tiny.text(40), return_tensors="pt").input_ids
-    assert FastWeightState(model).generate(ids, max_new_tokens=3, do_sample=False).numel() > 0
+    assert Session(model).generate(ids, max_new_tokens=3, do_sample=False).numel() > 0
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -13,7 +13,7 @@ from models import CHUNK, converted, random_ids
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError
+from inplace_ttt import DeltaClip, InPlaceTTTError, Session
 from inplace_ttt.config import KeyWhitening
 from inplace_ttt.diagnostics import plots
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
@@ -25,7 +25,7 @@ from inplace_ttt.diagnostics.write_effects import Change, Reading, Scored
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.ops import readout
-from inplace_ttt.surgery import fast_weights, ttt_disabled
+from inplace_ttt.surgery import disable_ttt, fast_weights
 
 from .sick import at_the_papers_start, healthy, rows
 
@@ -137,7 +137,7 @@ def test_effects_are_differences_of_losses(model: nn.Module, found: Diagnosis) -
         ]
 
     on = loss()
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = loss()
     all_writes = found.to_dict()["effect_of_all_writes"]
     assert all_writes["loss"] == pytest.approx(float((on - off).mean()), rel=1e-3)
@@ -327,7 +327,7 @@ def test_writes_are_those_that_were_made(options: dict[str, Any]) -> None:
     found: dict[int, WriteHealth] = {}
     with observed(model, found), torch.no_grad():
         model(input_ids=ids, use_cache=False)
-    session = FastWeightState(model)
+    session = Session(model)
     session.read(ids)
     for index, layer in fast_weights(model).items():
         read = readout(streams(session.cache)[index].state[0], layer.fast.config.damping)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from transformers import PreTrainedModel
 
-from inplace_ttt import FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
+from inplace_ttt import InPlaceTTTError, KeyWhitening, Session, disable_ttt
 from inplace_ttt.attention_window import attention_window
 from inplace_ttt.evaluation.comparison import Comparison, DocumentLosses, compare
 from inplace_ttt.evaluation.growing_context import growing_context
@@ -53,13 +53,13 @@ def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) 
     for r, row in enumerate(rows):
         assert distance(own[r], losses(model, row)) < 1e-4
         writer = rows[(r + 1) % len(rows)]
-        reader_session, parts = FastWeightState(model), []
+        reader_session, parts = Session(model), []
         for start in range(0, LENGTH, CHUNK):
-            memory = FastWeightState(model)
+            memory = Session(model)
             if start:
                 memory.read(writer[None, :start])
             states = {layer: s.state for layer, s in streams(memory.cache).items()}
-            with ttt_disabled(model), reading(model, states):
+            with disable_ttt(model), reading(model, states):
                 parts.append(model(row[None, start : start + CHUNK], **{CACHE: reader_session.cache}).logits[0].detach())
         logits = torch.cat(parts)
         assert distance(foreign[r], cross_entropy(logits[:-1], row[1:], reduction="none")) < 1e-4
@@ -200,7 +200,7 @@ def test_second_copy_looks_where_the_copy_is() -> None:
         row = passage.repeat(document, start)
         assert torch.equal(row[start : start + 8], row[start + 18 : start + 26]) and torch.equal(row[: start + 18], document[: start + 18])
         on = losses(model, row)
-        with ttt_disabled(model):
+        with disable_ttt(model):
             difference = on - losses(model, row)
         expected.append([float(difference[span].mean()) for span in (slice(start + 18, start + 25), slice(start + 8, start + 17))])
     for name, values in zip(("second_copy", "filler"), zip(*expected, strict=True), strict=True):

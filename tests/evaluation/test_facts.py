@@ -12,9 +12,9 @@ from tiny import byte_level
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inplace_ttt import FastWeightState, InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, Session, convert, disable_ttt
 from inplace_ttt.attention_window import attention_window
-from inplace_ttt.evaluation.fact_sessions import Answer, Retrieval, Session
+from inplace_ttt.evaluation.fact_sessions import Answer, Reader, Retrieval
 from inplace_ttt.evaluation.facts import READINGS, _document, _groups, document_tokens, recall_of_facts
 from inplace_ttt.evaluation.protocol import Protocol
 from inplace_ttt.families import CACHE
@@ -64,7 +64,7 @@ def model_and_rows(distance: int) -> tuple[PreTrainedModel, list[Tensor], Tensor
     return model, fillers, rows, tokens
 
 
-def plainly(model: PreTrainedModel, before: Tensor | FastWeightState, question: Question) -> Answer:
+def plainly(model: PreTrainedModel, before: Tensor | Session, question: Question) -> Answer:
     """What text and a question, read in one call, give for each option; or the question alone after a state."""
     prompt = torch.tensor(encode(f"\n\n{question.prompt}"))
     said, scores, first = [], [], torch.empty(0)
@@ -92,7 +92,7 @@ def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ..
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
     protocol = Protocol(window, 2, 0, 2, begins)
     for name in ("on", "off", "full"):
-        session = Session(name, model, protocol)
+        session = Reader(name, model, protocol)
         assert session.read(rows[:, :70]) and session.read(rows), "in two parts"
         for reading, asked, shift in session.readings(len(rows)):
             assert shift == (reading == "foreign"), "another document's row"
@@ -101,11 +101,11 @@ def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ..
             found = asked.answers(row, questions, encode)
             assert found == asked.answers(row, questions, encode), "asking leaves no trace"
             before = rows[row]
-            with attention_window(model, None if name == "full" else window, 2), nullcontext() if name == "on" else ttt_disabled(model):
+            with attention_window(model, None if name == "full" else window, 2), nullcontext() if name == "on" else disable_ttt(model):
                 if reading == "written":
-                    state = FastWeightState(model)
+                    state = Session(model)
                     state.read(rows[row : row + 1])
-                    before = state.forget_attention()
+                    before = state.drop_kv_cache()
                     if begins:
                         before.read(torch.tensor([begins]))
                 expected = [plainly(model, before, question) for question in questions]
@@ -123,7 +123,7 @@ def test_retrieval_puts_the_best_piece_into_the_window(begins: tuple[int, ...]) 
         pieces = [rows[1, start : start + 80] for start in range(0, rows.shape[1] - 79, 40)]
         scores = BM25Okapi([piece.tolist() for piece in pieces]).get_scores(encode(f"\n\n{question.prompt}"))
         best = pieces[max(range(len(pieces)), key=scores.__getitem__)]
-        with attention_window(model, 160, 2), ttt_disabled(model):
+        with attention_window(model, 160, 2), disable_ttt(model):
             assert answer == plainly(model, torch.cat([torch.tensor(begins, dtype=torch.long), best]), question)
         told += question.kind == VERBATIM and f"{question.prompt} {question.answer}" in TOKENIZER.decode(best)
     assert told > RECORDS, "it finds what was told"

@@ -14,7 +14,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inplace_ttt import InPlaceTTTConfig, convert, load, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, convert, disable_ttt, load
 from inplace_ttt.evaluation.babilong.stories import KINDS
 
 MODEL = Path(__file__).parents[2] / ".cache" / "smollm2-135m"
@@ -71,7 +71,7 @@ def test_on_off_and_base_in_any_batch(place: Path) -> None:
     words, model = AutoTokenizer.from_pretrained(place / "ttt"), load(place / "ttt")
     on = evaluate(place, model, tokenizer=words, batch_size=1)
     batched = evaluate(place, model, tokenizer=words, batch_size=3)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = evaluate(place, model, tokenizer=words, batch_size=3)
     base = evaluate(place, AutoModelForCausalLM.from_pretrained(place / "base"), tokenizer=words, batch_size=3)
     for task in TASKS:
@@ -136,7 +136,7 @@ def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words, model = AutoTokenizer.from_pretrained(place / "ttt"), load(place / "ttt")
     folder = Path(lm_eval.tasks.__file__).parent / "babilong"
     on = evaluate(folder, model, ("babilong_qa1",), tokenizer=words, batch_size=2, max_length=4096)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = evaluate(folder, model, ("babilong_qa1",), tokenizer=words, batch_size=2, max_length=4096)
     base = evaluate(folder, AutoModelForCausalLM.from_pretrained(place / "base"), ("babilong_qa1",), tokenizer=words, max_length=4096)
     assert {*asked} == {("RMT-team/babilong-1k-samples", "0k", "qa1")} and len(on["babilong_qa1"]) == 5

@@ -10,7 +10,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from inplace_ttt import cli, load, ttt_disabled
+from inplace_ttt import cli, disable_ttt, load
 from inplace_ttt.evaluation.long_context import answers
 from inplace_ttt.evaluation.long_context.answers import answer
 from inplace_ttt.evaluation.long_context.prompt import Prompter, Sample, samples
@@ -88,7 +88,7 @@ def test_answers_are_greedy_whatever_the_checkpoint_sets_for_chatting(ttt: str, 
     words = AutoTokenizer.from_pretrained("ttt")
     batch = list(samples(TASKS["fwe"], LENGTH, 3, 0, Material(), Prompter(words)))
     assert len({len(sample.ids) for sample in batch}) > 1, "nothing is padded"
-    with torch.no_grad(), ttt_disabled(model) if ttt == "off" else torch.no_grad():
+    with torch.no_grad(), disable_ttt(model) if ttt == "off" else torch.no_grad():
         expected = [words.decode(greedy(model, sample, 12), skip_special_tokens=True) for sample in batch]
         assert answer(model, words, batch, 12) == expected
     assert model.generation_config.to_dict() == before

@@ -14,7 +14,7 @@ from models import CHUNK, converted, random_ids
 from torch import Tensor
 from transformers import DynamicCache
 
-from inplace_ttt import language_head, ttt_disabled
+from inplace_ttt import disable_ttt, language_head
 from inplace_ttt.families import CACHE
 from inplace_ttt.ops.precision import in_full_precision
 from inplace_ttt.training.held_out import held_out_sums
@@ -54,7 +54,7 @@ def train(model: Any, seed: int) -> list[Tensor]:
 
 
 def evaluate_off(model: Any, seed: int) -> list[Tensor]:
-    with ttt_disabled(model):
+    with disable_ttt(model):
         return evaluate(model, seed)
 
 

@@ -10,7 +10,7 @@ import torch
 from models import COMPACT, converted, distance, logits, random_ids
 from torch import Tensor, nn
 
-from inplace_ttt import InPlaceTTTError, ttt_disabled
+from inplace_ttt import InPlaceTTTError, disable_ttt
 from inplace_ttt.config import DeltaClip, KeyWhitening
 from inplace_ttt.surgery import fast_weights
 
@@ -101,7 +101,7 @@ def test_a_graph_is_switched_off() -> None:
     model = converted("llama").requires_grad_(False)
     run = compiled(model)
     on = run(input_ids=IDS, use_cache=False).logits
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = run(input_ids=IDS, use_cache=False).logits
         assert distance(off, logits(model, IDS)) < 1e-5
     assert distance(off, on) > 0.02, "the writes must be visible for this test to mean anything"

@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import DynamicCache
 from upstream import needs
 
-from inplace_ttt import DeltaClip, FastWeightState, InPlaceTTTError, KeyWhitening, ttt_disabled
+from inplace_ttt import DeltaClip, InPlaceTTTError, KeyWhitening, Session, disable_ttt
 from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import fast_weights
 
@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def check_splits(model: torch.nn.Module, writes: bool = True) -> None:
     ids = random_ids(2, LENGTH)
     expected = logits(model, ids)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert (distance(logits(model, ids), expected) > 0.02) == writes, "the writes must be visible for this test to mean anything"
     for split, pieces in SPLITS.items():
         assert distance(streamed(model, ids, pieces), expected) < 5e-5, split
@@ -85,7 +85,7 @@ def test_splits_agree_in_bfloat16(name: str) -> None:
         one_call = logits(model, ids)
         return max(distance(streamed(model, ids, pieces), one_call) for pieces in SPLITS.values())
 
-    with ttt_disabled(model):
+    with disable_ttt(model):
         rounding = spread()
     if Version(torch.__version__) < Version("2.13"):  # torch 2.8 rounds some bases alike in every split
         rounding = max(rounding, 4 * torch.finfo(torch.bfloat16).eps)
@@ -94,7 +94,7 @@ def test_splits_agree_in_bfloat16(name: str) -> None:
 
 def test_a_cache_knows_what_it_read() -> None:
     model, ids = converted("llama"), random_ids(2, LENGTH)
-    state = FastWeightState(model)
+    state = Session(model)
     for piece in ids.split(SPLITS["before borders"], 1):
         logits(model, piece, **{CACHE: state.cache}, use_cache=True)
     assert state.chunks_written == 2 * (LENGTH // CHUNK)
@@ -103,7 +103,7 @@ def test_a_cache_knows_what_it_read() -> None:
 
 def test_a_chunk_is_written_with_its_last_token_and_never_before() -> None:
     model, ids = converted("llama"), random_ids(1, 3 * CHUNK)
-    state = FastWeightState(model)
+    state = Session(model)
     for t in range(3 * CHUNK):
         logits(model, ids[:, t : t + 1], **{CACHE: state.cache}, use_cache=True)
         assert state.chunks_written == (t + 1) // CHUNK
@@ -113,7 +113,7 @@ def test_generated_tokens_write_only_if_told_to() -> None:
     """Without decode_updates, single tokens after a prompt read the memory and leave it as it is."""
     ids = random_ids(2, LENGTH)
     model = converted("llama", decode_updates=False)
-    state = FastWeightState(model)
+    state = Session(model)
     prompt, rest = ids.split([2 * CHUNK + 1, LENGTH - 2 * CHUNK - 1], 1)
     logits(model, prompt, **{CACHE: state.cache}, use_cache=True)
     decoded = torch.cat([logits(model, t, **{CACHE: state.cache}, use_cache=True) for t in rest.split(1, 1)], 1)
@@ -126,7 +126,7 @@ def test_generated_tokens_write_only_if_told_to() -> None:
 
 def test_bfloat16_models_keep_a_float32_state() -> None:
     model = converted("llama", torch.bfloat16)
-    state = FastWeightState(model)
+    state = Session(model)
     logits(model, random_ids(1, 2 * CHUNK), **{CACHE: state.cache}, use_cache=True)
     assert all(layer.fast_weight.state.dtype == torch.float32 for layer in state.cache.layers if hasattr(layer, "fast_weight"))
 

@@ -10,7 +10,7 @@ from models import CHUNK, NAMES, converted, distance, gradients, logits, random_
 from torch import Tensor, nn
 from upstream import before
 
-from inplace_ttt import InPlaceTTTError, ttt_disabled
+from inplace_ttt import InPlaceTTTError, disable_ttt
 
 # The families whose attention keeps packed documents apart (in transformers, by position_ids and nothing else).
 # In older transformers a base may not look at positions itself.
@@ -56,7 +56,7 @@ def test_packed_is_apart(name: str, rows: str) -> None:
     documents, ids, positions = packed(ROWS[rows])
     with torch.no_grad():
         expected = apart(model, documents)
-        with ttt_disabled(model):
+        with disable_ttt(model):
             assert distance(apart(model, documents), expected) > 0.02
     assert distance(logits(model, ids, position_ids=positions), expected) < 5e-5
     if len(ROWS[rows]) == 1:

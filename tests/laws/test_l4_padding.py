@@ -8,7 +8,7 @@ from models import CHUNK, NAMES, converted, distance, gradients, logits, random_
 from torch import Tensor
 from transformers import DynamicCache
 
-from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
+from inplace_ttt import InPlaceTTTError, Session, disable_ttt
 from inplace_ttt.families import CACHE
 
 LENGTHS = (4 * CHUNK + 2, 2 * CHUNK + 5, CHUNK, 3)
@@ -63,9 +63,9 @@ def test_a_padded_batch_goes_on_as_its_rows_would(name: str, side: str) -> None:
         whole = torch.cat([row, more[r : r + 1]], 1)
         alone = logits(model, whole)[:, row.shape[1] :]
         assert distance(continued[r : r + 1], alone) < 5e-5
-        with ttt_disabled(model):
+        with disable_ttt(model):
             assert distance(logits(model, whole)[:, row.shape[1] :], alone) > 0.01
-    assert FastWeightState(model, cache).chunks_written == sum((n + sum(turns)) // CHUNK for n in LENGTHS)
+    assert Session(model, cache).chunks_written == sum((n + sum(turns)) // CHUNK for n in LENGTHS)
 
 
 @pytest.mark.parametrize("pieces", [[CHUNK] * 4 + [2], [1] * WIDTH, [WIDTH - 3, 3], [2, WIDTH - 2]], ids=str)

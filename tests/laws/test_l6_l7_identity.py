@@ -8,7 +8,7 @@ import torch
 from families import build
 from models import CHUNK, LAYERS, NAMES, converted, distance, gradients, hooks_of, logits, random_ids, streamed
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, revert, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt, revert
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
@@ -46,7 +46,7 @@ def test_converted_trains_from_the_first_step(name: str) -> None:
 def test_eta_zero_is_off_is_the_base(name: str, dtype: torch.dtype) -> None:
     base, on, zero, ids = build(name, dtype=dtype), converted(name, dtype), converted(name, dtype, eta=0.0), random_ids(2, LENGTH)
     assert distance(logits(on, ids), logits(base, ids)) > 0.02
-    with ttt_disabled(on):
+    with disable_ttt(on):
         for use_cache in (False, True):
             assert torch.equal(logits(on, ids, use_cache=use_cache), logits(base, ids, use_cache=use_cache))
         assert torch.equal(streamed(on, ids, PIECES), streamed(base, ids, PIECES))
@@ -57,14 +57,14 @@ def test_eta_zero_is_off_is_the_base(name: str, dtype: torch.dtype) -> None:
 def test_the_switch_goes_back() -> None:
     model, ids = converted("llama"), random_ids(1, LENGTH)
     on = logits(model, ids)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         cache = model(input_ids=ids)[CACHE]
-        with ttt_disabled(model):
+        with disable_ttt(model):
             pass
         off = logits(model, ids)
     assert not streams(cache), "nothing is written while switched off"
     assert torch.equal(logits(model, ids), on) and not torch.equal(on, off)
-    with pytest.raises(KeyboardInterrupt), ttt_disabled(model):
+    with pytest.raises(KeyboardInterrupt), disable_ttt(model):
         raise KeyboardInterrupt
     assert torch.equal(logits(model, ids), on)
 

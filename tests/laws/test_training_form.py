@@ -7,7 +7,7 @@ import torch
 from models import CHUNK, converted, distance, gradients, logits, random_ids
 from torch import Tensor
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.surgery import config_of, fast_weights
@@ -61,7 +61,7 @@ def test_a_conversion_writes_at_once_and_reverts() -> None:
     model = converted("llama", writes=False, conv="next", target="hidden_states", proj_init="identity", eta=0.001)
     ids = random_ids(2, 5 * CHUNK)
     assert not config_of(model).starts_as_base
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = logits(model, ids)
     assert distance(logits(model, ids), off) > 1e-3
 
@@ -73,7 +73,7 @@ def test_packed_documents_are_apart() -> None:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     apart = torch.cat([logits(model, d) for d in documents], 1)
     assert distance(logits(model, torch.cat(documents, 1), position_ids=positions), apart) < 5e-5
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert distance(torch.cat([logits(model, d) for d in documents], 1), apart) > 0.02
 
 
@@ -99,7 +99,7 @@ def test_no_token_reads_what_comes_later_or_its_own_chunk(use_cache: bool) -> No
         other[:, t] = 3 + (other[:, t] - 2) % 94
         after = logits(model, other, use_cache=use_cache)
         assert torch.equal(after[:, :t], before[:, :t]), f"token {t} changes an earlier one"
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert torch.equal(logits(model, ids, use_cache=use_cache)[:, :CHUNK], before[:, :CHUNK])
 
 
@@ -119,7 +119,7 @@ def test_checkpointing_changes_no_gradient() -> None:
 
 def test_a_chunk_of_one_token_writes_nothing() -> None:
     model, ids = converted("llama", **{**NORMS, "chunk_size": 1}), random_ids(1, 20)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = logits(model, ids)
     assert distance(logits(model, ids), off) < 1e-5
 
@@ -138,7 +138,7 @@ def test_gpt2_with_a_bias_and_a_transposed_weight() -> None:
     on = logits(model, ids)
     pieces = logits(model, ids, use_cache=True)
     assert distance(pieces, on) < 5e-5
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert distance(logits(model, ids), on) > 0.01
 
 

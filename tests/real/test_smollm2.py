@@ -9,7 +9,7 @@ from demo import next_token_tap
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from inplace_ttt import FastWeightState, InPlaceTTTConfig, cli, convert, load
+from inplace_ttt import InPlaceTTTConfig, Session, cli, convert, load
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 
@@ -94,13 +94,13 @@ def test_l4_a_row_alone_is_the_row_in_a_batch(model: PreTrainedModel, text: str)
 def test_a_session_broken_in_two_is_the_unbroken_one(model: PreTrainedModel, text: str, tmp_path: Path) -> None:
     ids = tokenize(text)
     first, second = ids[:, :250], ids[:, 250:270]
-    unbroken = FastWeightState(model)
+    unbroken = Session(model)
     unbroken.read(first)
-    saved = FastWeightState(model)
+    saved = Session(model)
     saved.read(first)
     saved.save(tmp_path / "session")
     again = load_plain_with_writer(model)
-    loaded = FastWeightState.load(tmp_path / "session", again)
+    loaded = Session.load(tmp_path / "session", again)
     assert torch.equal(
         loaded.generate(second, max_new_tokens=12, do_sample=False), unbroken.generate(second, max_new_tokens=12, do_sample=False)
     )
@@ -133,7 +133,7 @@ def test_generate_on_the_command_line(tmp_path: Path, text: str, model: PreTrain
     assert (read["tokens_read"], read["chunks_written"]) == (tokens, tokens // CHUNK)
     on = ["--prompt-file", tmp_path / "more", "--max-new-tokens", 12]
     answer = generate(*on, "--load-state", tmp_path / "s")
-    state = FastWeightState(load(tmp_path / "ttt"))
+    state = Session(load(tmp_path / "ttt"))
     state.read(tokenize(text))
     new = state.generate(tokenize("\nHamlet:"), max_new_tokens=12, do_sample=False)
     assert answer["text"] == AutoTokenizer.from_pretrained(MODEL).decode(new[0], skip_special_tokens=True)

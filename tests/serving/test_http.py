@@ -1,4 +1,4 @@
-"""`inplace-ttt serve`: memories by name, asked by OpenAI's client and by hand. `FastWeightState` says what is right."""
+"""`inplace-ttt serve`: memories by name, asked by OpenAI's client and by hand. `Session` says what is right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import inplace_ttt
-from inplace_ttt import FastWeightState, ttt_disabled
+from inplace_ttt import Session, disable_ttt
 from serving.checkpoints import save, save_tokenizer, words
 from serving.servers import VLLM, Server, running, said
 from serving.test_memories import after, continued
@@ -95,7 +95,7 @@ def test_a_memory_by_name(server: Server, place: Path, model: PreTrainedModel) -
     for question in QUESTIONS:
         assert said(ask, folder, question, memory="book", freeze=True) == continued(model, state, question)
         assert said(ask, folder, question) == generated(model, question)
-        with ttt_disabled(model):
+        with disable_ttt(model):
             assert said(ask, folder, question, ttt="off") == generated(model, question)
     assert call(server, "POST", "/v1/memories/book/fork", {"to": "branch"})[1]["tokens"] == len(BOOKS[0])
     answer = said(ask, folder, QUESTIONS[2], memory="branch")
@@ -105,7 +105,7 @@ def test_a_memory_by_name(server: Server, place: Path, model: PreTrainedModel) -
     status, file = call(server, "GET", "/v1/memories/branch/file")
     assert status == 200
     (place / "branch.state").write_bytes(file)
-    loaded = FastWeightState.load(place / "branch.state", model)
+    loaded = Session.load(place / "branch.state", model)
     assert continued(model, loaded, QUESTIONS[0]) == continued(model, later, QUESTIONS[0])
     assert call(server, "POST", "/v1/memories/branch/save")[1]["saved"] is True
     said(ask, folder, BOOKS[1], 1, memory="branch")
@@ -231,7 +231,7 @@ def bad_requests(place: Path, model: PreTrainedModel) -> Iterator[tuple[str, str
     with torch.no_grad():
         next(other.parameters())[0, 0] += 1
     after(other, BOOKS[0]).save(place / "other.state")
-    session = FastWeightState(model)
+    session = Session(model)
     session.read(torch.tensor([BOOKS[0]]))
     session.save(place / "session.state")
     save_file(tensors, place / "headless.state")

@@ -1,4 +1,4 @@
-"""Requests with settings of their own: TTT off, a memory to start from, what is kept at the end. `FastWeightState` says what is right."""
+"""Requests with settings of their own: TTT off, a memory to start from, what is kept at the end. `Session` says what is right."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from inplace_ttt import FastWeightState, ttt_disabled
+from inplace_ttt import Session, disable_ttt
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.checkpoint.folder_fingerprint import fingerprint_in
 from inplace_ttt.serving.request_settings import KNOWN, RequestSettings
-from inplace_ttt.state import streams
+from inplace_ttt.session.session import streams
 from serving.checkpoints import LIVE, save
 from serving.test_tokens import NEW, engine, free_slots, generated, prompts
 
@@ -47,14 +47,14 @@ def rpc(made: LLMEngine, name: Any, *args: Any) -> Any:
     return answer
 
 
-def after(model: PreTrainedModel, text: list[int], state: FastWeightState | None = None) -> FastWeightState:
+def after(model: PreTrainedModel, text: list[int], state: Session | None = None) -> Session:
     """The fast weights after a text, alone."""
-    state = state or FastWeightState(model)
+    state = state or Session(model)
     state.read(torch.tensor([text]))
-    return state.forget_attention()
+    return state.drop_kv_cache()
 
 
-def continued(model: PreTrainedModel, state: FastWeightState, prompt: list[int]) -> list[int]:
+def continued(model: PreTrainedModel, state: Session, prompt: list[int]) -> list[int]:
     new = state.fork().generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     return new[0].tolist()
 
@@ -66,7 +66,7 @@ def test_ttt_off_beside_ttt_on(caching: bool, tmp_path: Path) -> None:
     expected = {}
     for number, prompt in enumerate(asked):
         expected[f"on{number}"] = generated(model, prompt)
-        with ttt_disabled(model):
+        with disable_ttt(model):
             expected[f"off{number}"] = generated(model, prompt)
     assert all(expected[f"on{number}"] != expected[f"off{number}"] for number in range(3))
     with engine(tmp_path / "ttt", enable_prefix_caching=caching) as made:
@@ -111,7 +111,7 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
         assert answers(made)["on"] == continued(model, state, questions[1])
         # and a file of it is a session's, both ways
         rpc(made, "ttt_save", "next", str(tmp_path / "next.state"))
-        assert continued(model, FastWeightState.load(tmp_path / "next.state", model), questions[1]) == continued(model, state, questions[1])
+        assert continued(model, Session.load(tmp_path / "next.state", model), questions[1]) == continued(model, state, questions[1])
         states[1].save(tmp_path / "one.state")
         assert rpc(made, "ttt_load", "one", str(tmp_path / "one.state"))["tokens"] == len(books[1])
         ask(made, "one", questions[1], params(start="one"), "one")
@@ -138,7 +138,7 @@ def test_two_ranks_are_one(preset: str, tmp_path: Path, monkeypatch: pytest.Monk
         made.collective_rpc("ttt_keep", args=("next", "k"))
         made.collective_rpc("ttt_save", args=("next", str(tmp_path / "out.state")))
     later = after(model, [*question, *continued(model, state, question)[:-1]], state.fork())
-    found = FastWeightState.load(tmp_path / "out.state", model)
+    found = Session.load(tmp_path / "out.state", model)
     for index, stream in streams(later.cache).items():
         mine = streams(found.cache)[index]
         assert mine.tokens == stream.tokens and torch.allclose(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from vllm import _custom_ops as ops
 
 import inplace_ttt
-from inplace_ttt.surgery import ttt_disabled
+from inplace_ttt.surgery import disable_ttt
 from serving.checkpoints import LIVE, save
 from serving.test_tokens import engine, prompts, served
 
@@ -96,7 +96,7 @@ def test_an_int8_base(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(functional, "linear", rounding)
         expected = predicted(model, asked)
-        with ttt_disabled(model):
+        with disable_ttt(model):
             unwritten = predicted(model, asked)
         moved += 2**-22
         bound = 2 * (predicted(model, asked) - expected).abs().max()

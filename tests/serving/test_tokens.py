@@ -14,7 +14,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import inplace_ttt
-from inplace_ttt import DeltaClip, ttt_disabled
+from inplace_ttt import DeltaClip, disable_ttt
 from inplace_ttt.errors import InPlaceTTTError
 from serving.checkpoints import FAMILIES, LIVE, save
 
@@ -72,7 +72,7 @@ def test_every_family_and_preset(family: str, preset: str, tmp_path: Path) -> No
     model = save(tmp_path / "ttt", family, preset)
     asked = prompts(1, 31, 32, 33, 64, 70, 200)
     expected = {number: generated(model, prompt) for number, prompt in enumerate(asked)}
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert sum(generated(model, prompt) == expected[number] for number, prompt in enumerate(asked)) < 6, "writes change what is said"
     with engine(tmp_path / "ttt") as made:
         assert served(made, asked) == expected

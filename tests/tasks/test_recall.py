@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt
 from inplace_ttt.diagnostics import diagnose
 from inplace_ttt.tasks.recall import recall_accuracy, recall_data
 
@@ -110,5 +110,5 @@ def test_a_fast_weight_recalls_beyond_the_window() -> None:
     diagnosis = diagnose(model, {"input_ids": first["input_ids"], "labels": first["labels"].long()})
     assert diagnosis.measured.all_writes is not None and diagnosis.measured.all_writes.loss < -1
     assert [(f.id, f.message) for f in diagnosis.findings if f.severity != "info"] == []
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert recall_accuracy(model, held_out) < 0.2

@@ -10,7 +10,7 @@ from models import distance, random_ids, streamed
 from tiny import word_level
 
 from inplace_ttt import cli, load
-from inplace_ttt.surgery import fast_weights, ttt_disabled
+from inplace_ttt.surgery import disable_ttt, fast_weights
 
 from .recipes import CONFIG
 from .runs import CHUNK, documents, recipe_file, trained, weights
@@ -59,6 +59,6 @@ def reads_what_it_wrote(family: str, folder: Path) -> None:
         layer.ttt.conv.data.mul_(1e3)  # three steps write little
     with torch.no_grad():
         whole = trained_model(input_ids=ids, use_cache=False).logits
-        with ttt_disabled(trained_model):
+        with disable_ttt(trained_model):
             without = trained_model(input_ids=ids, use_cache=False).logits
     assert distance(streamed(trained_model, ids, [CHUNK + 5, 2, CHUNK, 3 * CHUNK - 4]), whole) < 1e-5 and distance(whole, without) > 1e-3

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from widest import Widest
 
 from inplace_ttt import language_head
-from inplace_ttt.surgery import ttt_disabled
+from inplace_ttt.surgery import disable_ttt
 from inplace_ttt.training import held_out
 from inplace_ttt.training.batches import collate, held_out_batches, shifted, with_document_lengths
 
@@ -37,7 +37,7 @@ def test_by_pieces_it_is_what_all_logits_give(name: str, on: bool, monkeypatch: 
     model = converted(name).eval()
     batch = collate(rows())
     targets = shifted(batch.pop("labels"))
-    with torch.no_grad(), ttt_disabled(model) if not on else torch.no_grad():
+    with torch.no_grad(), disable_ttt(model) if not on else torch.no_grad():
         logits = model(**batch, use_cache=False).logits
         monkeypatch.setattr(language_head, "_AT_ONCE", 3 * 97 * 5)
         losses, hits, count = held_out.held_out_sums(model, batch, targets).tolist()

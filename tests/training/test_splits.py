@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from inplace_ttt import load
-from inplace_ttt.surgery import ttt_disabled
+from inplace_ttt.surgery import disable_ttt
 from inplace_ttt.training.batches import collate
 from inplace_ttt.training.data import build_data
 from inplace_ttt.training.recipe import Recipe, load_recipe
@@ -102,7 +102,7 @@ def plain_run(recipe: Recipe) -> Run:
         optimizer.zero_grad()
     assert data.validation is not None
     evaluation = held_out(model, data.validation, "eval")
-    with ttt_disabled(model):
+    with disable_ttt(model):
         evaluation |= held_out(model, data.validation, "eval_off")
     return Run(losses, norms, model.state_dict(), evaluation)
 

@@ -2,7 +2,7 @@
 
 The tests are those of the installed version, from its source distribution (tools/fetch/get_transformers_tests.py). That one
 holds neither GenerationTesterMixin nor ExportTesterMixin, which the file of ModelTesterMixin imports: classes without tests
-stand in for them. In place of the first there are tests/state/test_generate.py (every way of decoding) and the laws L2, L4 and
+stand in for them. In place of the first there are tests/session/test_generate.py (every way of decoding) and the laws L2, L4 and
 L11; the second exports models to other formats, which converted ones do not promise.
 
 The writer is on, so that the tests are about memory too. Left out, since they take time and are not about us: loading in each
@@ -23,7 +23,7 @@ from models import distance, logits, random_ids
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from inplace_ttt import InPlaceTTTConfig, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, disable_ttt
 from inplace_ttt.converted_config import carrying_class, section
 from inplace_ttt.layer.target import TargetGenerator
 
@@ -110,7 +110,7 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_passes_for_the_base_passes_converted(family: str, writing: None) -> None:
     base, ours = case_of(family, converted=False), case_of(family, converted=True)
     model, ids = ours.all_model_classes[1](ours.model_tester.get_config()).eval(), random_ids(3, 11)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         without = logits(model, ids)
     assert distance(logits(model, ids), without) > 0.01, "the writes must be visible for this test to mean anything"
     names = [name for name in unittest.defaultTestLoader.getTestCaseNames(ours) if not name.endswith(LEFT_OUT)]

@@ -30,7 +30,7 @@ from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.families import locate
 from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.ops.benchmark import memory_status, peak_starts_again
-from inplace_ttt.surgery import ttt_disabled
+from inplace_ttt.surgery import disable_ttt
 
 ROW = 2048
 
@@ -125,7 +125,7 @@ def real(folder: str, text: Path, layers: list[int], count: int) -> dict[int, Te
     texts = (tokens_of(file, tokenizer, ROW)[0] for file in sorted(files_in([text])))
     ids = [row for row in texts if len(row) == ROW][:count]
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    with ttt_disabled(model), seeing(model) as seen:
+    with disable_ttt(model), seeing(model) as seen:
         for row in ids:
             locate(model).base(row[None], use_cache=False)
             for layer, what in seen.items():

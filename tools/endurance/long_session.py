@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 import inplace_ttt
-from inplace_ttt import FastWeightState
+from inplace_ttt import Session
 from inplace_ttt.attention_window import attention_window, window_cache
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.families import features
@@ -73,7 +73,7 @@ def sizes(model: Any) -> dict[str, int]:
 def read(model: Any, ids: torch.Tensor, window: int, every: int) -> list[dict[str, Any]]:
     rows = []
     with attention_window(model, window):
-        session = FastWeightState(model, window_cache(model, window))
+        session = Session(model, window_cache(model, window))
         for piece in ids.split(every, 1):
             peak_starts_again()
             began = time.perf_counter()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from inplace_ttt import InPlaceTTTError, ttt_disabled
+from inplace_ttt import InPlaceTTTError, disable_ttt
 from inplace_ttt.files.results import Results
 from inplace_ttt.layer import fast_linear
 from inplace_ttt.layout import ChunkLayout
@@ -125,7 +125,7 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
             losses.append(loss.item())
         model.eval()
         on = recall_accuracy(model, held_out)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         off = recall_accuracy(model, held_out)
     return {"on": on, "off": off, "loss": statistics.mean(losses[-10:]), "seconds": time.perf_counter() - start}
 

@@ -39,7 +39,7 @@ from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
-from inplace_ttt.surgery import convert, fast_weights, ttt_disabled
+from inplace_ttt.surgery import convert, disable_ttt, fast_weights
 from inplace_ttt.tasks.passages import Passage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +146,7 @@ def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
 def inputs(model: Any, rows: Tensor) -> dict[int, Tensor]:
     """Every TTT layer's down-projection input [B, T, h]."""
     found: dict[int, list[Tensor]] = {layer: [] for layer in fast_weights(model)}
-    with ttt_disabled(model), seeing(model) as seen:
+    with disable_ttt(model), seeing(model) as seen:
         for row in rows:
             locate(model).base(row[None], use_cache=False)
             for layer, what in seen.items():

@@ -22,7 +22,7 @@ from memory_rules import ROOT, WORK
 from torch import Tensor
 from tqdm import tqdm
 
-from inplace_ttt import InPlaceTTTError, load, ttt_disabled
+from inplace_ttt import InPlaceTTTError, disable_ttt, load
 from inplace_ttt.cli.loading import tokenizer_of
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.files.results import Results
@@ -79,7 +79,7 @@ def measure(checkpoint: Path, documents: int) -> dict[str, Any]:
         for way in WAYS:
             ids = row if way == "without" else torch.cat([begins, row[:, : TOKENS - begins.shape[1]]], dim=1)
             on = read(ids)
-            with ttt_disabled(lm):
+            with disable_ttt(lm):
                 off = read(ids)
             for part, where in {"first": slice(PAST), "after": slice(PAST, None)}.items():
                 found[way][f"off {part}"].append(float(off[where].mean()))

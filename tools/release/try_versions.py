@@ -28,7 +28,7 @@ TESTS = (  # what touches transformers, torch, peft and DeepSpeed, in about five
     "tests/laws/test_l6_l7_identity.py",
     "tests/laws/test_masks.py",
     "tests/checkpoint",
-    "tests/state",
+    "tests/session",
     "tests/cli/test_verbs.py",
     "tests/test_surgery.py",
     "tests/test_surgery_training.py",

@@ -146,7 +146,7 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
     if untrained(whole):
         with small_chunks(whole.model, whole.chunk, seed=None), torch.no_grad():
             on = whole.lm(whole.ids, use_cache=False).logits
-            with surgery.ttt_disabled(whole.lm):
+            with surgery.disable_ttt(whole.lm):
                 off = whole.lm(whole.ids, use_cache=False).logits
         numbers["logits of this model, on against off"] = largest_difference(on, off)
     worst = max(numbers, key=lambda name: numbers[name])

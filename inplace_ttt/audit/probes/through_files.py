@@ -17,7 +17,7 @@ from ...checkpoint.reading import Checkpoint
 from ...checkpoint.to_adapter import save_adapter
 from ...errors import InPlaceTTTError
 from ...families import CACHE
-from ...state import FastWeightState
+from ...session.session import Session
 from ...surgery import config_of, fast_weights, revert
 from ..converted import small_chunks
 from ..outcome import Outcome, judged
@@ -109,9 +109,9 @@ def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
 def _session(model: Any, probed: Probed, folder: Path) -> float:
     """Two rows, saved in the middle of a chunk: how far what is read after it is from a session that was not."""
     known, later = probed.ids(2, 5 * probed.chunk).split([2 * probed.chunk + 5, 3 * probed.chunk - 5], 1)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(known)
     state.save(folder / "session")
-    again = FastWeightState.load(folder / "session", model)
+    again = Session.load(folder / "session", model)
     unbroken, loaded = (model(later, **{CACHE: s.cache}, use_cache=True).logits for s in (state, again))
     return largest_difference(loaded, unbroken)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...families import CACHE
 from ...files.results import Results
-from ...state import write_prompt
+from ...session.session import write_prompt
 from ...surgery import config_of, is_converted
 from .prompt import Prompter, Sample, Task, check, samples
 

@@ -14,7 +14,7 @@ from models import CHUNK, gradients, logits, random_ids, streamed
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from inplace_ttt import FastWeightState, load
+from inplace_ttt import Session, load
 from inplace_ttt.checkpoint.official import read_official, write_official
 from inplace_ttt.checkpoint.reading import Checkpoint
 from inplace_ttt.checkpoint.to_adapter import save_adapter
@@ -177,18 +177,18 @@ def beams(world: World, spoil: Spoil | None) -> Numbers:
 def session(world: World, spoil: Spoil | None) -> Numbers:
     """A session of two rows, saved in the middle of a chunk and loaded, goes on."""
     model = world.model(spoil=spoil)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(random_ids(2, 3 * CHUNK + 4))
     with tempfile.TemporaryDirectory() as folder:
         state.save(Path(folder) / "session")
-        loaded = FastWeightState.load(Path(folder) / "session", model)
+        loaded = Session.load(Path(folder) / "session", model)
     return {"logits": read_on(model, loaded.cache, random_ids(2, 20, seed=3), (2, 1, 17))}
 
 
 def fork(world: World, spoil: Spoil | None) -> Numbers:
     """What a branch reads, and then the stem."""
     model = world.model(spoil=spoil)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(random_ids(1, 3 * CHUNK + 4))
     branch = state.fork()
     found = [read_on(model, s.cache, random_ids(1, 20, seed=n), (2, 1, 17)) for n, s in enumerate((branch, state))]

@@ -12,9 +12,9 @@ from models import CHUNK, gradients, logits, random_ids
 from torch import Tensor
 from transformers import DynamicCache
 
-from inplace_ttt import FastWeightState
+from inplace_ttt import Session
 from inplace_ttt.families import CACHE
-from inplace_ttt.surgery import fast_weights, ttt_disabled
+from inplace_ttt.surgery import disable_ttt, fast_weights
 
 from .world import Spoil, World
 
@@ -75,9 +75,9 @@ def recomputed(world: World, spoil: Spoil | None) -> Numbers:
 @torch.no_grad()
 def kv_cache_dropped(world: World, spoil: Spoil | None) -> Numbers:
     model = world.model(spoil=spoil)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(random_ids(1, TEXT))
-    return {"logits": logits(model, random_ids(1, 20, seed=2), **{CACHE: state.forget_attention().cache}, use_cache=True)}
+    return {"logits": logits(model, random_ids(1, 20, seed=2), **{CACHE: state.drop_kv_cache().cache}, use_cache=True)}
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def copied_cache(world: World, spoil: Spoil | None) -> Numbers:
 def off_for_a_while(world: World, spoil: Spoil | None) -> Numbers:
     model, cache = world.model(spoil=spoil), DynamicCache()
     found = [logits(model, random_ids(1, TEXT), **{CACHE: cache}, use_cache=True)]
-    with ttt_disabled(model):
+    with disable_ttt(model):
         found.append(logits(model, random_ids(1, 12, seed=2), **{CACHE: cache}, use_cache=True))
     found.append(logits(model, random_ids(1, 20, seed=3), **{CACHE: cache}, use_cache=True))
     return {"logits": torch.cat(found, 1)}
@@ -106,7 +106,7 @@ def after_generation(world: World, spoil: Spoil | None) -> Numbers:
     """A session that generates over a chunk's edge, and then reads on."""
     model = world.model(spoil=spoil)
     model.generation_config.eos_token_id = None
-    state = FastWeightState(model)
+    state = Session(model)
     state.generate(random_ids(1, 3 * CHUNK - 2), max_new_tokens=5, do_sample=False)
     return {"logits": logits(model, random_ids(1, 20, seed=3), **{CACHE: state.cache}, use_cache=True)}
 
@@ -115,7 +115,7 @@ def after_generation(world: World, spoil: Spoil | None) -> Numbers:
 def single_tokens_of_text(world: World, spoil: Spoil | None) -> Numbers:
     """A session reads single tokens, with updates off."""
     model = world.model(spoil=spoil, decode_updates=False)
-    state = FastWeightState(model)
+    state = Session(model)
     for number, size in enumerate((CHUNK + 3, 1, 1, 1, 1, 9)):
         state.read(random_ids(1, size, seed=number))
     return {"logits": logits(model, random_ids(1, 20, seed=9), **{CACHE: state.cache}, use_cache=True)}
@@ -135,7 +135,7 @@ def copied_model(world: World, spoil: Spoil | None) -> Numbers:
 def long_session(world: World, spoil: Spoil | None) -> Numbers:
     """A session beyond what it reads at once."""
     model = world.model(spoil=spoil)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(random_ids(1, 1100))
     return {"logits": logits(model, random_ids(1, 20, seed=9), **{CACHE: state.cache}, use_cache=True)}
 
@@ -148,7 +148,7 @@ def strength(world: World, spoil: Spoil | None) -> Numbers:
     handle = first.register_forward_hook(lambda module, args, out: seen.append(out.double()))
     ids = random_ids(1, 12 * CHUNK)
     logits(model, ids)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         logits(model, ids)
     handle.remove()
     return {"state": (seen[0] - seen[1]).norm()[None]}

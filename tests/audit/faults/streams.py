@@ -12,7 +12,7 @@ from torch import Tensor
 from inplace_ttt.layer import cache as cache_module
 from inplace_ttt.layer.buffers import OpenChunks
 from inplace_ttt.layer.stream import FastWeightStream
-from inplace_ttt.state import FastWeightState
+from inplace_ttt.session.session import Session
 
 from . import conditions as only
 from .conditions import When
@@ -169,15 +169,15 @@ def shared_fork(size: float, when: When) -> Plant:
     """A branch and its stem have one state."""
 
     def plant(patch: Patch) -> None:
-        def fork(self: FastWeightState) -> FastWeightState:
+        def fork(self: Session) -> Session:
             other = real(self)
             for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
                 if hasattr(mine, "fast_weight") and when.holds(place_in(mine.fast_weight)):
                     theirs.fast_weight = mine.fast_weight  # type: ignore[attr-defined]
             return other
 
-        real = FastWeightState.fork
-        patch.setattr(FastWeightState, "fork", fork)
+        real = Session.fork
+        patch.setattr(Session, "fork", fork)
 
     return plant
 

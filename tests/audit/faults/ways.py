@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import inplace_ttt.layer.buffers
 import inplace_ttt.ops.precision
-import inplace_ttt.state
+import inplace_ttt.session.session
 from inplace_ttt.config import InPlaceTTTConfig
 from inplace_ttt.layer.cache import only_written
 from inplace_ttt.layer.fast_linear import FastWeight
@@ -19,7 +19,7 @@ from inplace_ttt.layer.forward_context import ForwardContext
 from inplace_ttt.layer.hooks import LayerCall, ModelHooks
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.target import TargetGenerator
-from inplace_ttt.state import FastWeightState
+from inplace_ttt.session.session import Session
 from inplace_ttt.surgery import fast_weights
 
 from . import conditions as only
@@ -42,7 +42,7 @@ def forgotten_with_attention(size: float, when: When) -> Plant:
             only_written(cache, empty).reset()
             return empty
 
-        patch.setattr(inplace_ttt.state, "only_written", emptied)
+        patch.setattr(inplace_ttt.session.session, "only_written", emptied)
 
     return plant
 
@@ -67,15 +67,15 @@ def changed_by_generation(size: float, when: When) -> Plant:
     """When a session has generated, its open chunk starts anew."""
 
     def plant(patch: Patch) -> None:
-        def generate(self: FastWeightState, *args: Any, **kwargs: Any) -> Tensor:
+        def generate(self: Session, *args: Any, **kwargs: Any) -> Tensor:
             out = real(self, *args, **kwargs)
             for layer in self.cache.layers:
                 for row in getattr(layer, "fast_weight", FastWeightStream(0, 1)).rows:
                     row.filled = 0
             return out
 
-        real = FastWeightState.generate
-        patch.setattr(FastWeightState, "generate", generate)
+        real = Session.generate
+        patch.setattr(Session, "generate", generate)
 
     return plant
 

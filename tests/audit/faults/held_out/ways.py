@@ -16,7 +16,7 @@ from inplace_ttt.layer.forward_context import ForwardContext
 from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.state import FastWeightState
+from inplace_ttt.session.session import Session
 
 from .. import conditions as only
 from ..conditions import When
@@ -107,7 +107,7 @@ def written_after_generation(size: float, when: When) -> Plant:
     """At the end of a session's generation its last chunk is written a second time."""
 
     def plant(patch: Patch) -> None:
-        def generate(self: FastWeightState, *args: Any, **kwargs: Any) -> Tensor:
+        def generate(self: Session, *args: Any, **kwargs: Any) -> Tensor:
             out = real(self, *args, **kwargs)
             for layer in self.cache.layers:
                 stream = getattr(layer, "fast_weight", None)
@@ -115,8 +115,8 @@ def written_after_generation(size: float, when: When) -> Plant:
                     stream.state.mul_(1 + size)
             return out
 
-        real = FastWeightState.generate
-        patch.setattr(FastWeightState, "generate", generate)
+        real = Session.generate
+        patch.setattr(Session, "generate", generate)
 
     return plant
 

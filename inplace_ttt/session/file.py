@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import InPlaceTTTError, reported
-from .files.folders import new_file
-from .files.json_files import parse_json
-from .files.locks import output_lock
-from .files.manifest import refuse_file
-from .files.paths import require_regular
-from .files.schema import from_values
+from ..errors import InPlaceTTTError, reported
+from ..files.folders import new_file
+from ..files.json_files import parse_json
+from ..files.locks import output_lock
+from ..files.manifest import refuse_file
+from ..files.paths import require_regular
+from ..files.schema import from_values
 
 _FORMATS = ("inplace-ttt-state/1", "inplace-ttt-state/2")
 """The first has no checksum."""
@@ -84,7 +84,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
         values = parse_json(entry)
     if not isinstance(values, dict) or values.get("format") not in _FORMATS:
-        raise InPlaceTTTError(f"{path} is not a session state of this version (wanted {_FORMATS[-1]}); write it with FastWeightState.save.")
+        raise InPlaceTTTError(f"{path} is not a session state of this version (wanted {_FORMATS[-1]}); write it with Session.save.")
     header = from_values(Header, values, f"{path}, its header")
     found = values.pop("checksum", None)
     if found != (_checksum(values, tensors) if header.format != _FORMATS[0] else None):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from upstream import needs
 
-from inplace_ttt import FastWeightState, InPlaceTTTError, ttt_disabled
+from inplace_ttt import InPlaceTTTError, Session, disable_ttt
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 
@@ -118,7 +118,7 @@ def test_ttt_disabled_leaves_the_memory_untouched(model):
     read(model, cache, ids)
     before = copy.deepcopy(streams(cache))
     text = random_ids(1, 9, seed=2)
-    with ttt_disabled(model):
+    with disable_ttt(model):
         scores = read(model, cache, text)
     for index, stream in streams(cache).items():
         assert stream.tokens == before[index].tokens == [20]
@@ -131,7 +131,7 @@ def test_ttt_disabled_leaves_the_memory_untouched(model):
 def test_crop_over_tokens_read_with_ttt_off_is_exact_or_refused(llama, removed):
     cache, ids = DynamicCache(config=llama.config), random_ids(1, 12)
     read(llama, cache, ids)
-    with ttt_disabled(llama):
+    with disable_ttt(llama):
         read(llama, cache, random_ids(1, 4, seed=2))
     try:
         cache.crop(-removed)
@@ -174,7 +174,7 @@ def test_gradients_flow_through_a_fresh_cache(model):
 
 def test_a_cache_filled_with_gradients_is_never_gone_on_from(llama, tmp_path):
     ids = random_ids(1, 20)
-    state = FastWeightState(llama)
+    state = Session(llama)
     with_gradients(llama, ids, state.cache)
     for use in (
         lambda: with_gradients(llama, ids, state.cache),
@@ -237,10 +237,10 @@ def test_a_cache_goes_by_every_name_that_transformers_has_for_it(llama: PreTrain
 
 
 def test_no_call_of_ours_is_by_a_name_that_goes(llama: PreTrainedModel, tmp_path: Path) -> None:
-    state = FastWeightState(llama)
+    state = Session(llama)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         state.read(random_ids(1, CHUNK + 3))
         state.generate(random_ids(1, 2), max_new_tokens=3, do_sample=False)
         state.save(tmp_path / "session")
-        FastWeightState.load(tmp_path / "session", llama).read(random_ids(1, CHUNK))
+        Session.load(tmp_path / "session", llama).read(random_ids(1, CHUNK))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from .config import InPlaceTTTConfig
-from .errors import InPlaceTTTError, shown
-from .families import CACHE, features
-from .layer.forward_context import reading_text
-from .session_file import Header
-from .surgery import config_of, fast_weights
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError, shown
+from ..families import CACHE, features
+from ..layer.forward_context import reading_text
+from ..surgery import config_of, fast_weights
+from .file import Header
 
 _MOST = 2**40
 """Tokens of a session, to keep sums of counts within 64 bits."""

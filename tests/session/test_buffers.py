@@ -8,7 +8,7 @@ import torch
 from models import COMPACT, LAYERS, converted, random_ids
 from torch import Tensor
 
-from inplace_ttt import FastWeightState
+from inplace_ttt import Session
 from inplace_ttt.layer import buffers
 from inplace_ttt.layer.buffers import State
 from inplace_ttt.ops import keeping_row_norms, readout
@@ -125,7 +125,7 @@ def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) ->
         return readout(states, damping)
 
     monkeypatch.setattr(buffers, "readout", counting)
-    state, once = FastWeightState(model), batch * len(LAYERS)
+    state, once = Session(model), batch * len(LAYERS)
     state.read(random_ids(batch, 24))  # three chunks of 7, the last of which rows write one by one, and three tokens that read it
     assert solved == once
     state.read(random_ids(batch, 3))

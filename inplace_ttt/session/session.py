@@ -13,15 +13,15 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from . import session_file
-from .checkpoint.fingerprint import fingerprint_of
-from .errors import InPlaceTTTError, shown
-from .families import CACHE
-from .layer.cache import CarriesFastWeight, attach, only_written, plain_class, streams
-from .layer.forward_context import reading_text
-from .layer.prompt_stream import PromptStream, stream_class
-from .session_check import check_header, check_session
-from .surgery import config_of, fast_weights
+from ..checkpoint.fingerprint import fingerprint_of
+from ..errors import InPlaceTTTError, shown
+from ..families import CACHE
+from ..layer.cache import CarriesFastWeight, attach, only_written, plain_class, streams
+from ..layer.forward_context import reading_text
+from ..layer.prompt_stream import PromptStream, stream_class
+from ..surgery import config_of, fast_weights
+from . import file as session_file
+from .check import check_header, check_session
 
 _READ_AT_ONCE = 1024
 _GOES_ON_AS_ONE = {
@@ -38,7 +38,7 @@ _GOES_ON_AS_ONE = {
 """Settings of `model.generate` under which a session is one cache and one sequence of tokens a row."""
 
 
-class FastWeightState:
+class Session:
     """A session with one converted model: its fast weights and, unless left out, its KV cache.
 
     cache: the transformers cache; it may also be passed to the model by hand, as `cache` (`past_key_values` before transformers 5.24),
@@ -167,15 +167,15 @@ class FastWeightState:
         wanted = config_of(self.model).prompt_write is not None and not self.chunks_written
         return wanted and ids.shape[1] > 0 and known + ids.shape[1] > 2
 
-    def fork(self) -> FastWeightState:
+    def fork(self) -> Session:
         """An independent copy: what one branch reads, the other does not know."""
         for stream in streams(self.cache).values():
             stream.check_holds_state()
-        return FastWeightState(self.model, copy.deepcopy(self.cache), None if self.tokens is None else self.tokens.clone())
+        return Session(self.model, copy.deepcopy(self.cache), None if self.tokens is None else self.tokens.clone())
 
-    def forget_attention(self) -> FastWeightState:
+    def drop_kv_cache(self) -> Session:
         """A state with the same fast weights and an empty KV cache: only what was written is left."""
-        fresh = FastWeightState(self.model)
+        fresh = Session(self.model)
         only_written(self.cache, fresh.cache)
         return fresh
 
@@ -191,7 +191,7 @@ class FastWeightState:
             if getattr(layer, "is_initialized", False) and layer.get_seq_length() > 0:
                 if plain_class(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                     raise InPlaceTTTError(
-                        f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save state.forget_attention()."
+                        f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save state.drop_kv_cache()."
                     )
                 window = getattr(layer, "sliding_window", None)
                 kept = slice(None) if window is None else slice(-window + 1, None)  # more is there while past is recorded
@@ -208,7 +208,7 @@ class FastWeightState:
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> FastWeightState:
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> Session:
         """Read a session saved by `save`; refuses what is damaged, and the session of another model or of another TTT config."""
         header, tensors = session_file.read(path)
         config = config_of(model)

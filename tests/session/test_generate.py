@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from upstream import before, needs
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, ttt_disabled
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import CarriesFastWeight, streams
 from inplace_ttt.layer.per_thread import this_thread
@@ -72,7 +72,7 @@ def model(name: str) -> PreTrainedModel:
 def test_the_memory_decides_what_is_generated(model):
     ids = random_ids(1, 23)
     memory = greedy(model, ids)[0]
-    with ttt_disabled(model):
+    with disable_ttt(model):
         without = greedy(model, ids)[0]
     assert memory.tolist() != without.tolist()
 

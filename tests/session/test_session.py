@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from upstream import needs
 
-from inplace_ttt import FastWeightState, InPlaceTTTError, session_file, ttt_disabled
+from inplace_ttt import InPlaceTTTError, Session, disable_ttt, session_file
 from inplace_ttt import state as state_module
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.families import CACHE
@@ -26,19 +26,19 @@ TOLERANCE = 1e-5
 
 
 @torch.no_grad()
-def read(state: FastWeightState, ids: Tensor) -> Tensor:
+def read(state: Session, ids: Tensor) -> Tensor:
     """Logits of `ids`, read on top of the session."""
     state.tokens = ids if state.tokens is None else torch.cat([state.tokens, ids], dim=1)
     return state.model(input_ids=ids, **{CACHE: state.cache}).logits
 
 
-def session(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> FastWeightState:
-    state = FastWeightState(model, cache)
+def session(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> Session:
+    state = Session(model, cache)
     read(state, ids)
     return state
 
 
-def carry_on(state: FastWeightState, new: int = 12) -> Tensor:
+def carry_on(state: Session, new: int = 12) -> Tensor:
     """Some more text, then generated tokens: all their logits. The session's tokens grow by what was read."""
     scores = [read(state, random_ids(len(state.tokens), 3, seed=5))]
     for _ in range(new):
@@ -46,7 +46,7 @@ def carry_on(state: FastWeightState, new: int = 12) -> Tensor:
     return torch.cat(scores, dim=1)
 
 
-def assert_true(model: PreTrainedModel, state: FastWeightState, scores: Tensor) -> None:
+def assert_true(model: PreTrainedModel, state: Session, scores: Tensor) -> None:
     """The scores of the session's last tokens are those of one full forward without a cache."""
     assert distance(scores, logits(model, state.tokens)[:, -scores.shape[1] :]) < TOLERANCE
 
@@ -61,7 +61,7 @@ def assert_refused(refusal: pytest.ExceptionInfo[InPlaceTTTError], *words: str) 
 def test_a_loaded_session_goes_on_bit_for_bit(model, length, batch, tmp_path):
     unbroken = session(model, random_ids(batch, length))
     unbroken.save(tmp_path / "a")
-    loaded = FastWeightState.load(tmp_path / "a", model)
+    loaded = Session.load(tmp_path / "a", model)
     assert (loaded.chunks_written, loaded.state_bytes) == (unbroken.chunks_written, unbroken.state_bytes)
     assert unbroken.chunks_written == batch * (length // CHUNK) and (unbroken.state_bytes == 0) == (length < CHUNK)
     loaded.save(tmp_path / "b")
@@ -78,13 +78,13 @@ def test_a_loaded_session_goes_on_bit_for_bit_in_bfloat16(name, tmp_path):
     unbroken = session(model, random_ids(1, LONG))
     unbroken.save(tmp_path / "a")
     assert all(stream.state.dtype == torch.float32 for stream in streams(unbroken.cache).values())
-    assert torch.equal(carry_on(FastWeightState.load(tmp_path / "a", model)), carry_on(unbroken))
+    assert torch.equal(carry_on(Session.load(tmp_path / "a", model)), carry_on(unbroken))
 
 
 def test_a_loaded_session_generates_like_the_unbroken_one(model, tmp_path):
     unbroken = session(model, random_ids(1, LONG))
     unbroken.save(tmp_path / "a")
-    loaded = FastWeightState.load(tmp_path / "a", model)
+    loaded = Session.load(tmp_path / "a", model)
     prompt = torch.cat([unbroken.tokens, random_ids(1, 4, seed=2)], dim=1)
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     text = model.generate(prompt, **{CACHE: unbroken.cache}, **options)
@@ -96,13 +96,13 @@ def test_a_loaded_session_generates_like_the_unbroken_one(model, tmp_path):
 @pytest.mark.parametrize("kind", ["a cache without windows", "a cache that kept more than its window"])
 def test_a_sliding_session_is_loaded_as_it_was(name, kind, tmp_path):
     model = converted(name)
-    state = FastWeightState(model, DynamicCache() if kind == "a cache without windows" else None)
+    state = Session(model, DynamicCache() if kind == "a cache without windows" else None)
     if kind == "a cache that kept more than its window":
         needs("5.19", "a cache that records is longer than its mask")
         state.cache.activate_past_recording()  # as assisted generation leaves it
     read(state, random_ids(1, LONG))
     state.save(tmp_path / "a")
-    loaded = FastWeightState.load(tmp_path / "a", model)
+    loaded = Session.load(tmp_path / "a", model)
     scores = carry_on(loaded)
     assert_true(model, loaded, scores)
     assert distance(carry_on(state), scores) < TOLERANCE
@@ -119,7 +119,7 @@ def test_forks_know_nothing_of_each_other(model):
 
 def test_forgotten_attention_leaves_the_fast_weights_alone(model):
     state = session(model, random_ids(1, 3 * CHUNK))
-    forgetful = state.forget_attention()
+    forgetful = state.drop_kv_cache()
     assert forgetful.cache.get_seq_length() == 0 and forgetful.chunks_written == state.chunks_written
     text = random_ids(1, CHUNK, seed=2)
     scores = read(forgetful, text)
@@ -131,7 +131,7 @@ def test_forgotten_attention_leaves_the_fast_weights_alone(model):
             layer.weight.data += change if layer.weight.shape == change.shape else change.T
         else:
             layer.register_forward_hook(lambda own, args, out, change=change: out + own.keys(args[0]) @ change.T)
-    with ttt_disabled(written):
+    with disable_ttt(written):
         assert distance(scores, logits(written, text)) < TOLERANCE
     assert distance(scores, logits(model, text)) > 0.01
     assert_true(model, state, carry_on(state))
@@ -155,17 +155,17 @@ def other_weights(model: PreTrainedModel) -> PreTrainedModel:
 def test_a_session_of_another_model_is_refused(llama, other, words, tmp_path):
     session(llama, random_ids(1, 9)).save(tmp_path / "a")
     with pytest.raises(InPlaceTTTError) as refusal:
-        FastWeightState.load(tmp_path / "a", other(llama))
+        Session.load(tmp_path / "a", other(llama))
     assert_refused(refusal, *words)
 
 
 def test_a_session_of_another_calibration_is_refused(tmp_path):
     model = converted("llama", **COMPACT)
     session(model, random_ids(1, 9)).save(tmp_path / "a")
-    FastWeightState.load(tmp_path / "a", model)
+    Session.load(tmp_path / "a", model)
     fast_weights(model)[2].ttt.keys.directions *= 1.1
     with pytest.raises(InPlaceTTTError) as refusal:
-        FastWeightState.load(tmp_path / "a", model)
+        Session.load(tmp_path / "a", model)
     assert_refused(refusal, "other weights, or was saved before", "into the model that wrote it, or read its text again")
 
 
@@ -174,7 +174,7 @@ def test_a_session_of_a_float64_model_is_loaded(length, tmp_path):
     model = converted("llama", dtype=torch.float64)
     unbroken = session(model, random_ids(1, length))
     unbroken.save(tmp_path / "a")
-    loaded = FastWeightState.load(tmp_path / "a", model)
+    loaded = Session.load(tmp_path / "a", model)
     assert all(stream.state is None or stream.state.dtype == torch.float64 for stream in streams(loaded.cache).values())
     assert torch.equal(carry_on(loaded), carry_on(unbroken))
 
@@ -192,7 +192,7 @@ def test_what_is_no_session_is_refused(llama, kind, tmp_path):
     elif kind != "missing":
         path.write_bytes({"text": b"once upon a time", "truncated header": content[:100], "truncated data": content[:-50]}[kind])
     with pytest.raises(InPlaceTTTError) as refusal:
-        FastWeightState.load(path, llama)
+        Session.load(path, llama)
     assert_refused(refusal, str(path))
 
 
@@ -231,7 +231,7 @@ def test_one_model_in_two_precisions_shares_sessions(tmp_path):
     assert fingerprint_of(half) == fingerprint_of(full) != fingerprint_of(other_weights(half))
     for writer, reader in ((half, full), (full, half)):
         session(writer, random_ids(1, LONG)).save(tmp_path / "a")
-        loaded = FastWeightState.load(tmp_path / "a", reader)
+        loaded = Session.load(tmp_path / "a", reader)
         scores = carry_on(loaded)
         assert scores.dtype == reader.dtype
         truth = logits(full, loaded.tokens)[:, LONG:]
@@ -252,13 +252,13 @@ def test_a_cache_that_cannot_be_saved_is_refused(kind, tmp_path):
     with pytest.raises(InPlaceTTTError) as refusal:
         state.save(tmp_path / "a")
     assert_refused(refusal, "StaticLayer" if kind == "static" else "_KeepsKeysElsewhere", "DynamicCache")
-    state.forget_attention().save(tmp_path / "a")
-    assert FastWeightState.load(tmp_path / "a", model).chunks_written == 1
+    state.drop_kv_cache().save(tmp_path / "a")
+    assert Session.load(tmp_path / "a", model).chunks_written == 1
 
 
 def test_reading_and_generating_are_one_unbroken_text(model, monkeypatch):
     monkeypatch.setattr(state_module, "_READ_AT_ONCE", 6)
-    state, text = FastWeightState(model), random_ids(2, 0)
+    state, text = Session(model), random_ids(2, 0)
     for turn, (said, new) in enumerate([(15, 9), (1, 4), (13, 8)]):
         text = torch.cat([text, random_ids(2, said, seed=turn)], dim=1)
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}
@@ -274,7 +274,7 @@ def test_a_text_read_in_pieces_is_all_taken_in(how, decode_updates, monkeypatch)
     """Its last token is no generated token, even where it is read alone."""
     model, ids = converted("llama", decode_updates=decode_updates), random_ids(1, 3 * CHUNK)
     monkeypatch.setattr(state_module, "_READ_AT_ONCE", 3 * CHUNK - 1)
-    state = FastWeightState(model)
+    state = Session(model)
     if how == "read":
         state.read(ids)
     else:
@@ -283,7 +283,7 @@ def test_a_text_read_in_pieces_is_all_taken_in(how, decode_updates, monkeypatch)
 
 
 def test_generating_when_all_is_read_is_exact_or_refused(llama):
-    state, ids = FastWeightState(llama), random_ids(1, 20)
+    state, ids = Session(llama), random_ids(1, 20)
     state.read(ids)
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": -1}
     try:
@@ -308,7 +308,7 @@ def test_generating_when_all_is_read_is_exact_or_refused(llama):
 )
 def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options, says):
     """A session is one text for each of its sequences."""
-    state = FastWeightState(llama)
+    state = Session(llama)
     state.read(random_ids(1, 20))
     if "assistant_model" in options:
         options = {"assistant_model": llama}
@@ -331,7 +331,7 @@ def test_a_session_that_cannot_go_on_so_says_it_and_stays(llama, options, says):
     ids=str,
 )
 def test_what_are_no_token_ids_is_refused_and_the_session_stays(llama, ids, says):
-    state = FastWeightState(llama)
+    state = Session(llama)
     state.read(random_ids(1, 20))
     for call in (state.read, lambda x: state.generate(x, max_new_tokens=2)):
         with pytest.raises(InPlaceTTTError, match=says):
@@ -340,7 +340,7 @@ def test_what_are_no_token_ids_is_refused_and_the_session_stays(llama, ids, says
 
 
 def test_a_refused_batch_leaves_a_session_as_it_was(llama):
-    state = session(llama, random_ids(1, LONG)).forget_attention()
+    state = session(llama, random_ids(1, LONG)).drop_kv_cache()
     with pytest.raises(InPlaceTTTError, match="1 sequences"):
         state.read(random_ids(2, 9))
     state.read(random_ids(1, 9))
@@ -348,15 +348,15 @@ def test_a_refused_batch_leaves_a_session_as_it_was(llama):
 
 
 def test_whole_numbers_of_any_kind_are_saved_as_one(llama, tmp_path):
-    state = FastWeightState(llama)
+    state = Session(llama)
     state.read(random_ids(1, LONG).int())
     state.save(tmp_path / "s")
-    assert torch.equal(FastWeightState.load(tmp_path / "s", llama).tokens, state.tokens)
+    assert torch.equal(Session.load(tmp_path / "s", llama).tokens, state.tokens)
 
 
 @pytest.mark.parametrize("how", ["by hand", "a cache alone", "interrupted"])
 def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how, monkeypatch):
-    state = FastWeightState(llama)
+    state = Session(llama)
     state.read(random_ids(1, 20))
     if how == "interrupted":
         calls = 0
@@ -376,7 +376,7 @@ def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how,
         with torch.no_grad():
             llama(random_ids(1, 9, seed=3), **{CACHE: state.cache})
     if how == "a cache alone":
-        state = FastWeightState(llama, state.cache)
+        state = Session(llama, state.cache)
     kept = [] if how == "a cache alone" else [lambda ids: state.save(tmp_path / "s")]
     for call in (state.read, state.generate, *kept):
         with pytest.raises(InPlaceTTTError, match=r"cache has read \d+ tokens and the session knows \d+"):
@@ -388,7 +388,7 @@ def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how,
 def test_the_last_token_of_a_text_is_text(before):
     """Also where it is all that is left to read when generation starts, and what is generated does not write."""
     model, ids = converted("llama", decode_updates=False), random_ids(1, 29)
-    state = FastWeightState(model)
+    state = Session(model)
     if before:
         state.read(ids[:, :before])
     state.generate(ids[:, before:], max_new_tokens=6, do_sample=False, eos_token_id=-1)

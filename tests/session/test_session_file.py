@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from inplace_ttt import FastWeightState, InPlaceTTTError
+from inplace_ttt import InPlaceTTTError, Session
 
 LAYERS = (0, 2)  # of the tiny models
 
@@ -24,7 +24,7 @@ def windowed() -> PreTrainedModel:
 
 
 def saved(model: PreTrainedModel, path: Path, length: int = 3 * CHUNK + 1) -> Path:
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(random_ids(2, length))
     state.save(path)
     return path
@@ -45,7 +45,7 @@ def old(path: Path, header: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
 
 def test_a_session_of_the_first_format_goes_on(llama: PreTrainedModel, tmp_path: Path) -> None:
     new = saved(llama, tmp_path / "new")
-    loaded, was = (FastWeightState.load(path, llama) for path in (old(tmp_path / "old", *parts(new)), new))
+    loaded, was = (Session.load(path, llama) for path in (old(tmp_path / "old", *parts(new)), new))
     answers = [state.generate(random_ids(2, 3), max_new_tokens=4, do_sample=False, eos_token_id=-1) for state in (loaded, was)]
     assert torch.equal(*answers)
 
@@ -60,7 +60,7 @@ def test_every_flipped_bit_is_noticed(llama: PreTrainedModel, tmp_path: Path) ->
             damaged[place] ^= bit
             (tmp_path / "damaged").write_bytes(damaged)
             with pytest.raises(InPlaceTTTError) as refusal:
-                FastWeightState.load(tmp_path / "damaged", llama)
+                Session.load(tmp_path / "damaged", llama)
             assert "\n" not in str(refusal.value), (place, bit)
 
 
@@ -123,7 +123,7 @@ def test_what_no_session_of_this_model_holds_is_refused(kind: str, llama: PreTra
     header, tensors = parts(saved(llama, tmp_path / "whole"))
     change(header, tensors)
     with pytest.raises(InPlaceTTTError) as refusal:
-        FastWeightState.load(old(tmp_path / "wrong", header, tensors), llama)
+        Session.load(old(tmp_path / "wrong", header, tensors), llama)
     assert says in str(refusal.value) or (kind == "nothing" and "missing" in str(refusal.value)), str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -131,14 +131,14 @@ def test_what_no_session_of_this_model_holds_is_refused(kind: str, llama: PreTra
 def test_a_window_is_the_models_own(windowed: PreTrainedModel, tmp_path: Path) -> None:
     header, tensors = parts(saved(windowed, tmp_path / "whole"))
     sliding = next(index for index, kept in header["attention"].items() if kept["window"])
-    FastWeightState.load(old(tmp_path / "old", header, tensors), windowed)
+    Session.load(old(tmp_path / "old", header, tensors), windowed)
     header["attention"][sliding]["window"] += 1
     with pytest.raises(InPlaceTTTError, match=f"layer {sliding} has a window of"):
-        FastWeightState.load(old(tmp_path / "wrong", header, tensors), windowed)
+        Session.load(old(tmp_path / "wrong", header, tensors), windowed)
 
 
 def test_a_state_is_no_device(llama: PreTrainedModel) -> None:
-    state = FastWeightState(llama)
+    state = Session(llama)
     state.read(random_ids(1, 9))
     with pytest.raises(InPlaceTTTError, match="cannot write /dev/null: it is a device, not a file"):
         state.save("/dev/null")

@@ -10,7 +10,7 @@ from models import CHUNK, converted, distance, logits, random_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from inplace_ttt import FastWeightState, InPlaceTTTError, revert, session_file, ttt_disabled
+from inplace_ttt import InPlaceTTTError, Session, disable_ttt, revert, session_file
 from inplace_ttt.config_tables import PromptWrite
 from inplace_ttt.evaluation.long_context.answers import answer
 from inplace_ttt.evaluation.long_context.prompt import Sample
@@ -65,7 +65,7 @@ def by_hand(model: PreTrainedModel, prompt: Tensor, then: Tensor, write: PromptW
 
 @torch.no_grad()
 def in_a_session(model: PreTrainedModel, prompt: Tensor, then: Tensor) -> Tensor:
-    state = FastWeightState(model)
+    state = Session(model)
     state.write_prompt(prompt)
     rest = torch.cat([prompt[:, -1:], then], 1)
     return torch.cat([model(token, **{CACHE: state.cache}).logits for token in rest.split(1, 1)], 1)
@@ -80,7 +80,7 @@ def test_a_session_is_the_patched_base(name: str, write: str, length: int) -> No
     prompt, then = random_ids(1, length), random_ids(1, 6, seed=4)
     found, expected = in_a_session(model, prompt, then), by_hand(model, prompt, then, settings)
     assert distance(found, expected) < 1e-4
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert distance(logits(model, torch.cat([prompt, then], 1))[:, length - 1 :], expected) > 0.02
 
 
@@ -109,8 +109,8 @@ def test_the_cap_and_what_needs_no_write() -> None:
 
 
 @torch.no_grad()
-def pieces(model: PreTrainedModel, prompt: Tensor, sizes: list[int]) -> FastWeightState:
-    state = FastWeightState(model)
+def pieces(model: PreTrainedModel, prompt: Tensor, sizes: list[int]) -> Session:
+    state = Session(model)
     for piece in prompt[:, :-1].split(sizes, 1):
         model(piece, **{CACHE: state.cache})
         state.tokens = piece if state.tokens is None else torch.cat([state.tokens, piece], 1)
@@ -128,8 +128,8 @@ def test_any_split_of_a_prompt_is_one_call(window: int) -> None:
 
 
 def test_what_is_kept_of_a_prompt_is_bounded() -> None:
-    model, state = prompted(window=10), FastWeightState(prompted(window=10))
-    state = FastWeightState(model)
+    model, state = prompted(window=10), Session(prompted(window=10))
+    state = Session(model)
     for piece in random_ids(2, 300).split([200, *[1] * 100], 1):
         logits(model, piece, **{CACHE: state.cache}, use_cache=True)
         assert all(end.held < 22 for stream in streams(state.cache).values() for end in stream.ends)
@@ -147,7 +147,7 @@ def test_rows_of_a_batch_are_independent() -> None:
 
 def test_generation_writes_the_prompt_and_nothing_else() -> None:
     model, prompt = prompted(), random_ids(2, 30)
-    state = FastWeightState(model)
+    state = Session(model)
     new = state.generate(prompt, max_new_tokens=3 * CHUNK, do_sample=False, eos_token_id=None)
     held = {i: s.state.clone() for i, s in streams(state.cache).items()}
     assert state.chunks_written == 2
@@ -161,12 +161,12 @@ def test_short_prompts_write_nothing() -> None:
     model = prompted()
     for length in (1, 2):
         ids = random_ids(1, length)
-        state = FastWeightState(model)
-        with ttt_disabled(model):
-            off = FastWeightState(model).generate(ids, max_new_tokens=5, do_sample=False)
+        state = Session(model)
+        with disable_ttt(model):
+            off = Session(model).generate(ids, max_new_tokens=5, do_sample=False)
         assert torch.equal(state.generate(ids, max_new_tokens=5, do_sample=False), off)
         with pytest.raises(InPlaceTTTError, match="less than three tokens"):
-            FastWeightState(model).write_prompt(ids)
+            Session(model).write_prompt(ids)
 
 
 class _Words:
@@ -184,22 +184,22 @@ def test_ruler_answers_of_a_padded_batch_are_those_of_its_rows(name: str) -> Non
     for sample, said in zip(batch, together, strict=True):
         assert answer(model, _Words(), [sample], 6) == [said]
         ids = torch.tensor([sample.ids])
-        new = FastWeightState(model).generate(ids, max_new_tokens=6, do_sample=False)
+        new = Session(model).generate(ids, max_new_tokens=6, do_sample=False)
         assert said == _Words().decode(new[0])
-    with ttt_disabled(model):
+    with disable_ttt(model):
         assert (answer(model, _Words(), batch, 6) != together) == (name == "llama")  # of random weights gemma3's answers are all alike
 
 
 def test_a_session_is_saved_once_its_prompt_is_written(tmp_path: Path) -> None:
     model, prompt = prompted(), random_ids(2, 30)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(prompt[:, :20])
     with pytest.raises(InPlaceTTTError, match="not written yet"):
         state.save(tmp_path / "early")
     branch = state.fork()
     state.write_prompt(prompt[:, 20:])
     state.save(tmp_path / "session")
-    again = FastWeightState.load(tmp_path / "session", model)
+    again = Session.load(tmp_path / "session", model)
     again.save(tmp_path / "again")
     assert (tmp_path / "session").read_bytes() == (tmp_path / "again").read_bytes()
     more = {"max_new_tokens": 5, "do_sample": False}
@@ -209,31 +209,31 @@ def test_a_session_is_saved_once_its_prompt_is_written(tmp_path: Path) -> None:
 
 
 def test_a_session_without_what_was_written_is_refused(tmp_path: Path) -> None:
-    model, state = prompted(), FastWeightState(prompted())
+    model, state = prompted(), Session(prompted())
     state.write_prompt(random_ids(1, 30))
     state.save(tmp_path / "session")
     header, tensors = session_file.read(tmp_path / "session")
     values = {name: getattr(header, name) for name in ("config", "fingerprint")} | {"attention": {}}
     fast = {name: tensor for name, tensor in tensors.items() if ".fast." in name}
     session_file.write(tmp_path / "whole", fast, **values)
-    FastWeightState.load(tmp_path / "whole", model)
+    Session.load(tmp_path / "whole", model)
     counts = {name: tensor for name, tensor in fast.items() if name.endswith("counts")}
     session_file.write(tmp_path / "counts", counts, **values)
     with pytest.raises(InPlaceTTTError, match=r"0\.fast\.state is missing"):
-        FastWeightState.load(tmp_path / "counts", model)
+        Session.load(tmp_path / "counts", model)
     session_file.write(tmp_path / "open", {**fast, "0.fast.z": torch.zeros(1, 3, 64)}, **values)
     with pytest.raises(InPlaceTTTError, match=r"0\.fast\.z.*, which no session"):
-        FastWeightState.load(tmp_path / "open", model)
+        Session.load(tmp_path / "open", model)
 
 
 def test_what_cannot_be_is_refused() -> None:
     model, prompt = prompted(window=5), random_ids(1, 30)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(prompt)
     with pytest.raises(InPlaceTTTError, match="the end of the prompt before them is no longer kept"):
         state.fork().cache.crop(-28)
     gap = state.fork()
-    with ttt_disabled(model):
+    with disable_ttt(model):
         gap.read(prompt[:, :3])
     with pytest.raises(InPlaceTTTError, match="read with TTT off"):
         gap.write_prompt(prompt[:, :4])
@@ -245,17 +245,17 @@ def test_what_cannot_be_is_refused() -> None:
         state.write_prompt(prompt)
     assert state.tokens.shape[1] == known and not any(getattr(layer, "record_past", False) for layer in state.cache.layers)
     with pytest.raises(InPlaceTTTError, match="no prompt_write"):
-        FastWeightState(converted("llama")).write_prompt(prompt)
+        Session(converted("llama")).write_prompt(prompt)
 
 
 def test_a_crop_before_the_write_is_as_if_never_read() -> None:
     model, prompt = prompted(), random_ids(1, 30)
-    state = FastWeightState(model)
+    state = Session(model)
     state.read(torch.cat([prompt[:, :20], random_ids(1, 7, seed=9)], 1))
     state.cache.crop(-7)
     state.tokens = state.tokens[:, :20]
     state.write_prompt(prompt[:, 20:])
-    whole = FastWeightState(model)
+    whole = Session(model)
     whole.write_prompt(prompt)
     for index, stream in streams(state.cache).items():
         assert distance(stream.state, streams(whole.cache)[index].state) < 1e-4
@@ -263,7 +263,7 @@ def test_a_crop_before_the_write_is_as_if_never_read() -> None:
 
 def test_beams_carry_what_was_written() -> None:
     model, prompt = prompted(), random_ids(1, 30)
-    state = FastWeightState(model)
+    state = Session(model)
     state.write_prompt(prompt)
     state.cache.batch_repeat_interleave(3)
     written = [stream.state for stream in streams(state.cache).values()]
@@ -276,7 +276,7 @@ def test_beams_carry_what_was_written() -> None:
 
 
 def test_autocast_leaves_the_write_alone() -> None:
-    model, state = prompted(), FastWeightState(prompted())
+    model, state = prompted(), Session(prompted())
     state.read(random_ids(1, 30))
     plain, cast = state.fork(), state.fork()
     for index, layer in fast_weights(model).items():
