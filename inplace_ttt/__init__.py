@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .checkpoint.loading import load
     from .checkpoint.to_adapter import save_adapter
     from .config import InPlaceTTTConfig
-    from .config_tables import DeltaClip, KeyWhitening, PromptWrite
+    from .config_tables import KeyWhitening, PromptWrite, UpdateClip
     from .session.session import Session
     from .surgery import convert, disable_ttt, revert
     from .training.callback import InPlaceTTTCallback
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "DeltaClip",
     "InPlaceTTTCallback",
     "InPlaceTTTConfig",
     "InPlaceTTTError",
     "KeyWhitening",
     "PromptWrite",
     "Session",
+    "UpdateClip",
     "__version__",
     "calibrate",
     "convert",
@@ -42,7 +42,7 @@ __all__ = [
 register()
 
 _HOMES = {
-    "DeltaClip": "config_tables",
+    "UpdateClip": "config_tables",
     "Session": "session.session",
     "InPlaceTTTCallback": "training.callback",
     "InPlaceTTTConfig": "config",

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .config_tables import MOST_TOKENS, DeltaClip, KeyWhitening, PromptWrite, from_mapping, is_number, require, require_size
+from .config_tables import MOST_TOKENS, KeyWhitening, PromptWrite, UpdateClip, from_mapping, is_number, require, require_size
 
 Target = Literal["embeddings", "hidden_states"]
 Conv = Literal["lookahead", "causal", "next"]
-Rule = Literal["sum", "least_squares"]
+Rule = Literal["sum", "ridge"]
 ProjInit = Literal["random_diagonal", "shared_diagonal", "identity"]
 WriteNorm = Literal["spectral"]
 
-_OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "decode_updates"}
+_OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "update_on_decode"}
 _EVERY = re.compile(r"every:([1-9]\d{0,8})")
 _MOST_TAPS = 4095
 
@@ -35,21 +35,21 @@ class InPlaceTTTConfig:
     kernel_size: taps of the depthwise convolution (appendix C.2: 5).
     clip: bound on a chunk's delta, or None.
     detach_target: stop the gradient from the target into its source.
-    decode_updates: tokens read one at a time into a non-empty cache (generated ones) write too.
+    update_on_decode: tokens read one at a time into a non-empty cache (generated ones) write too.
 
     Extensions, which the paper does not have:
-    rule: what is read of everything written: "sum" is the paper's S = Σ VᵀZ; "least_squares" the M that minimises
+    update_rule: what is read of everything written: "sum" is the paper's S = Σ VᵀZ; "ridge" the M that minimises
     Σ ‖V - ZMᵀ‖² + λ‖M‖², from that sum and the one of ZᵀZ.
-    damping: λ of least squares.
+    ridge: λ of least squares.
     whitening: whitened keys, or None for the paper's.
     write_gate: each token's write counts by a gate of its key, which is learnt, in what least squares over whitened keys minimises:
     what a text says beside the matter then takes less of the memory. 1 before it has learnt.
-    standardised: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
+    normalize_targets: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
     to the size of the layer's residual stream, as measured on a text.
     calibrated_proj: P starts as the map from the next token's source to what would have lowered the loss, as measured on a text.
     proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all layers, or the identity.
     write_norm: "spectral" divides a chunk's delta by its spectral norm, in place of a clip.
-    keep_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
+    preserve_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
     prompt_write: what a session writes at the end of its prompt, once, in place of the chunks (`Session.write_prompt`); forwards
     without a cache, as in training, write chunks all the same.
     """
@@ -60,18 +60,18 @@ class InPlaceTTTConfig:
     target: Target = "embeddings"
     conv: Conv = "lookahead"
     kernel_size: int = 5
-    clip: DeltaClip | None = None
+    clip: UpdateClip | None = None
     detach_target: bool = False
-    decode_updates: bool = True
-    rule: Rule = "sum"
-    damping: float | None = None
+    update_on_decode: bool = True
+    update_rule: Rule = "sum"
+    ridge: float | None = None
     whitening: KeyWhitening | None = None
     write_gate: bool = False
-    standardised: bool = False
+    normalize_targets: bool = False
     calibrated_proj: bool = False
     proj_init: ProjInit = "random_diagonal"
     write_norm: WriteNorm | None = None
-    keep_row_norms: bool = False
+    preserve_row_norms: bool = False
     prompt_write: PromptWrite | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class InPlaceTTTConfig:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.clip, Mapping):
-            object.__setattr__(self, "clip", from_mapping(DeltaClip, self.clip, "clip"))
+            object.__setattr__(self, "clip", from_mapping(UpdateClip, self.clip, "clip"))
         if isinstance(self.whitening, Mapping):
             object.__setattr__(self, "whitening", from_mapping(KeyWhitening, self.whitening, "whitening"))
         if isinstance(self.prompt_write, Mapping):
@@ -111,28 +111,28 @@ class InPlaceTTTConfig:
             self.conv != "lookahead" or self.kernel_size % 2 == 1,
             f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'.",
         )
-        require(self.clip is None or isinstance(self.clip, DeltaClip), f"clip must be a DeltaClip or nothing, got {self.clip!r}.")
+        require(self.clip is None or isinstance(self.clip, UpdateClip), f"clip must be a UpdateClip or nothing, got {self.clip!r}.")
         require(
             self.whitening is None or isinstance(self.whitening, KeyWhitening),
             f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
         )
-        require(self.rule in get_args(Rule), f"rule must be one of {get_args(Rule)}, got {self.rule!r}.")
+        require(self.update_rule in get_args(Rule), f"update_rule must be one of {get_args(Rule)}, got {self.update_rule!r}.")
         require(
-            self.damping is None or (is_number(self.damping) and self.damping > 0),
-            f"damping must be a number above 0, or left out of the paper's rule, got {self.damping!r}.",
+            self.ridge is None or (is_number(self.ridge) and self.ridge > 0),
+            f"ridge must be a number above 0, or left out of the paper's rule, got {self.ridge!r}.",
         )
         require(
-            (self.rule == "least_squares") == (self.damping is not None),
-            "rule='least_squares' needs damping, its λ."
-            if self.damping is None
-            else f"damping is the λ of rule='least_squares', and the rule is {self.rule!r}; set the rule too, or leave damping out.",
+            (self.update_rule == "ridge") == (self.ridge is not None),
+            "update_rule='ridge' needs ridge, its λ."
+            if self.ridge is None
+            else f"ridge is the λ of update_rule='ridge', and the rule is {self.update_rule!r}; set update_rule too, or leave ridge out.",
         )
-        require_size("damping", self.damping)
-        for name in ("detach_target", "decode_updates", "write_gate", "standardised", "calibrated_proj", "keep_row_norms"):
+        require_size("ridge", self.ridge)
+        for name in ("detach_target", "update_on_decode", "write_gate", "normalize_targets", "calibrated_proj", "preserve_row_norms"):
             require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
         require(
-            not self.write_gate or (self.damping is not None and self.whitening is not None),
-            "write_gate weighs what least squares fits, by whitened keys; set rule, damping and whitening too, or leave it out.",
+            not self.write_gate or (self.ridge is not None and self.whitening is not None),
+            "write_gate weighs what least squares fits, by whitened keys; set update_rule, ridge and whitening too, or leave it out.",
         )
         require(
             not self.calibrated_proj or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
@@ -153,25 +153,25 @@ class InPlaceTTTConfig:
             f"proj_init {self.proj_init!r} has no effect where calibrated_proj measures the start of P; leave one of them out.",
         )
         require(self.write_norm in (None, *get_args(WriteNorm)), f"write_norm must be 'spectral' or nothing, got {self.write_norm!r}.")
-        for name in ("write_norm", "keep_row_norms"):
+        for name in ("write_norm", "preserve_row_norms"):
             require(
-                self.rule == "sum" or not getattr(self, name),
-                f"{name} belongs to the sum of writes, and the rule is {self.rule!r}; leave one of them out.",
+                self.update_rule == "sum" or not getattr(self, name),
+                f"{name} belongs to the sum of writes, and the rule is {self.update_rule!r}; leave one of them out.",
             )
         require(
             self.write_norm is None or self.clip is None,
             "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.",
         )
         require(
-            not self.keep_row_norms or self.whitening is None,
-            "keep_row_norms needs writes in the coordinates of W0, which whitening changes; leave one of them out.",
+            not self.preserve_row_norms or self.whitening is None,
+            "preserve_row_norms needs writes in the coordinates of W0, which whitening changes; leave one of them out.",
         )
         require(
             self.prompt_write is None or isinstance(self.prompt_write, PromptWrite),
             f"prompt_write must be a PromptWrite or nothing, got {self.prompt_write!r}.",
         )
         require(
-            self.prompt_write is None or (self.conv == "next" and self.rule == "sum" and self.whitening is None),
+            self.prompt_write is None or (self.conv == "next" and self.update_rule == "sum" and self.whitening is None),
             "prompt_write fits the next token's source to the keys of W0; use conv='next' without least squares and whitening.",
         )
 
@@ -198,12 +198,12 @@ class InPlaceTTTConfig:
     def state_shape(self, d: int, h: int) -> tuple[int, int]:
         """Rows and columns of one sequence's state at a down-projection from h to d: [d, r], with least squares [d + r, r]."""
         width = h if self.whitening is None else self.whitening.directions(d, h)
-        return d if self.damping is None else d + width, width
+        return d if self.ridge is None else d + width, width
 
     @property
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
-        return self.whitening is not None or self.standardised or self.calibrated_proj
+        return self.whitening is not None or self.normalize_targets or self.calibrated_proj
 
     @property
     def extensions(self) -> dict[str, Any]:
@@ -248,17 +248,17 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         conv="next",
         proj_init="shared_diagonal",
         write_norm="spectral",
-        keep_row_norms=True,
+        preserve_row_norms=True,
         prompt_write=PromptWrite(),
     ),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "compact": InPlaceTTTConfig(
         chunk_size=128,
         eta=3.0,
-        rule="least_squares",
-        damping=1.0,
+        update_rule="ridge",
+        ridge=1.0,
         whitening=KeyWhitening(rank=1024),
-        standardised=True,
+        normalize_targets=True,
         calibrated_proj=True,
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from .errors import InPlaceTTTError
 
-ClipWhen = Literal["inference", "always"]
+ClipMode = Literal["inference", "always"]
 
 _LEAST, _LARGEST = 1e-30, 1e30
 """Sizes of numbers that float32 holds with room for products."""
@@ -32,25 +32,26 @@ def require_size(name: str, *values: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class DeltaClip:
+class UpdateClip:
     """Bound on the Frobenius norm of one chunk's delta V_jᵀZ_j (without η), paper appendix "Clipping".
 
-    tau: the bound; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the gradient.
-    when: "inference" clips in eval mode only (the paper), "always" in training too.
+    max_norm: the paper's τ; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the gradient.
+    mode: "inference" clips in eval mode only (the paper), "always" in training too.
     """
 
-    tau: float
+    max_norm: float
     relative: bool = False
-    when: ClipWhen = "inference"
+    mode: ClipMode = "inference"
 
     def __post_init__(self) -> None:
         require(
-            is_number(self.tau) and self.tau > 0, f"clip.tau must be a number above 0, got {self.tau!r}; leave clip out for no clipping."
+            is_number(self.max_norm) and self.max_norm > 0,
+            f"clip.max_norm must be a number above 0, got {self.max_norm!r}; leave clip out for no clipping.",
         )
-        require_size("clip.tau", self.tau)
+        require_size("clip.max_norm", self.max_norm)
         require(isinstance(self.relative, bool), f"clip.relative must be true or false, got {self.relative!r}.")
         require(
-            self.when in get_args(ClipWhen), f"clip.when must be one of {get_args(ClipWhen)}, got {self.when!r}; leave clip out for never."
+            self.mode in get_args(ClipMode), f"clip.mode must be one of {get_args(ClipMode)}, got {self.mode!r}; leave clip out for never."
         )
 
 
@@ -63,11 +64,11 @@ class KeyWhitening:
     all writes. s makes the mean of ‖k‖² about one: a key that was written once reads its own target back with weight about one.
 
     rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.
-    ridge: ρ as a fraction of the mean variance.
+    shrinkage: ρ as a fraction of the mean variance.
     """
 
     rank: int | float | None = None
-    ridge: float = 0.1
+    shrinkage: float = 0.1
 
     def __post_init__(self) -> None:
         require(
@@ -75,8 +76,8 @@ class KeyWhitening:
             "whitening.rank must be an integer of at least 1, a fraction of the model's width from above 0 to 1.0, or left out for all "
             f"directions, got {self.rank!r}.",
         )
-        require(is_number(self.ridge) and self.ridge > 0, f"whitening.ridge must be a number above 0, got {self.ridge!r}.")
-        require_size("whitening.ridge", self.ridge)
+        require(is_number(self.shrinkage) and self.shrinkage > 0, f"whitening.shrinkage must be a number above 0, got {self.shrinkage!r}.")
+        require_size("whitening.shrinkage", self.shrinkage)
 
     def directions(self, d: int, h: int) -> int:
         """r for a down-projection from h to d."""
@@ -94,14 +95,14 @@ class PromptWrite:
 
     window: pairs, across the borders of chunks. ridge: λ, absolute. eta: η, which is not the layer's.
     cap: the largest ‖η' ΔW‖ as a fraction of ‖W0‖ (Frobenius), a layer and sequence each; None for none.
-    keep_row_norms: each row of what is read is brought to the norm of W0's.
+    preserve_row_norms: each row of what is read is brought to the norm of W0's.
     """
 
     window: int = 8192
     ridge: float = 1.0
     eta: float = 0.1
     cap: float | None = 0.1
-    keep_row_norms: bool = True
+    preserve_row_norms: bool = True
 
     def __post_init__(self) -> None:
         require(
@@ -115,7 +116,10 @@ class PromptWrite:
                 f"prompt_write.{name} must be a number above 0{', or left out' if name == 'cap' else ''}, got {value!r}.",
             )
             require_size(f"prompt_write.{name}", value)
-        require(isinstance(self.keep_row_norms, bool), f"prompt_write.keep_row_norms must be true or false, got {self.keep_row_norms!r}.")
+        require(
+            isinstance(self.preserve_row_norms, bool),
+            f"prompt_write.preserve_row_norms must be true or false, got {self.preserve_row_norms!r}.",
+        )
 
 
 def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:

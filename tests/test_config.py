@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, UpdateClip
 from inplace_ttt.config import PRESETS
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -13,13 +13,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "named layers": {"layers": [0, 6, 12], "eta": [1, 0.5, 0]},
     "everything": {
         "layers": "every:3", "chunk_size": 512, "eta": 0.25, "target": "hidden_states", "conv": "causal", "kernel_size": 4,
-        "clip": DeltaClip(0.1, True, "always"), "detach_target": True, "decode_updates": False,
+        "clip": UpdateClip(0.1, True, "always"), "detach_target": True, "update_on_decode": False,
     },
     "next-token prediction": {
-        "conv": "next", "target": "hidden_states", "proj_init": "shared_diagonal", "write_norm": "spectral", "keep_row_norms": True,
+        "conv": "next", "target": "hidden_states", "proj_init": "shared_diagonal", "write_norm": "spectral", "preserve_row_norms": True,
         "prompt_write": {"window": 9, "cap": None},
     },
-    "clip from JSON": {"clip": {"tau": 1e-3, "when": "always"}},
+    "clip from JSON": {"clip": {"max_norm": 1e-3, "mode": "always"}},
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_json_round_trip(name: str) -> None:
 def test_presets_round_trip_and_take_overrides(name: str) -> None:
     assert InPlaceTTTConfig.preset(name) == PRESETS[name] == InPlaceTTTConfig.from_dict(PRESETS[name].to_dict())
     changed = InPlaceTTTConfig.preset(name, chunk_size=3, clip={"tau": 2}, write_norm=None)
-    assert (changed.chunk_size, changed.clip) == (3, DeltaClip(2))
+    assert (changed.chunk_size, changed.clip) == (3, UpdateClip(2))
     assert changed.target == PRESETS[name].target and changed.eta == PRESETS[name].eta
 
 
@@ -82,43 +82,43 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("conv must be one of ('lookahead', 'causal', 'next')", [{"conv": x} for x in ("left", None)]),
     ("kernel_size must be an integer of at least 1", [{"kernel_size": x} for x in (0, -1, 5.0, None, True)]),
     ("kernel_size 4 is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'", [{"kernel_size": 4}]),
-    ("clip must be a DeltaClip or nothing", [{"clip": x} for x in (1.0, "inference", [])]),
-    ("clip.tau must be a number above 0", [{"clip": {"tau": x}} for x in (0, -1, NAN, INF, "1", None, True)]),
-    ("clip.relative must be true or false", [{"clip": {"tau": 1, "relative": x}} for x in (1, None, "yes")]),
-    ("clip.when must be one of ('inference', 'always')", [{"clip": {"tau": 1, "when": x}} for x in ("never", "", None)]),
+    ("clip must be a UpdateClip or nothing", [{"clip": x} for x in (1.0, "inference", [])]),
+    ("clip.max_norm must be a number above 0", [{"clip": {"max_norm": x}} for x in (0, -1, NAN, INF, "1", None, True)]),
+    ("clip.relative must be true or false", [{"clip": {"max_norm": 1, "relative": x}} for x in (1, None, "yes")]),
+    ("clip.mode must be one of ('inference', 'always')", [{"clip": {"max_norm": 1, "mode": x}} for x in ("never", "", None)]),
     ("clip has no setting 'taus'; known settings: tau, relative, when", [{"clip": {"taus": 1}}]),
     ("clip is incomplete", [{"clip": {}}]),
     ("detach_target must be true or false", [{"detach_target": x} for x in (1, None, "true")]),
     ("eta must be from 1e-30 to 1e+30", [{"eta": x} for x in (1e308, 1e-320, (1.0, 1e31))]),
-    ("clip.tau must be from 1e-30", [{"clip": {"tau": x}} for x in (1e-320, 1e300)]),
-    ("damping must be from 1e-30", [{"rule": "least_squares", "damping": x} for x in (1e-320, 1e300)]),
-    ("damping must be a number above 0", [{"rule": "least_squares", "damping": x} for x in (0, -1, NAN, "1", True)]),
-    ("rule must be one of ('sum', 'least_squares')", [{"rule": x} for x in ("plain", None, 1)]),
-    ("rule='least_squares' needs damping", [{"rule": "least_squares"}, {"rule": "least_squares", "damping": None}]),
-    ("damping is the λ of rule='least_squares', and the rule is 'sum'", [{"damping": 0.5}, {"rule": "sum", "damping": 1}]),
+    ("clip.max_norm must be from 1e-30", [{"clip": {"max_norm": x}} for x in (1e-320, 1e300)]),
+    ("ridge must be from 1e-30", [{"update_rule": "ridge", "ridge": x} for x in (1e-320, 1e300)]),
+    ("ridge must be a number above 0", [{"update_rule": "ridge", "ridge": x} for x in (0, -1, NAN, "1", True)]),
+    ("update_rule must be one of ('sum', 'ridge')", [{"update_rule": x} for x in ("plain", None, 1)]),
+    ("update_rule='ridge' needs ridge", [{"update_rule": "ridge"}, {"update_rule": "ridge", "ridge": None}]),
+    ("ridge is the λ of update_rule='ridge', and the rule is 'sum'", [{"ridge": 0.5}, {"update_rule": "sum", "ridge": 1}]),
     ("whitening.rank must be an integer of at least 1, a f", [{"whitening": {"rank": x}} for x in (0, -1, 0.0, 1.5, NAN, True, "8")]),
     ("chunk_size must be at most", [{"chunk_size": 10**20}]),
     ("kernel_size must be at most", [{"kernel_size": 10**9 + 1}]),
     ("layers must be 'every:N'", [{"layers": "every:" + "9" * 5000}]),
-    ("decode_updates must be true or false", [{"decode_updates": x} for x in (0, None)]),
+    ("update_on_decode must be true or false", [{"update_on_decode": x} for x in (0, None)]),
     ("kernel_size 3 is of a convolution, and conv='next' has none", [{"conv": "next", "kernel_size": 3}]),
     ("proj_init must be one of", [{"proj_init": x} for x in ("small", None, 1)]),
     ("proj_init 'identity' has no effect", [{"proj_init": "identity", "calibrated_proj": True}]),
     ("write_norm must be 'spectral' or nothing", [{"write_norm": x} for x in ("frobenius", 1, True)]),
-    ("keep_row_norms must be true or false", [{"keep_row_norms": x} for x in (1, None, "yes")]),
-    ("write_norm belongs to the sum", [{"write_norm": "spectral", "rule": "least_squares", "damping": 0.5}]),
-    ("keep_row_norms belongs to the sum", [{"keep_row_norms": True, "rule": "least_squares", "damping": 0.5}]),
+    ("preserve_row_norms must be true or false", [{"preserve_row_norms": x} for x in (1, None, "yes")]),
+    ("write_norm belongs to the sum", [{"write_norm": "spectral", "update_rule": "ridge", "ridge": 0.5}]),
+    ("preserve_row_norms belongs to the sum", [{"preserve_row_norms": True, "update_rule": "ridge", "ridge": 0.5}]),
     ("write_gate weighs what least squares fits", [{"write_gate": True}, {"write_gate": True, "whitening": {}},
-                                                   {"write_gate": True, "rule": "least_squares", "damping": 0.5}]),
+                                                   {"write_gate": True, "update_rule": "ridge", "ridge": 0.5}]),
     ("write_gate must be true or false", [{"write_gate": 1}]),
-    ("leaves a clip nothing to bound", [{"write_norm": "spectral", "clip": {"tau": 1}}]),
+    ("leaves a clip nothing to bound", [{"write_norm": "spectral", "clip": {"max_norm": 1}}]),
     ("prompt_write.window must be an integer from 1", [{"conv": "next", "prompt_write": {"window": x}} for x in (0, 1.5, True, None)]),
     ("prompt_write.ridge must be a number above 0,", [{"conv": "next", "prompt_write": {"ridge": x}} for x in (0, -1, NAN, None)]),
     ("prompt_write.cap must be a number above 0, or left out", [{"conv": "next", "prompt_write": {"cap": x}} for x in (0, "1")]),
-    ("prompt_write.keep_row_norms must be true or false", [{"conv": "next", "prompt_write": {"keep_row_norms": 1}}]),
+    ("prompt_write.preserve_row_norms must be true or false", [{"conv": "next", "prompt_write": {"preserve_row_norms": 1}}]),
     ("prompt_write must be a PromptWrite or nothing", [{"conv": "next", "prompt_write": x} for x in (True, 8192, [])]),
     ("prompt_write fits the next token's source", [{"prompt_write": {}}, {"conv": "next", "prompt_write": {}, "whitening": {}}]),
-    ("keep_row_norms needs writes in the coordinates of W0", [{"keep_row_norms": True, "whitening": {}}]),
+    ("preserve_row_norms needs writes in the coordinates of W0", [{"preserve_row_norms": True, "whitening": {}}]),
 ]  # fmt: skip
 
 

@@ -83,7 +83,7 @@ print("ok")
 
 def test_public_names() -> None:
     assert inplace_ttt.__all__ == [
-        "DeltaClip",
+        "UpdateClip",
         "Session",
         "InPlaceTTTCallback",
         "InPlaceTTTConfig",

@@ -20,7 +20,7 @@ from inplace_ttt.training.guards import FirstStep, GradientTap
 from inplace_ttt.training.parameters import parameter_groups
 from inplace_ttt.training.recipe_sections import Optimisation
 
-NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "keep_row_norms": True, "eta": 0.2}
+NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
 SETTINGS = [x for name, value in NORMS.items() if name != "eta" for x in ("--set", f"{name}={json.dumps(value)}")]
 
 
@@ -41,7 +41,7 @@ def test_folders_and_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert cli.main(["info", str(tmp_path / "full")]) == 0
     said = capsys.readouterr().out
-    assert "hidden_states, the next token's" in said and "conv next, write_norm spectral, keep_row_norms True" in said
+    assert "hidden_states, the next token's" in said and "conv next, write_norm spectral, preserve_row_norms True" in said
     assert "new parameters   2,048" in said
 
 
@@ -116,7 +116,7 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(said.out.splitlines()[-1])["difference"]["mean"] != 0
 
 
-@pytest.mark.parametrize("options", [NORMS, {"write_norm": "spectral"}, {"keep_row_norms": True}], ids=str)
+@pytest.mark.parametrize("options", [NORMS, {"write_norm": "spectral"}, {"preserve_row_norms": True}], ids=str)
 @pytest.mark.sample(1)
 def test_the_audit_holds_it_against_what_it_declares(options: dict[str, Any]) -> None:
     """No probe of a layer drives it; whole readings decide."""

@@ -13,7 +13,7 @@ from models import CHUNK, LAYERS, distance, logits, random_ids, streamed, turn_w
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, Session, cli, convert, revert
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, Session, UpdateClip, cli, convert, revert
 from inplace_ttt.audit import audit_model
 from inplace_ttt.cli.loading import refuse_not_finite
 from inplace_ttt.families import CACHE
@@ -125,6 +125,6 @@ def test_the_writer_learns_on_a_quantised_base(base: PreTrainedModel) -> None:
 
 
 def test_a_relative_clip_is_refused(quantiser: str, base: PreTrainedModel) -> None:
-    model = convert(base, InPlaceTTTConfig(layers=(1,), chunk_size=CHUNK, clip=DeltaClip(0.1, relative=True)))
+    model = convert(base, InPlaceTTTConfig(layers=(1,), chunk_size=CHUNK, clip=UpdateClip(0.1, relative=True)))
     with pytest.raises(InPlaceTTTError, match=f"{PLAIN[quantiser]} does not show; use an absolute tau"):
         logits(model, IDS)

@@ -11,14 +11,14 @@ from ranks import on_ranks
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from inplace_ttt import DeltaClip, InPlaceTTTError, KeyWhitening, PromptWrite
+from inplace_ttt import InPlaceTTTError, KeyWhitening, PromptWrite, UpdateClip
 
 IDS = random_ids(2, 40)
 EXACT: dict[str, dict[str, Any]] = {"paper": {}, "hidden states, causal": {"target": "hidden_states", "conv": "causal", "eta": (0.5, 2.0)}}
 REFUSED: dict[str, dict[str, Any]] = {
-    "clip": {"clip": DeltaClip(0.05, when="always")},
-    "damping": {"rule": "least_squares", "damping": 0.5},
-    "whitening": {"whitening": KeyWhitening(), "standardised": True},
+    "clip": {"clip": UpdateClip(0.05, mode="always")},
+    "ridge": {"update_rule": "ridge", "ridge": 0.5},
+    "whitening": {"whitening": KeyWhitening(), "normalize_targets": True},
     "prompt_write": {"conv": "next", "prompt_write": PromptWrite()},
 }
 

@@ -38,7 +38,7 @@ class AuditedModule(ABC):
 
     name: for the report. input_size, d, h: features of an input token, of an output token, and of a key.
     chunk_size: tokens a chunk, as the module means it. eta: η as the module means it, or None where unknown.
-    damping: λ where what is read is the least-squares map of all that was written, None for the paper's sum.
+    ridge: λ where what is read is the least-squares map of all that was written, None for the paper's sum.
     whitening: what keys are in the place of Z, in words; None where they are Z.
     """
 
@@ -48,7 +48,7 @@ class AuditedModule(ABC):
     h: int
     chunk_size: int
     eta: float | None = None
-    damping: float | None = None
+    ridge: float | None = None
     whitening: str | None = None
     writes_generated: bool | None = None
     """Whether tokens that are read one at a time are meant to write; None where unknown."""

@@ -99,7 +99,7 @@ def _audit_model(
             "TTT layers": ", ".join(map(str, config.layers)),
             "fast weight": f"{d} x {h}",
             "settings": f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}, {_convolution(config)}, "
-            f"{'no clip' if config.clip is None else f'clip {config.clip.tau:g}'}",
+            f"{'no clip' if config.clip is None else f'clip {config.clip.max_norm:g}'}",
             "closely probed": f"no layer: {whole.undrivable}"
             if whole.undrivable
             else f"layer {first} (float64, seed {seed}); the other TTT layers against it",

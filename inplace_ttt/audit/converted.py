@@ -85,7 +85,7 @@ def _restored(layer: FastWeight) -> Iterator[None]:
 class ConvertedLayer(AuditedModule):
     """A borrowed TTT layer. Its inputs are Z: what comes before the down-projection is not driven.
 
-    Where the layer standardises the target's source, what the probes give is the standardised one.
+    Where the layer normalizes the target's source, what the probes give is the normalized one.
     """
 
     def __init__(self, lm: Any, decoder: Decoder, index: int, dtype: torch.dtype, own_chunk: int) -> None:
@@ -96,10 +96,10 @@ class ConvertedLayer(AuditedModule):
         whitened = self.layer.ttt.keys
         self.h = self.input_size if whitened is None else len(whitened.directions)
         self.whitening = None if whitened is None else f"{self.h} whitened numbers of {self.input_size}"
-        self.damping = self.layer.fast.config.damping
+        self.ridge = self.layer.fast.config.ridge
         self.chunk_size, self.eta = self.layer.chunk_size, self.layer.eta
         self._own_chunk = own_chunk
-        self.writes_generated = self.layer.fast.config.decode_updates
+        self.writes_generated = self.layer.fast.config.update_on_decode
         self.detaches_target = self.layer.fast.config.detach_target
         self.device = self.layer.ttt.proj.device
 
@@ -127,7 +127,7 @@ class ConvertedLayer(AuditedModule):
             model.close(self.decoder.base, (), None)
 
     def _source(self, target: Tensor) -> Tensor:
-        """The source that the layer standardises to `target`."""
+        """The source that the layer normalizes to `target`."""
         target, mean, gain = target.to(self.device, self.dtype), self.layer.ttt.mean, self.layer.ttt.gain
         return target if mean is None or gain is None else target / gain.to(self.dtype) + mean.to(self.dtype)
 
@@ -149,7 +149,7 @@ class ConvertedLayer(AuditedModule):
         draw = torch.randn(max(n, self.h), min(n, self.h), generator=generator, dtype=torch.float64)
         columns = torch.linalg.qr(draw)[0]
         keys = columns.T if n <= self.h else columns * (n / self.h) ** 0.5
-        return self.inputs_of(key_size(self.damping) * keys)
+        return self.inputs_of(key_size(self.ridge) * keys)
 
     def inputs_of(self, keys: Tensor) -> Tensor:
         """Without whitening the keys themselves, else the shortest Z."""
@@ -219,13 +219,13 @@ class ConvertedLayer(AuditedModule):
         clip = self.layer.fast.config.clip
         if clip is None:
             return None
-        return clip.tau * (float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0)
+        return clip.max_norm * (float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0)
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from, its own reads."""
         z, target = x.to(self.device, self.dtype), self._source(target)
-        rule: dict[str, Any] = {"clip": self.layer.tau(), "damping": self.damping}
-        sum_of_writes = chunked.sum_of_writes if self.damping is None else least_squares.sum_of_writes
+        rule: dict[str, Any] = {"clip": self.layer.tau(), "ridge": self.ridge}
+        sum_of_writes = chunked.sum_of_writes if self.ridge is None else least_squares.sum_of_writes
         whole = ChunkLayout.from_lengths([[z.shape[1]]], self.chunk_size)
         links = whole.links(parts)
         layouts = [whole.part(rank, parts) for rank in range(parts)]

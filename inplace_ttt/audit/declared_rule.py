@@ -41,13 +41,13 @@ class DeclaredRule:
             found |= {"directions": whitened.directions, "centre": whitened.centre}
         tensors = {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
         tau = None
-        if config.clip is not None and (not training or config.clip.when == "always"):
-            tau = config.clip.tau * (float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0)
+        if config.clip is not None and (not training or config.clip.mode == "always"):
+            tau = config.clip.max_norm * (float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0)
         return cls(config, eta, tau, target.proj.dtype, tensors)
 
     def targets(self, x: Tensor) -> Tensor:
         """V [n, d] of one chunk of target source [n, d]."""
-        x = self.standardised(x)
+        x = self.normalize_targets(x)
         if self.config.conv == "next":
             return self._rounded(torch.cat([x[1:], torch.zeros_like(x[:1])]) @ self.tensors["proj"])
         taps = self.tensors["conv"][:, 0]
@@ -57,7 +57,7 @@ class DeclaredRule:
         mixed = torch.stack([taps[:, j] * padded[j : j + len(x)] for j in range(width)]).sum(0)
         return self._rounded(mixed @ self.tensors["proj"])
 
-    def standardised(self, x: Tensor) -> Tensor:
+    def normalize_targets(self, x: Tensor) -> Tensor:
         """The target source [n, d] as the layer takes it."""
         return (x - self.tensors["mean"]) * self.tensors["gain"] if "mean" in self.tensors else x
 
@@ -111,7 +111,7 @@ class DeclaredRule:
         written = self.counted(k)
         delta = v.T @ written
         factor = self._factor(delta)
-        if self.config.damping is not None:
+        if self.config.ridge is not None:
             own = factor * (k.T @ written)
             gram = own if gram is None else gram + own
         delta = factor * delta
@@ -128,10 +128,10 @@ class DeclaredRule:
 
     def _read(self, k: Tensor, total: Tensor, gram: Any) -> Tensor:
         """What keys [n, r] read [n, d], η left out."""
-        if self.config.damping is not None:
-            damping = self.config.damping + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(gram.detach().trace())
-            return torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), k.T).T @ total.T
-        if self.config.keep_row_norms and self.eta:
+        if self.config.ridge is not None:
+            ridge = self.config.ridge + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(gram.detach().trace())
+            return torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), k.T).T @ total.T
+        if self.config.preserve_row_norms and self.eta:
             w0 = self.tensors["w0"]
             moved = w0 + self.eta * total
             total = (moved * (w0.norm(dim=1) / moved.norm(dim=1))[:, None] - w0) / self.eta

@@ -44,9 +44,9 @@ def limits(dtype: torch.dtype) -> Limits:
 
 def room(dtype: torch.dtype, config: InPlaceTTTConfig) -> float:
     """How often more than `limits` a short reading of a small model may be off in half precision."""
-    return _BY_A_SOLVE if torch.finfo(dtype).bits < 32 and (config.damping is not None or config.whitening is not None) else 1
+    return _BY_A_SOLVE if torch.finfo(dtype).bits < 32 and (config.ridge is not None or config.whitening is not None) else 1
 
 
 def gradient_limit(dtype: torch.dtype, config: InPlaceTTTConfig) -> float:
-    rounded_solve = config.damping is not None and config.whitening is None and torch.finfo(dtype).bits < 32
+    rounded_solve = config.ridge is not None and config.whitening is None and torch.finfo(dtype).bits < 32
     return LIMITS[dtype].gradient * (_BY_A_SOLVE if rounded_solve else 1)

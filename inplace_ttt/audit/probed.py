@@ -55,7 +55,7 @@ class Probed:
             if declared.clip is None:
                 yield probed
                 return
-            clip = dataclasses.replace(declared.clip, tau=median(norms))
+            clip = dataclasses.replace(declared.clip, max_norm=median(norms))
             with with_config(probed.layers.values(), clip=clip):
                 yield cls(lm, dataclasses.replace(probed.config, clip=clip), seed)
 

@@ -46,12 +46,12 @@ def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, di
 
 def _change(z: Tensor, x: Tensor, rule: DeclaredRule, settings: PromptWrite) -> Tensor:
     """What is read in W0's place, less W0 [d, h], after a prompt with keys z [n, h] and target source x [n, d]."""
-    w0, x = rule.tensors["w0"], rule.standardised(x)
+    w0, x = rule.tensors["w0"], rule.normalize_targets(x)
     k, v = z[:-1][-settings.window :], (x[1:] @ rule.tensors["proj"])[-settings.window :]
     gram = k @ k.T + settings.ridge * torch.eye(len(k), dtype=k.dtype)
     change = torch.linalg.solve(gram, v - k @ w0.T).T @ k
     most = float("inf") if settings.cap is None else settings.cap * float(w0.norm() / change.norm())
     moved = w0 + min(settings.eta, most) * change
-    if settings.keep_row_norms:
+    if settings.preserve_row_norms:
         moved = moved * (w0.norm(dim=1) / moved.norm(dim=1))[:, None]
     return moved - w0

@@ -89,7 +89,7 @@ def taken_back(probed: Probed) -> Iterator[Reading]:
     """A cache that takes back the tokens that completed a chunk, and one that was branched off."""
     chunk = probed.chunk
     yield from _branched(probed)
-    if any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers) or not probed.config.decode_updates:
+    if any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers) or not probed.config.update_on_decode:
         return  # what left a window does not come back, and where tokens may be unwritten nothing is taken back
     first = probed.ids(1, 2 * chunk + 2).split([chunk + 2, chunk], 1)
     second = _cut(probed.ids(1, 3 * chunk, 1), _over_an_edge(2, chunk))
@@ -255,4 +255,4 @@ def streamed(
 
 def _writes(probed: Probed, tokens: int, known: int) -> bool:
     """Whether a piece of so many tokens fills chunks: one token that is read alone into a cache counts as generated."""
-    return probed.config.decode_updates or tokens > 1 or known == 0
+    return probed.config.update_on_decode or tokens > 1 or known == 0

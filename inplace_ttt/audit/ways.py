@@ -156,22 +156,22 @@ def generation(probed: Probed) -> Iterator[Reading]:
         lm.generate(first, attention_mask=torch.ones_like(first), **{CACHE: cache})
         generated = len(record.forwards)
         lm(second, **{CACHE: cache}, use_cache=True)
-    unwritten = [] if probed.config.decode_updates else range(1, generated)
+    unwritten = [] if probed.config.update_on_decode else range(1, generated)
     yield "read on after generate", record, as_one_text(record, 2, unwritten=unwritten)
     state = Session(lm)
     with recording(lm, probed.config) as record, overriding([lm], generation_config=plain):
         state.generate(first)
         generated = len(record.forwards)
         state.read(second)
-    unwritten = [] if probed.config.decode_updates else range(2, generated)
+    unwritten = [] if probed.config.update_on_decode else range(2, generated)
     yield "a session read on after it generated", record, as_one_text(record, 2, unwritten=unwritten)
 
 
 def updates_off(probed: Probed) -> Iterator[Reading]:
     """Without writes of generated tokens: one token alone is not written, unless a session reads it as text."""
     lm, chunk = probed.lm, probed.chunk
-    off = dataclasses.replace(probed.config, decode_updates=False)
-    with with_config(probed.layers.values(), decode_updates=False):
+    off = dataclasses.replace(probed.config, update_on_decode=False)
+    with with_config(probed.layers.values(), update_on_decode=False):
         state, cache = Session(lm), probed.cache()
         with recording(lm, off) as record:
             for size in (chunk + 4, 1, 1, chunk - 6, 1, chunk + 2):

@@ -60,7 +60,7 @@ class WholeModel:
     @cached_property
     def undrivable(self) -> str:
         """Why one layer cannot be driven by the probes, which set a convolution and look for sums; empty where it can."""
-        names = sorted({"conv", "write_norm", "keep_row_norms"} & set(self.config.extensions))
+        names = sorted({"conv", "write_norm", "preserve_row_norms"} & set(self.config.extensions))
         if not names:
             return ""
         return f"with {' and '.join(names)} a layer has no convolution to set, or reads no sum; `declared-rule` holds all of it"

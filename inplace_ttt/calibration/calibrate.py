@@ -73,7 +73,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
                 )
             for index, seen in found.items():
                 over_text.setdefault(index, _Seen(layers[index], seen)).add(seen, felt[index])
-    vocabulary = _mean_embedding(model) if config.standardised and config.target == "embeddings" else None
+    vocabulary = _mean_embedding(model) if config.normalize_targets and config.target == "embeddings" else None
     for index, layer in layers.items():
         _set(layer, over_text[index], config.whitening, vocabulary)
     if config.calibrated_proj:
@@ -108,11 +108,11 @@ def _set(layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vo
         layer.ttt.gain.copy_(over_text.residual / over_text.felt / size)
     if layer.ttt.keys is not None and whitening is not None and over_text.directions is not None:
         found = over_text.directions.found()
-        layer.ttt.keys.directions.copy_(whitened(found, whitening.ridge))
+        layer.ttt.keys.directions.copy_(whitened(found, whitening.shrinkage))
         layer.ttt.keys.centre.copy_(found.centre)
 
 
-def whitened(found: Directions, ridge: float) -> Tensor:
+def whitened(found: Directions, shrinkage: float) -> Tensor:
     """A = s (Λ + ρI)^(-1/2) Uᵀ [r, h] of `WhitenedKeys`, with which the mean of ‖A(z - ‖z‖c)‖² is one."""
-    shares = 1 / (found.values + ridge * found.trace / len(found.centre))
+    shares = 1 / (found.values + shrinkage * found.trace / len(found.centre))
     return ((found.values * shares).sum().rsqrt() * shares.sqrt())[:, None] * found.vectors.T

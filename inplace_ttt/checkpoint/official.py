@@ -176,11 +176,11 @@ def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
         "its targets have a convolution, these have none": config.conv == "next",
         "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
         "it has no delta clip": config.clip is not None,
-        "it has neither whitened keys nor standardised targets": config.whitening is not None or config.standardised,
-        "it has no least squares": config.damping is not None,
+        "it has neither whitened keys nor normalize_targets targets": config.whitening is not None or config.normalize_targets,
+        "it has no least squares": config.ridge is not None,
         "its gradients pass through the target into its source, those of this one do not": config.detach_target,
-        "its generated tokens write, those of this one do not": not config.decode_updates,
-        "it norms neither writes nor rows": config.write_norm is not None or config.keep_row_norms,
+        "its generated tokens write, those of this one do not": not config.update_on_decode,
+        "it norms neither writes nor rows": config.write_norm is not None or config.preserve_row_norms,
     }
     if held := [reason for reason, holds in reasons.items() if holds]:
         raise InPlaceTTTError(f"the official format cannot hold this checkpoint: {'; '.join(held)}.")

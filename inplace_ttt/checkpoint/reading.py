@@ -300,7 +300,7 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
     return (
         ({"proj"} if config.conv == "next" else {"conv", "proj"})
         | ({"write_gate.gate"} if config.write_gate else set())
-        | ({"mean", "gain"} if config.standardised else set())
+        | ({"mean", "gain"} if config.normalize_targets else set())
         | ({"keys.directions", "keys.centre"} if config.whitening else set())
     )
 

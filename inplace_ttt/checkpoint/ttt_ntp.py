@@ -59,7 +59,7 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
         "target": "hidden_states",
         "conv": "next",
         "write_norm": _WRITE_NORMS[optimiser],
-        "keep_row_norms": keeps,
+        "preserve_row_norms": keeps,
         "prompt_write": {},  # its evaluation's numbers, which are ours by default
     }
     config = ttt_config_in(settings, checkpoint.folder / CONFIG)

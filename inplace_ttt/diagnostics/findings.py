@@ -86,7 +86,7 @@ CATALOGUE: dict[str, Kind] = {
         "Where every chunk's delta is clipped, the gradient of conv and P is multiplied by tau over the delta's norm.",
         "The gradient again without the clip; also after Adam's first step where conv starts at zero. Tenfold is a cause; a "
         "hundredth of W_down's is severe.",
-        'Clip at inference only (clip.when: inference), or use a relative clip such as {"tau": 0.05, "relative": true}.',
+        'Clip at inference only (clip.mode: inference), or use a relative clip such as {"max_norm": 0.05, "relative": true}.',
         "The gradient of conv and P rises by the factor named.",
     ),
     "one-chunk": Kind(

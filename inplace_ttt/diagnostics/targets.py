@@ -64,7 +64,7 @@ def observing_targets(model: nn.Module, found: dict[int, TargetHealth]) -> Itera
     def hook_of(index: int) -> object:
         def hook(module: TargetGenerator, args: tuple[Tensor, ChunkLayout], out: Tensor) -> None:
             row, (start, stop) = longest_document(args[1])
-            source = module.standardise(args[0][row, start:stop].detach().to(module.proj)).float()
+            source = module.normalize_source(args[0][row, start:stop].detach().to(module.proj)).float()
             found[index] = _health(source, out[row, start:stop].detach().float(), module.proj.detach().float())
 
         return hook

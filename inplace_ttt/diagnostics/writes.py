@@ -145,15 +145,15 @@ def state_ratio(
     """η‖S‖/‖W0‖ after the longest document (with a label): infinite where S is not finite, 0 where W0 does not show.
 
     Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in the model's own dtype, and
-    accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and has no factor where the damping is small.
+    accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and has no factor where the ridge is small.
     """
-    layout, w0, damping = labelled(context.part(layer.chunk_size), labels), layer.matrix(), layer.fast.config.damping
+    layout, w0, ridge = labelled(context.part(layer.chunk_size), labels), layer.matrix(), layer.fast.config.ridge
     accurate = state_dtype(z.dtype)
     if layer.tau() is None and layer.fast.config.write_norm is None and z.dtype != torch.float16:
         row, (start, stop) = longest_document(layout)
         complete = slice(start, stop - (stop - start) % layout.chunk_size)
         keys, values = z[row, complete], v[row, complete]
-        if damping is not None:
+        if ridge is not None:
             keys, values = keys.to(accurate), torch.cat([values, keys], dim=1).to(accurate)
         read = layer.readout((values.T @ _counted(keys, gate, row, complete)).to(accurate))
     else:
@@ -201,7 +201,7 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
     read_with_z = None if layer.fast.config.whitening is not None else w0  # of whitened keys, W0's part of the output does not show here
     lost = sums.lost(read, rounding_of_output(tail, read_with_z, layer.eta, read))
-    if layer.fast.config.damping is not None or layer.fast.config.keep_row_norms:
+    if layer.fast.config.ridge is not None or layer.fast.config.preserve_row_norms:
         lost = dataclasses.replace(lost, state=None)
     growth = _growth([chunk.state_ratio for chunk in found])
     return Writes(tuple(found), participation(read @ read.T), growth, lost, *gate_health(gate, layout))
@@ -253,10 +253,10 @@ def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
         delta = values.T @ written
         factor = write_factor(delta, tau, config.write_norm)
         delta = factor * delta
-        state = state + (delta if config.damping is None else torch.cat([delta, factor * (keys.T @ written)]))
+        state = state + (delta if config.ridge is None else torch.cat([delta, factor * (keys.T @ written)]))
         after = layer.readout(state)
         clipped = factor if config.write_norm is None else torch.ones_like(factor)
-        yield _Write(delta if config.damping is None and not config.keep_row_norms else after - read, after, clipped)
+        yield _Write(delta if config.ridge is None and not config.preserve_row_norms else after - read, after, clipped)
         read = after
 
 

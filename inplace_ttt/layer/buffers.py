@@ -35,20 +35,20 @@ class State:
     _eta: float | None
     """What it is made for where row norms are kept."""
 
-    def __init__(self, value: Tensor, damping: float | None, keeps_rows: bool = False) -> None:
-        self.value, self.damping, self.keeps_rows = value, damping, keeps_rows
+    def __init__(self, value: Tensor, ridge: float | None, keeps_rows: bool = False) -> None:
+        self.value, self.ridge, self.keeps_rows = value, ridge, keeps_rows
         self._read, self._factor, self._stale, self._eta = None, None, set(), None
 
     @classmethod
-    def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, damping: float | None, device: torch.device) -> State:
+    def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, ridge: float | None, device: torch.device) -> State:
         """Rows of states [*shape] in which nothing is written yet: none may be read before it is put."""
-        state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), damping)
+        state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), ridge)
         state._make_room(d, dtype)
         return state
 
     def _make_room(self, d: int, dtype: torch.dtype) -> None:
         """For what reads use of every row, all of it still to be made; none where they use the state as it is."""
-        rows, is_read = len(self.value), self.damping is None and not self.keeps_rows and self.value.dtype == dtype
+        rows, is_read = len(self.value), self.ridge is None and not self.keeps_rows and self.value.dtype == dtype
         self._read = self.value if is_read else self.value.new_zeros(rows, d, self.value.shape[-1], dtype=dtype)
         self._factor = self.value.new_ones(rows, 1, 1) if dtype == torch.float16 else None
         self._stale = set() if is_read else set(range(rows))
@@ -87,8 +87,8 @@ class State:
         """
         rows = range(len(self.value)) if row is None else range(row, row + 1)
         part, eta = slice(rows.start, rows.stop), layer.eta
-        if whole and self.damping is not None and z.shape[1] < out.shape[-1]:
-            out += (read_once(self.value[part], z, self.damping) * eta).to(out.dtype)
+        if whole and self.ridge is not None and z.shape[1] < out.shape[-1]:
+            out += (read_once(self.value[part], z, self.ridge) * eta).to(out.dtype)
             return
         made_for = eta if self.keeps_rows else None
         if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:  # autocast, or another η, came or went
@@ -112,7 +112,7 @@ class State:
         return self._read
 
     def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:
-        return layer.readout(state) if self.keeps_rows and layer is not None else readout(state, self.damping)
+        return layer.readout(state) if self.keeps_rows and layer is not None else readout(state, self.ridge)
 
     def put(self, row: int, state: Tensor | None) -> None:
         """Set a row's state [·, r]; None is zero."""

@@ -115,8 +115,8 @@ class FastWeight(nn.Module):
         v, w0 = self.ttt(x, context.part(self.chunk_size)), self.matrix()
         if (
             self.ttt.keys is None
-            and self.fast.config.damping is None
-            and not self.fast.config.keep_row_norms
+            and self.fast.config.ridge is None
+            and not self.fast.config.preserve_row_norms
             and w0 is not None
             and w0.dtype == z.dtype == v.dtype
             and takes_weight(z)
@@ -148,22 +148,22 @@ class FastWeight(nn.Module):
         """What the op is told of the rule."""
         config = self.fast.config
         norms = {"write_norm": config.write_norm, "keep_norms_of": self._rows_to_keep()}
-        return {"eta": self.eta, "clip": self.tau(), "damping": config.damping, **norms}
+        return {"eta": self.eta, "clip": self.tau(), "ridge": config.ridge, **norms}
 
     @property
     def _has_norms(self) -> bool:
-        return self.fast.config.write_norm is not None or self.fast.config.keep_row_norms
+        return self.fast.config.write_norm is not None or self.fast.config.preserve_row_norms
 
     def _rows_to_keep(self) -> Tensor | None:
         """W0 [d, h] where its row norms are kept, or None."""
-        return self.base_weight() if self.fast.config.keep_row_norms else None
+        return self.base_weight() if self.fast.config.preserve_row_norms else None
 
     def base_weight(self) -> Tensor:
         """W0 [d, h], for what cannot do without it."""
         w0 = self.matrix()
         if w0 is None:
             raise InPlaceTTTError(
-                f"keep_row_norms and prompt_write need W0, which {type(self).__name__} does not show; leave them out, or load W0 plain, "
+                f"preserve_row_norms and prompt_write need W0, which {type(self).__name__} does not show; leave them out, or load W0 plain, "
                 "not quantised and not wrapped."
             )
         return w0
@@ -171,7 +171,7 @@ class FastWeight(nn.Module):
     def readout(self, state: Tensor) -> Tensor:
         """What keys are read with [..., d, r] of states [..., ·, r]: S itself in the paper."""
         w0 = self._rows_to_keep()
-        return readout(state, self.fast.config.damping) if w0 is None else keeping_row_norms(state, w0.detach().to(state.dtype), self.eta)
+        return readout(state, self.fast.config.ridge) if w0 is None else keeping_row_norms(state, w0.detach().to(state.dtype), self.eta)
 
     def _needs_gradient(self, z: Tensor, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (z.requires_grad or x.requires_grad or any(p.requires_grad for p in self.parameters()))
@@ -191,9 +191,9 @@ class FastWeight(nn.Module):
     def tau(self) -> float | Tensor | None:
         """The bound on a chunk's delta that holds in this mode, or None."""
         clip = self.fast.config.clip
-        if clip is None or (self.training and clip.when == "inference"):
+        if clip is None or (self.training and clip.mode == "inference"):
             return None
-        return clip.tau * self.w0_norm() if clip.relative else clip.tau
+        return clip.max_norm * self.w0_norm() if clip.relative else clip.max_norm
 
     def w0_norm(self) -> Tensor:
         """‖W0‖, for a clip that is relative to it."""
@@ -247,7 +247,7 @@ def _empty(plain: type) -> Any:
 
 def wanting_whole_input(config: InPlaceTTTConfig) -> list[str]:
     """The settings under which a fast weight is no sum over h of what parts of its input give."""
-    return [name for name in ("clip", "damping", "whitening", "write_norm", "keep_row_norms", "prompt_write") if getattr(config, name)]
+    return [name for name in ("clip", "ridge", "whitening", "write_norm", "preserve_row_norms", "prompt_write") if getattr(config, name)]
 
 
 def plain_class(down: FastWeight) -> type:
@@ -288,7 +288,7 @@ def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: 
     rank = None if config.whitening is None else config.whitening.directions(dim, width)
     keys = None if rank is None else WhitenedKeys(width, rank, **factory)
     gate = None if rank is None or not config.write_gate else WriteGate(rank, **factory)
-    measured: dict[str, Any] = {"standardised": config.standardised, "calibrated_proj": config.calibrated_proj}
+    measured: dict[str, Any] = {"normalize_targets": config.normalize_targets, "calibrated_proj": config.calibrated_proj}
     chosen: dict[str, Any] = {"proj_init": config.proj_init, "keys": keys, "write_gate": gate}
     return TargetGenerator(dim, config.kernel_size, config.conv, **chosen, **measured, **factory)
 

@@ -47,11 +47,11 @@ class _Reads:
 
     eta = 1.0
 
-    def __init__(self, layer: PromptedLayer, keep_row_norms: bool) -> None:
-        self.layer, self.keep_row_norms = layer, keep_row_norms
+    def __init__(self, layer: PromptedLayer, preserve_row_norms: bool) -> None:
+        self.layer, self.preserve_row_norms = layer, preserve_row_norms
 
     def readout(self, state: Tensor) -> Tensor:
-        return keeping_row_norms(state, self.layer.base_weight().to(state.dtype), 1.0) if self.keep_row_norms else state
+        return keeping_row_norms(state, self.layer.base_weight().to(state.dtype), 1.0) if self.preserve_row_norms else state
 
 
 class _End:
@@ -94,7 +94,7 @@ class PromptStream(FastWeightStream):
     """
 
     def __init__(self, batch: int, settings: PromptWrite) -> None:
-        super().__init__(batch, 1, decode_updates=False)
+        super().__init__(batch, 1, update_on_decode=False)
         self.settings = settings
         self.ends = [_End(settings.window + 1) for _ in range(batch)]  # a pair takes two tokens
         self.seen, self.since = [0] * batch, [0] * batch
@@ -122,7 +122,7 @@ class PromptStream(FastWeightStream):
             raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
         self.check_holds_state()
         if self._state is not None:
-            self._state.add_read(out, z, _Reads(layer, self.settings.keep_row_norms))
+            self._state.add_read(out, z, _Reads(layer, self.settings.preserve_row_norms))
         for row, (start, stop) in enumerate(spans):
             self.seen[row] += stop - start
             self.since[row] += stop - start
@@ -144,7 +144,7 @@ class PromptStream(FastWeightStream):
         for row, end in enumerate(self.ends):
             if self.seen[row] > 2:
                 z, x = end.last(self.settings.window + 1)
-                source, proj = layer.ttt.standardise(x[1:].to(accurate)), layer.ttt.proj.to(accurate)
+                source, proj = layer.ttt.normalize_source(x[1:].to(accurate)), layer.ttt.proj.to(accurate)
                 with without_autocast(w0.device):
                     total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
             end.__init__(end.room)  # type: ignore[misc]

@@ -52,9 +52,9 @@ class FastWeightStream:
     """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the batch."""
 
     def __init__(
-        self, batch: int, chunk_size: int, decode_updates: bool = True, damping: float | None = None, keeps_rows: bool = False
+        self, batch: int, chunk_size: int, update_on_decode: bool = True, ridge: float | None = None, keeps_rows: bool = False
     ) -> None:
-        self.chunk_size, self.decode_updates, self.damping, self.keeps_rows = chunk_size, decode_updates, damping, keeps_rows
+        self.chunk_size, self.update_on_decode, self.ridge, self.keeps_rows = chunk_size, update_on_decode, ridge, keeps_rows
         self.rows = [_Row() for _ in range(batch)]
         self._open = OpenChunks(batch, chunk_size)
         self._state: State | None = None
@@ -63,7 +63,7 @@ class FastWeightStream:
     @classmethod
     def of(cls, config: InPlaceTTTConfig, batch: int) -> FastWeightStream:
         """An empty stream of a layer with this config."""
-        return cls(batch, config.chunk_size, config.decode_updates, config.damping, config.keep_row_norms)
+        return cls(batch, config.chunk_size, config.update_on_decode, config.ridge, config.preserve_row_norms)
 
     @property
     def batch(self) -> int:
@@ -99,7 +99,7 @@ class FastWeightStream:
         """Add what is read to `out` [B, T, d] in place and take the rows' tokens in; keys z [B, T, r], target source x [B, T, d].
 
         spans: the real tokens of each row. A token reads the chunks completed before it; a chunk is written when its
-        last token has been read. generated: the model made these tokens; they write if `decode_updates` is on.
+        last token has been read. generated: the model made these tokens; they write if `update_on_decode` is on.
         """
         if len(spans) != self.batch:
             raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
@@ -107,7 +107,7 @@ class FastWeightStream:
         self._thaw()
         for row in self.rows:  # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
             row.undo = row.undo if row.filled <= _UNDO_REACH and row.filled < row.unbroken else None
-        if generated and not self.decode_updates and any(self.tokens):
+        if generated and not self.update_on_decode and any(self.tokens):
             self._read(out, z, layer)
             self.skip()
             return out
@@ -151,7 +151,7 @@ class FastWeightStream:
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         read, state = layer.write(z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True)
         out += read.to(out.dtype)
-        self._state = State(state, self.damping, self.keeps_rows)
+        self._state = State(state, self.ridge, self.keeps_rows)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             row.written += (stop - start) // self.chunk_size
 
@@ -166,10 +166,10 @@ class FastWeightStream:
         before = None if self._state is None else self._state.value[index]
         chunk = ChunkLayout.shared((((0, self.chunk_size),),), self.chunk_size, self.chunk_size)
         after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[1][0]
-        if undoable and self.decode_updates:  # or no crop is granted
+        if undoable and self.update_on_decode:  # or no crop is granted
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
         if self._state is None:
-            self._state = State(after.new_zeros(self.batch, *after.shape), self.damping, self.keeps_rows)
+            self._state = State(after.new_zeros(self.batch, *after.shape), self.ridge, self.keeps_rows)
         self._state.put(index, after)
         row.filled, row.written = 0, row.written + 1
 
@@ -222,9 +222,9 @@ class FastWeightStream:
         """Raises InPlaceTTTError where `crop` could not forget so many tokens."""
         if tokens == 0 or self._abandoned:
             return
-        if not self.decode_updates:
+        if not self.update_on_decode:
             raise InPlaceTTTError(
-                "with decode_updates off, tokens cannot be taken back: generated ones were not written, and nothing tells "
+                "with update_on_decode off, tokens cannot be taken back: generated ones were not written, and nothing tells "
                 "them from the others; generate without an assistant and without prompt lookup."
             )
         for row, held in zip(self.rows, self.tokens, strict=True):
@@ -250,7 +250,7 @@ class FastWeightStream:
 
     def reset(self) -> None:
         """Back to W0, no tokens read."""
-        self.__init__(self.batch, self.chunk_size, self.decode_updates, self.damping, self.keeps_rows)  # type: ignore[misc]
+        self.__init__(self.batch, self.chunk_size, self.update_on_decode, self.ridge, self.keeps_rows)  # type: ignore[misc]
 
     def select(self, rows: list[int]) -> None:
         """Keep the given rows, in this order, repeats included (beam search, batch select, repeat)."""
@@ -283,5 +283,5 @@ class FastWeightStream:
         if "z" in tensors:
             stream._open.held = tensors["z"].to(dtype), tensors["x"].to(dtype)
         if "state" in tensors:
-            stream._state = State(tensors["state"].to(state_dtype(dtype)), config.damping, config.keep_row_norms)
+            stream._state = State(tensors["state"].to(state_dtype(dtype)), config.ridge, config.preserve_row_norms)
         return stream

@@ -39,7 +39,7 @@ class TargetGenerator(nn.Module):
         kernel_size: int,
         conv: Conv,
         *,
-        standardised: bool = False,
+        normalize_targets: bool = False,
         calibrated_proj: bool = False,
         proj_init: ProjInit = "random_diagonal",
         keys: WhitenedKeys | None = None,
@@ -50,8 +50,8 @@ class TargetGenerator(nn.Module):
         self.first_tap = -(kernel_size // 2) if conv == "lookahead" else 1 - kernel_size
         self.register_parameter("conv", None if conv == "next" else nn.Parameter(torch.zeros(dim, 1, kernel_size, **factory)))
         self.proj = nn.Parameter(torch.zeros(dim, dim, **factory))
-        self.register_buffer("mean", torch.zeros(dim, **factory) if standardised else None)
-        self.register_buffer("gain", torch.zeros((), **factory) if standardised else None)
+        self.register_buffer("mean", torch.zeros(dim, **factory) if normalize_targets else None)
+        self.register_buffer("gain", torch.zeros((), **factory) if normalize_targets else None)
         self.keys = keys
         self.write_gate = write_gate
         self.calibrated_proj, self.proj_init = calibrated_proj, proj_init
@@ -82,11 +82,11 @@ class TargetGenerator(nn.Module):
         """Targets [B, T, d] of the source x [B, T, d], in the parameters' dtype."""
         x = x.to(self.proj.device, self.proj.dtype)
         self.check_measured()
-        x = self.standardise(x)
+        x = self.normalize_source(x)
         mixed = next_in_chunk(x, layout) if self.conv is None else chunk_conv(x, self.conv, layout, self.first_tap)
         return mixed @ self.proj
 
-    def standardise(self, x: Tensor) -> Tensor:
+    def normalize_source(self, x: Tensor) -> Tensor:
         """(x - mean) · gain, or x as it is; in x's dtype, which mixed precision may make narrower than a buffer's."""
         return x if self.mean is None or self.gain is None else ((x - self.mean) * self.gain).to(x.dtype)
 

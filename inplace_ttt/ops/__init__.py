@@ -37,13 +37,13 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., damping: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
+    clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
     keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., damping: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
+    clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
     keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight(
@@ -55,7 +55,7 @@ def fast_weight(
     layout: ChunkLayout,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
-    damping: float | None = None,
+    ridge: float | None = None,
     gate: Tensor | None = None,
     write_norm: WriteNorm | None = None,
     keep_norms_of: Tensor | None = None,
@@ -69,9 +69,9 @@ def fast_weight(
     layout: the documents and their chunks; tokens outside every document read W0 and write nothing.
     initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64 inputs).
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
-    damping: λ of least squares (extension), where M_i = B_i(G_i + λI)⁻¹ is read in place of B_i = S_i, with G_i = G_init + Σ c_j Z_jᵀZ_j;
+    ridge: λ of least squares (extension), where M_i = B_i(G_i + λI)⁻¹ is read in place of B_i = S_i, with G_i = G_init + Σ c_j Z_jᵀZ_j;
         a state is then [B, d + h, h], B above G. None is the paper.
-    gate: with damping, how much each token's write counts, β [B, T] of 0 and more (extension): B sums β_t v_tᵀz_t and G β_t z_tᵀz_t.
+    gate: with ridge, how much each token's write counts, β [B, T] of 0 and more (extension): B sums β_t v_tᵀz_t and G β_t z_tᵀz_t.
     write_norm: "spectral" divides each chunk's delta by its spectral norm, as five power steps find it (extension).
     keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension); S stays the raw sum.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
@@ -82,12 +82,12 @@ def fast_weight(
     initial_state.
     Raises InPlaceTTTError when shapes or dtypes disagree.
     """
-    _check(z, v, weight, layout, initial_state, damping)
-    _check_gate(z, damping, gate)
-    _check_norms(v, z, clip, damping, write_norm, keep_norms_of)
+    _check(z, v, weight, layout, initial_state, ridge)
+    _check_gate(z, ridge, gate)
+    _check_norms(v, z, clip, ridge, write_norm, keep_norms_of)
     if backend == "reference":
         out, state = reference.fast_weight(
-            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, damping=damping, gate=gate,
+            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, ridge=ridge, gate=gate,
             write_norm=write_norm, keep_norms_of=keep_norms_of,
         )  # fmt: skip
         return (out, state) if return_state else out
@@ -95,8 +95,8 @@ def fast_weight(
         raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, triton, chunked or reference.")
     if backend == "triton":
         triton.require(z.device, z.dtype)
-        if damping is not None:
-            raise InPlaceTTTError("the kernels read the paper's sum; use backend='auto' with damping.")
+        if ridge is not None:
+            raise InPlaceTTTError("the kernels read the paper's sum; use backend='auto' with ridge.")
         if write_norm is not None or keep_norms_of is not None:
             raise InPlaceTTTError("the kernels know no norms of writes and rows; use backend='auto' with write_norm and keep_norms_of.")
     given: dict[str, Any] = {"eta": eta, "layout": layout, "clip": clip}
@@ -108,23 +108,23 @@ def fast_weight(
             out, kept = row_norms.fast_weight(z, v, keep_norms_of, **given)
             out = out if weight is None else out + torch.nn.functional.linear(z, weight)
         return out if kept is None else (out, kept)
-    if isinstance(layout, TracedLayout) and (damping is not None or _form(z) is chunked):
-        fused = weight if damping is None else None
-        out, kept = compiled.fast_weight(z, v, fused, damping=damping, gate=gate, **given), None
-    elif damping is not None:
-        of_writes: dict[str, Any] = {"damping": damping, "gate": gate, "initial_state": initial_state, "return_state": return_state}
+    if isinstance(layout, TracedLayout) and (ridge is not None or _form(z) is chunked):
+        fused = weight if ridge is None else None
+        out, kept = compiled.fast_weight(z, v, fused, ridge=ridge, gate=gate, **given), None
+    elif ridge is not None:
+        of_writes: dict[str, Any] = {"ridge": ridge, "gate": gate, "initial_state": initial_state, "return_state": return_state}
         out, kept = least_squares.fast_weight(z, v, **of_writes, **given)
     else:
         form = {"triton": triton, "chunked": chunked}.get(backend) or _form(z)
         out, kept = form.fast_weight(z, v, weight, initial_state=initial_state, return_state=return_state, **given)
-    if damping is not None and weight is not None:
+    if ridge is not None and weight is not None:
         out = out + torch.nn.functional.linear(z, weight)
     return out if kept is None else (out, kept)
 
 
-def state_rows(d: int, width: int, damping: float | None) -> int:
-    """Rows of a state whose columns are the keys' `width`: d, and with damping as many again as there are columns."""
-    return d if damping is None else d + width
+def state_rows(d: int, width: int, ridge: float | None) -> int:
+    """Rows of a state whose columns are the keys' `width`: d, and with ridge as many again as there are columns."""
+    return d if ridge is None else d + width
 
 
 def takes_weight(z: Tensor) -> bool:
@@ -156,7 +156,7 @@ def _form(x: Tensor) -> ModuleType:
     return triton if triton.preferred(x.device, x.dtype) else chunked
 
 
-def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None, damping: float | None) -> None:
+def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None, ridge: float | None) -> None:
     if z.dim() != 3 or v.dim() != 3 or z.shape[:2] != v.shape[:2]:
         raise InPlaceTTTError(f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and {list(v.shape)}.")
     if tuple(z.shape[:2]) != (layout.batch, layout.length):
@@ -168,30 +168,30 @@ def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, ini
         given = [str(x.dtype) for x in (z, v, weight) if x is not None]
         raise InPlaceTTTError(f"z, v and weight must have one dtype, got {', '.join(given)}.")
     if initial_state is not None:
-        state = [z.shape[0], state_rows(*matrix, damping), z.shape[-1]]
+        state = [z.shape[0], state_rows(*matrix, ridge), z.shape[-1]]
         if list(initial_state.shape) != state:
-            named = "[B, d, h]" if damping is None else "[B, d + h, h]"
+            named = "[B, d, h]" if ridge is None else "[B, d + h, h]"
             raise InPlaceTTTError(f"initial_state must be {named} = {state}, got {list(initial_state.shape)}.")
         if initial_state.dtype != state_dtype(z.dtype):
             raise InPlaceTTTError(f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}.")
 
 
-def _check_gate(z: Tensor, damping: float | None, gate: Tensor | None) -> None:
+def _check_gate(z: Tensor, ridge: float | None, gate: Tensor | None) -> None:
     if gate is None:
         return
-    if damping is None:
+    if ridge is None:
         raise InPlaceTTTError("gate weighs what least squares fits; with the sum of writes, give v times the gate instead.")
     if gate.shape != z.shape[:2] or not gate.is_floating_point():
         raise InPlaceTTTError(f"gate must be floating-point numbers [B, T] = {list(z.shape[:2])}, got {gate.dtype} {list(gate.shape)}.")
 
 
 def _check_norms(
-    v: Tensor, z: Tensor, clip: float | Tensor | None, damping: float | None, write_norm: WriteNorm | None, keep_norms_of: Tensor | None
+    v: Tensor, z: Tensor, clip: float | Tensor | None, ridge: float | None, write_norm: WriteNorm | None, keep_norms_of: Tensor | None
 ) -> None:
     if write_norm not in (None, "spectral"):
         raise InPlaceTTTError(f"write_norm must be 'spectral' or nothing, got {write_norm!r}.")
-    if damping is not None and (write_norm is not None or keep_norms_of is not None):
-        raise InPlaceTTTError("write_norm and keep_norms_of belong to the sum of writes; leave them out with damping.")
+    if ridge is not None and (write_norm is not None or keep_norms_of is not None):
+        raise InPlaceTTTError("write_norm and keep_norms_of belong to the sum of writes; leave them out with ridge.")
     if clip is not None and write_norm is not None:
         raise InPlaceTTTError("write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.")
     if keep_norms_of is not None and tuple(keep_norms_of.shape) != (v.shape[-1], z.shape[-1]):

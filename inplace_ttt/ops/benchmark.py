@@ -97,7 +97,7 @@ def measure(
     linear = torch.nn.functional.linear
 
     def least_squares() -> Tensor:
-        return linear(z, weight) + fast_weight(linear(z, directions), v, None, eta=_ETA, layout=layout, damping=1.0)
+        return linear(z, weight) + fast_weight(linear(z, directions), v, None, eta=_ETA, layout=layout, ridge=1.0)
 
     forms: dict[str, Callable[[], Tensor]] = {
         "linear": lambda: linear(z, weight),

@@ -45,7 +45,7 @@ def fast_weight(
     *,
     eta: float,
     layout: ChunkLayout,
-    damping: float,
+    ridge: float,
     gate: Tensor | None = None,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
@@ -55,7 +55,7 @@ def fast_weight(
 
     Arguments as in `inplace_ttt.ops.fast_weight`.
     """
-    out, state = _LeastSquares.apply(k, v, gate, initial_state, float(eta), clip, damping, layout, return_state)
+    out, state = _LeastSquares.apply(k, v, gate, initial_state, float(eta), clip, ridge, layout, return_state)
     return out, state if return_state else None
 
 
@@ -73,10 +73,10 @@ class _LeastSquares(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, initial_state: Tensor | None, eta: float, clip: float | Tensor | None,
-        damping: float, layout: ChunkLayout, return_state: bool,
+        ridge: float, layout: ChunkLayout, return_state: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.save_for_backward(k, v, gate, initial_state)
-        ctx.settings = eta, clip, damping, layout, return_state
+        ctx.settings = eta, clip, ridge, layout, return_state
         ctx.set_materialize_grads(False)
         with in_full_precision(k.device):
             return _Walk(k, v, gate, initial_state, *ctx.settings).forward()
@@ -89,11 +89,11 @@ class _LeastSquares(torch.autograd.Function):
 
 def gradients(
     d_out: Tensor | None, d_state: Tensor | None, k: Tensor, v: Tensor, gate: Tensor | None, initial_state: Tensor | None, eta: float,
-    clip: float | Tensor | None, damping: float, layout: ChunkLayout, return_state: bool,
+    clip: float | Tensor | None, ridge: float, layout: ChunkLayout, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of k, v, gate and initial_state."""
     with in_full_precision(k.device):
-        walk = _Walk(k, v, gate, initial_state, eta, clip, damping, layout, return_state)
+        walk = _Walk(k, v, gate, initial_state, eta, clip, ridge, layout, return_state)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
 
 
@@ -163,7 +163,7 @@ class _Walk:
     initial_state: Tensor | None
     eta: float
     clip: float | Tensor | None
-    damping: float
+    ridge: float
     layout: ChunkLayout
     keeps_state: bool
 
@@ -339,7 +339,7 @@ class _Walk:
         return group.start > self.layout.documents[row][number][0] or self.starts_written(number)
 
     def factor(self, sums: Tensor) -> Factor:
-        return factor(sums[:, self.d :], self.damping, self.k.dtype)
+        return factor(sums[:, self.d :], self.ridge, self.k.dtype)
 
     def operand(self, x: Tensor) -> Operand:
         """As it is multiplied beside keys and targets."""

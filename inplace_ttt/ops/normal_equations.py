@@ -48,7 +48,7 @@ class Factor:
         return product(Operand.of(half, beside), inverse).view(rows.shape)
 
 
-def factor(gram: Tensor, damping: float, beside: torch.dtype | None = None) -> Factor:
+def factor(gram: Tensor, ridge: float, beside: torch.dtype | None = None) -> Factor:
     """Of G + λI for G [..., r, r]; not a number where G is no sum of KᵀK. beside: the dtype of what is solved (default: G's).
 
     On a CPU the factor is that of a few directions more, which no key has, where it would be crowded.
@@ -60,7 +60,7 @@ def factor(gram: Tensor, damping: float, beside: torch.dtype | None = None) -> F
     lost = 8 * torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     more = 8 if not by_inverse and gram.shape[-1] % _CROWDED == 0 and gram.device.type == "cpu" else 0
     damped = pad(gram, (0, more, 0, more)) if more else gram.clone(memory_format=torch.contiguous_format)
-    damped.diagonal(dim1=-2, dim2=-1).add_((damping + lost)[..., None])
+    damped.diagonal(dim1=-2, dim2=-1).add_((ridge + lost)[..., None])
     if by_inverse:
         inverse = triton.inverse_factor(damped.view(-1, *damped.shape[-2:]))
         return Factor(Operand.of(inverse, beside or gram.dtype))
@@ -69,20 +69,20 @@ def factor(gram: Tensor, damping: float, beside: torch.dtype | None = None) -> F
     return Factor(matrix)
 
 
-def readout(state: Tensor, damping: float | None) -> Tensor:
-    """M [..., d, r], what a key is read with, of a state [..., d + r, r]; without damping, the paper's, the state itself."""
-    if damping is None:
+def readout(state: Tensor, ridge: float | None) -> Tensor:
+    """M [..., d, r], what a key is read with, of a state [..., d + r, r]; without ridge, the paper's, the state itself."""
+    if ridge is None:
         return state
     r = state.shape[-1]
     with in_full_precision(state.device):
-        return factor(state[..., -r:, :], damping).solve(state[..., :-r, :])[0]
+        return factor(state[..., -r:, :], ridge).solve(state[..., :-r, :])[0]
 
 
-def read_once(state: Tensor, keys: Tensor, damping: float) -> Tensor:
+def read_once(state: Tensor, keys: Tensor, ridge: float) -> Tensor:
     """What keys [..., n, r] read, η left out, of a state [..., d + r, r]: [..., n, d] in the state's dtype.
 
     It takes n solves where M takes d.
     """
     r = state.shape[-1]
     with in_full_precision(state.device):
-        return factor(state[..., -r:, :], damping).solve(keys)[0] @ state[..., :-r, :].mT
+        return factor(state[..., -r:, :], ridge).solve(keys)[0] @ state[..., :-r, :].mT

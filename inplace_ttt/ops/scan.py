@@ -33,13 +33,13 @@ from .precision import state_dtype
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., gate: Tensor | None = ...,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ...,
     write_norm: WriteNorm | None = ..., keep_norms_of: Tensor | None = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., damping: float | None = ..., gate: Tensor | None = ...,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ...,
     write_norm: WriteNorm | None = ..., keep_norms_of: Tensor | None = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight_across_ranks(
@@ -52,7 +52,7 @@ def fast_weight_across_ranks(
     group: ProcessGroup,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
-    damping: float | None = None,
+    ridge: float | None = None,
     gate: Tensor | None = None,
     write_norm: WriteNorm | None = None,
     keep_norms_of: Tensor | None = None,
@@ -61,18 +61,18 @@ def fast_weight_across_ranks(
     """`fast_weight` for this rank's part of each row; a collective call, also in its backward.
 
     z [B, T/P, h], v [B, T/P, d] and gate [B, T/P] are this rank's tokens; `layout` is that of whole rows. initial_state and the state
-    returned, [B, d, h], or [B, d + h, h] with damping, are whole rows' and the same on every rank; the initial state's
+    returned, [B, d, h], or [B, d + h, h] with ridge, are whole rows' and the same on every rank; the initial state's
     gradients of all ranks add up to the whole one. Raises InPlaceTTTError when a border between ranks would cut a chunk.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = layout.part(rank, ranks)
     links, links_here = _links(layout, ranks, initial_state is not None, return_state, z.device, state_dtype(z.dtype))
-    rule: dict[str, Any] = {"damping": damping, "gate": gate, "write_norm": write_norm, "keep_norms_of": keep_norms_of}
+    rule: dict[str, Any] = {"ridge": ridge, "gate": gate, "write_norm": write_norm, "keep_norms_of": keep_norms_of}
     if not links.any():  # no document crosses a border
         return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip, **rule)
     wanted = links[:, :, rank + 1].any(dim=1).tolist()
     spans = [spans[-1] if spans and wanted[row] else None for row, spans in enumerate(part.documents)]
-    if damping is None:
+    if ridge is None:
         sums = chunked.sum_of_writes(z, v, spans, layout=part, clip=clip, write_norm=write_norm)
     else:
         sums = least_squares.sum_of_writes(z, v, spans, layout=part, clip=clip, gate=gate)

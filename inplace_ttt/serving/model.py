@@ -100,9 +100,9 @@ def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
     """What is not served yet, in one sentence."""
     parallel = vllm_config.parallel_config
     refused = {
-        "keep_row_norms": config.keep_row_norms,
+        "preserve_row_norms": config.preserve_row_norms,
         "prompt_write": config.prompt_write is not None,
-        "decode_updates off": not config.decode_updates,
+        "update_on_decode off": not config.update_on_decode,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA requests": vllm_config.lora_config is not None,

@@ -26,7 +26,7 @@ def check_header(path: str | os.PathLike[str], header: Header, config: InPlaceTT
     if header.config != config.to_dict():
         raise InPlaceTTTError(f"{path} was written under another TTT config than this model's; load it into the model that wrote it.")
     if header.fingerprint != fingerprint:
-        measured = config.whitening is not None or config.standardised
+        measured = config.whitening is not None or config.normalize_targets
         raise InPlaceTTTError(
             f"{path} belongs to a model with other weights{', or was saved before what is measured on a text counted' if measured else ''} "
             f"(fingerprint {header.fingerprint[:12]}…); load it into the model that wrote it, or read its text again."

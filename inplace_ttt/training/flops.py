@@ -67,7 +67,7 @@ def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
     for d, h in fast_weight_sizes(model):
         width = config.state_shape(d, h)[1]
         of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
-        if config.damping is not None:
+        if config.ridge is not None:
             of_state = _least_squares_products(d, width, config.chunk_size, forwards)
         elif config.whitening is None and recipe.model.dtype == "float32":  # W0 + ηS is applied in one product, no more than W0's own
             of_state = (forwards + 3) * d * width

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from audit.mutations import Mutation
-from inplace_ttt import DeltaClip, KeyWhitening
+from inplace_ttt import KeyWhitening, UpdateClip
 from inplace_ttt.calibration import calibrate
 from inplace_ttt.layer.buffers import State
 from inplace_ttt.layer.fast_linear import FastWeight
@@ -24,22 +24,22 @@ from inplace_ttt.ops.least_squares import _Walk
 from inplace_ttt.surgery import fast_weights
 
 Patch = pytest.MonkeyPatch
-RAW: dict[str, Any] = {"rule": "least_squares", "damping": 0.03}
+RAW: dict[str, Any] = {"update_rule": "ridge", "ridge": 0.03}
 COMPACT: dict[str, Any] = {**RAW, "eta": 2.0, "whitening": KeyWhitening(rank=0.75)}
 GATED: dict[str, Any] = {**COMPACT, "write_gate": True}
-CLIPPED: dict[str, Any] = {**RAW, "clip": DeltaClip(0.05, relative=True)}
+CLIPPED: dict[str, Any] = {**RAW, "clip": UpdateClip(0.05, relative=True)}
 
 
 # The rule as a plain loop under autograd, with a fault.
 
 
-def solved(total: Tensor, gram: Tensor, damping: float) -> Tensor:
-    return torch.linalg.solve(gram + damping * torch.eye(len(gram), dtype=gram.dtype), total.T).T
+def solved(total: Tensor, gram: Tensor, ridge: float) -> Tensor:
+    return torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), total.T).T
 
 
 def loop(
     *,
-    damped: Callable[[float, int, int], float] = lambda damping, chunk, tokens: damping,
+    damped: Callable[[float, int, int], float] = lambda ridge, chunk, tokens: ridge,
     read: Callable[[Tensor, Tensor, float], Tensor] = solved,
     read_with: Callable[[Tensor], Tensor] = lambda keys: keys,
     accumulates: bool = True,
@@ -51,7 +51,7 @@ def loop(
     """
 
     def op(
-        z: Tensor, v: Tensor, weight: None, *, eta: float, layout: ChunkLayout, damping: float, clip: Any,
+        z: Tensor, v: Tensor, weight: None, *, eta: float, layout: ChunkLayout, ridge: float, clip: Any,
         initial_state: Tensor | None = None, return_state: bool = False, **none: Any,
     ) -> Any:  # fmt: skip
         rows, states, (d, r) = [], [], (v.shape[-1], z.shape[-1])
@@ -69,7 +69,7 @@ def loop(
                     keys, values, whole = z[row, start:end], v[row, start:end], layout.is_complete((start, end))
                     own = keys.mT @ keys
                     seen = gram + own if inclusive and whole else gram
-                    parts.append(eta * read_with(keys) @ read(total, seen, damped(damping, layout.chunk_size, start - begin)).mT)
+                    parts.append(eta * read_with(keys) @ read(total, seen, damped(ridge, layout.chunk_size, start - begin)).mT)
                     if whole:
                         total, gram = total + values.mT @ keys, gram + own if accumulates else own
                 out = torch.cat([*parts, out[stop:]])
@@ -80,16 +80,16 @@ def loop(
     return lambda patch: patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", op)
 
 
-def times_chunk(damping: float, chunk: int, tokens: int) -> float:
-    return damping * chunk
+def times_chunk(ridge: float, chunk: int, tokens: int) -> float:
+    return ridge * chunk
 
 
-def plus_tokens(damping: float, chunk: int, tokens: int) -> float:
-    return damping + tokens / 1e3
+def plus_tokens(ridge: float, chunk: int, tokens: int) -> float:
+    return ridge + tokens / 1e3
 
 
-def half_solved(total: Tensor, gram: Tensor, damping: float) -> Tensor:
-    factor = torch.linalg.cholesky(gram + damping * torch.eye(len(gram), dtype=gram.dtype))
+def half_solved(total: Tensor, gram: Tensor, ridge: float) -> Tensor:
+    factor = torch.linalg.cholesky(gram + ridge * torch.eye(len(gram), dtype=gram.dtype))
     return torch.linalg.solve_triangular(factor, total.T, upper=False).T
 
 
@@ -114,7 +114,7 @@ def other_damping(factor: float) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         real = normal_equations.factor
         for module in (least_squares, normal_equations):
-            patch.setattr(module, "factor", lambda gram, damping, beside=None: real(gram, factor * damping, beside))
+            patch.setattr(module, "factor", lambda gram, ridge, beside=None: real(gram, factor * ridge, beside))
 
     return plant
 
@@ -216,7 +216,7 @@ def reset_keeps_gram(patch: Patch) -> None:
         state = self.state
         real(self)
         if state is not None:
-            self._state = State(state - without_gram(state), self.damping)
+            self._state = State(state - without_gram(state), self.ridge)
 
     real = FastWeightStream.reset
     patch.setattr(FastWeightStream, "reset", reset)
@@ -258,7 +258,7 @@ def centred_for_w0_too(patch: Patch) -> None:
 
 def later_layer_damped_more(model: PreTrainedModel) -> None:
     layer = fast_weights(model)[6]
-    layer._settings = lambda: {**FastWeight._settings(layer), "damping": 0.05}  # type: ignore[method-assign]
+    layer._settings = lambda: {**FastWeight._settings(layer), "ridge": 0.05}  # type: ignore[method-assign]
 
 
 def gate_of_targets_alone(patch: Patch) -> None:
@@ -301,7 +301,7 @@ EXTENSION: tuple[Mutation, ...] = (
     Mutation("G goes on into the next document", "document-reset", plant=gram_over_documents, settings=RAW),
     Mutation("padding is in G", "padding", plant=gram_of_padding, settings=COMPACT),
     Mutation("G of the first row for every row", "rows", plant=writing(gram_of_the_first_row), settings=RAW),
-    Mutation("G in bf16", "state-precision", plant=writing(rounded_gram), settings={**COMPACT, "damping": 1.0}),
+    Mutation("G in bf16", "state-precision", plant=writing(rounded_gram), settings={**COMPACT, "ridge": 1.0}),
     Mutation("the clip leaves G out", "clip-inference", plant=writing(unclipped_gram), settings=CLIPPED),
     Mutation("a stream reads with the map of before", "chunked-prefill", plant=stale_map, settings=COMPACT),
     Mutation("a reset keeps G", "stream-reset", plant=reset_keeps_gram, settings=RAW),

@@ -14,7 +14,7 @@ from models import seven_layers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, surgery
+from inplace_ttt import InPlaceTTTConfig, UpdateClip, surgery
 from inplace_ttt.audit import Report, audit_model
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
@@ -166,7 +166,7 @@ def reset_keeps_the_open_chunk(patch: Patch) -> None:
 
 def generated_tokens_dropped(patch: Patch) -> None:
     def advance(self: FastWeightStream, *args: Any, **kwargs: Any) -> Tensor:
-        self.decode_updates = False
+        self.update_on_decode = False
         return real(self, *args, **kwargs)
 
     real = FastWeightStream.advance
@@ -320,7 +320,7 @@ def reading_moves_the_embeddings(model: PreTrainedModel) -> None:
     model.get_input_embeddings().register_forward_hook(hook)
 
 
-TIGHT = {"clip": DeltaClip(0.05, relative=True)}
+TIGHT = {"clip": UpdateClip(0.05, relative=True)}
 
 PRODUCT: tuple[Mutation, ...] = (
     Mutation("the state is added to W0 in place", "state-place", plant=reading_moves_w0),
@@ -341,7 +341,7 @@ PRODUCT: tuple[Mutation, ...] = (
     Mutation("the clip holds in training too", "clip-training", plant=clip_in_training_too, settings=TIGHT),
     Mutation("the clip bounds the largest entry", "clip-inference", plant=clip_by_largest_entry, settings=TIGHT),
     Mutation("the clip bounds the sum of deltas", "clip-scope", plant=clip_on_the_sum, settings=TIGHT),
-    Mutation("τ = 1e-5 on the whole matrix", "clip-effect", settings={"clip": DeltaClip(1e-5)}, sound=False),
+    Mutation("τ = 1e-5 on the whole matrix", "clip-effect", settings={"clip": UpdateClip(1e-5)}, sound=False),
     Mutation("padding is written", "padding", plant=padding_written),
     Mutation("the second row has no memory", "rows", plant=second_row_without_memory),
     Mutation("one weight for a whole prefill call", "chunked-prefill", plant=one_weight_a_call),

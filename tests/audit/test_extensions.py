@@ -6,7 +6,7 @@ from models import seven_layers
 
 from audit.extension_mutations import CLIPPED, COMPACT, EXTENSION, RAW
 from audit.mutations import Mutation, expected
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, convert
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, UpdateClip, convert
 from inplace_ttt.audit import audit_model
 
 BEYOND = ["loss-sum", "no-normalisation", "plain-sum", "keys", "least-squares", "eta", "start-projection", "extensions"]
@@ -35,12 +35,12 @@ def test_the_compact_preset_is_an_extension(profile: str) -> None:
     [
         (1, RAW),
         (2, CLIPPED),
-        (4, {**COMPACT, "damping": 1e-3}),
-        (5, {**COMPACT, "damping": 3.0, "whitening": KeyWhitening(rank=16)}),
-        (6, {**COMPACT, "whitening": KeyWhitening(rank=1), "clip": DeltaClip(1e-2)}),
-        (8, {"whitening": KeyWhitening(rank=16), "standardised": True}),
+        (4, {**COMPACT, "ridge": 1e-3}),
+        (5, {**COMPACT, "ridge": 3.0, "whitening": KeyWhitening(rank=16)}),
+        (6, {**COMPACT, "whitening": KeyWhitening(rank=1), "clip": UpdateClip(1e-2)}),
+        (8, {"whitening": KeyWhitening(rank=16), "normalize_targets": True}),
         (7, {**COMPACT, "write_gate": True}),
-        (10, {**COMPACT, "write_gate": True, "clip": DeltaClip(0.05, relative=True)}),
+        (10, {**COMPACT, "write_gate": True, "clip": UpdateClip(0.05, relative=True)}),
         (9, {"whitening": KeyWhitening(rank=3), "conv": "causal"}),
     ],
     ids=str,

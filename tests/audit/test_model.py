@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError, calibrate, convert, revert
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, UpdateClip, calibrate, convert, revert
 from inplace_ttt.attention_window import set_attention_window
 from inplace_ttt.audit import Declaration, audit_model, auditor, catalogue
 from inplace_ttt.audit.catalogue import METHOD
@@ -47,7 +47,7 @@ def test_other_families(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_everything_is_put_back(dtype: torch.dtype) -> None:
     """Values, storages, dtypes, modes, settings, hooks and the generator of random numbers."""
-    model = converted("llama", dtype=dtype, clip=DeltaClip(0.5)).train()
+    model = converted("llama", dtype=dtype, clip=UpdateClip(0.5)).train()
     model.model.layers[0].mlp.eval()
     ids = random_ids(1, 30)
     before, pointers = bits(model), [p.data_ptr() for p in model.parameters()]
@@ -92,11 +92,11 @@ def test_declared_and_stale() -> None:
 
 
 def test_a_setting_of_its_own_is_seen() -> None:
-    assert audit_model(converted("llama", decode_updates=False))["generated-tokens"].outcome.found == "generated tokens do not write"
-    report = audit_model(converted("llama", clip=DeltaClip(0.1, relative=True)))
+    assert audit_model(converted("llama", update_on_decode=False))["generated-tokens"].outcome.found == "generated tokens do not write"
+    report = audit_model(converted("llama", clip=UpdateClip(0.1, relative=True)))
     assert report["clip-inference"].verdict == "extension" and report["clip-scope"].verdict == "conforms"
     assert report["clip-effect"].verdict == "conforms"
-    report = audit_model(converted("llama", clip=DeltaClip(1e-5, when="always")))
+    report = audit_model(converted("llama", clip=UpdateClip(1e-5, mode="always")))
     assert [id for id in report.undeclared if id not in TINY] == ["clip-training", "clip-effect"]
     assert report["clip-inference"].verdict == "conforms" and "leaves nothing to see" in report["clip-effect"].outcome.found
     report = audit_model(converted("llama", eta=[0.5, 2.0]))
@@ -163,7 +163,7 @@ def test_a_later_layer_that_reads_nothing() -> None:
 def test_a_relative_clip_by_another_norm_in_a_later_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     right = FastWeight.w0_norm
     monkeypatch.setattr(FastWeight, "w0_norm", lambda layer: right(layer) * (10 if layer.fast.layer else 1))
-    report = audit_model(converted("llama", clip=DeltaClip(0.1, relative=True)))
+    report = audit_model(converted("llama", clip=UpdateClip(0.1, relative=True)))
     assert [id for id in report.undeclared if id not in TINY] == ["every-layer"]
 
 
@@ -177,7 +177,7 @@ def test_a_prompt_that_is_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_spectral_writes_in_half_precision() -> None:
     """Which no P makes larger: they are small beside the rounding of outputs."""
-    model = converted("llama", target="hidden_states", conv="next", write_norm="spectral", keep_row_norms=True, eta=0.02)
+    model = converted("llama", target="hidden_states", conv="next", write_norm="spectral", preserve_row_norms=True, eta=0.02)
     assert declared_rule(WholeModel(model.to(torch.bfloat16)), None).verdict == "conforms"
 
 
@@ -200,7 +200,7 @@ def test_a_four_bit_base(tmp_path: Path) -> None:
     report = audit_model(convert(quantised, InPlaceTTTConfig(layers=(0, 2))))
     assert report.undeclared == ["layer-spacing"]
     assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == ["fast-tensor", "reset-keeps-training"]
-    compact = {"rule": "least_squares", "damping": 0.03, "whitening": {"rank": 0.5}}
+    compact = {"update_rule": "ridge", "ridge": 0.03, "whitening": {"rank": 0.5}}
     model = convert(revert(quantised), InPlaceTTTConfig(layers=(0, 2), **compact))
     calibrate(model, [random_ids(1, 64)])
     report = audit_model(model)

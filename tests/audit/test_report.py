@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from models import converted
 
-from inplace_ttt import DeltaClip
+from inplace_ttt import UpdateClip
 from inplace_ttt.audit import Declaration, Outcome, Report, audit_model
 from inplace_ttt.training.audit import write_report
 
@@ -18,7 +18,7 @@ from inplace_ttt.training.audit import write_report
 @pytest.fixture(scope="module")
 def report() -> Report:
     declared = [Declaration("layer-spacing", "three layers | a test"), Declaration("sign", "long mended")]
-    return audit_model(converted("llama", clip=DeltaClip(1e-5)), declared=declared)
+    return audit_model(converted("llama", clip=UpdateClip(1e-5)), declared=declared)
 
 
 def test_json_holds_the_contract(report: Report) -> None:

@@ -24,11 +24,11 @@ from inplace_ttt.surgery import disable_ttt, fast_weights
 COMPACT = {
     "layers": (0, 2),
     "chunk_size": 8,
-    "whitening": KeyWhitening(ridge=1e-6),
-    "standardised": True,
+    "whitening": KeyWhitening(shrinkage=1e-6),
+    "normalize_targets": True,
     "calibrated_proj": True,
-    "rule": "least_squares",
-    "damping": 1.0,
+    "update_rule": "ridge",
+    "ridge": 1.0,
 }
 
 
@@ -120,7 +120,7 @@ def test_a_low_rank_whitens_the_largest_directions() -> None:
     values = torch.tensor([100.0, 25.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     turn, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     sigma = turn @ values.diag() @ turn.T
-    found = whitened(Directions(values[:2], turn[:, :2], float(values.sum()), torch.zeros(6)), ridge=1e-9)
+    found = whitened(Directions(values[:2], turn[:, :2], float(values.sum()), torch.zeros(6)), shrinkage=1e-9)
     assert distance(found @ sigma @ found.T, torch.eye(2, dtype=torch.float64) / 2) < 1e-6
     assert float((found @ turn[:, 2:]).abs().max()) < 1e-6
 
@@ -143,11 +143,11 @@ def base(tmp_path: Path) -> Path:
 def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text(text(400))
     arguments = ["--preset", "compact", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
-    arguments += ["--set", "whitening.rank=5", "--set", "damping=0.5"]
+    arguments += ["--set", "whitening.rank=5", "--set", "ridge=0.5"]
     assert cli.main(["convert", str(base), str(tmp_path / "full"), *arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["identity"]["max_abs_logit_diff"] == 0 and result["new_parameters"] == 2 * (32 * 5 + 32 * 32)
-    assert result["config"]["whitening"] == {"rank": 5, "ridge": 0.1} and result["config"]["damping"] == 0.5
+    assert result["config"]["whitening"] == {"rank": 5, "shrinkage": 0.1} and result["config"]["ridge"] == 0.5
     model = load(tmp_path / "full")
     assert all(layer.ttt.keys.directions.shape == (5, 64) and float(layer.ttt.gain) > 0 for layer in fast_weights(model).values())
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
         for row in rows:
             with disable_ttt(model), seeing(model) as seen:
                 model(row)
-                ahead = fast_weights(model)[layer].ttt.standardise(seen[layer].source)[:, 1:]
+                ahead = fast_weights(model)[layer].ttt.normalize_source(seen[layer].source)[:, 1:]
             extra = torch.nn.functional.pad(step * ahead @ proj, (0, 0, 0, 1))
             handle = fast_weights(model)[layer].register_forward_hook(lambda m, args, out, extra=extra: out + extra)
             with disable_ttt(model):

@@ -178,7 +178,7 @@ def test_export_refuses_what_the_format_cannot_hold(
     assert reason in said and ("inplace-ttt export:" in said) == bool(reason)
 
 
-LEAST_SQUARES = {"rule": "least_squares", "damping": 1.0}
+LEAST_SQUARES = {"update_rule": "ridge", "ridge": 1.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "layers": {"layers": (2,)},
     "chunk_size": {"chunk_size": 16},
@@ -186,18 +186,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "target": {"target": "hidden_states"},
     "conv": {"conv": "causal"},
     "kernel_size": {"kernel_size": 3},
-    "clip": {"clip": {"tau": 1.0}},
+    "clip": {"clip": {"max_norm": 1.0}},
     "detach_target": {"detach_target": True},
-    "decode_updates": {"decode_updates": False},
+    "update_on_decode": {"update_on_decode": False},
     "rule": LEAST_SQUARES,
-    "damping": LEAST_SQUARES,
+    "ridge": LEAST_SQUARES,
     "whitening": {"whitening": {"rank": 8}},
     "write_gate": {**LEAST_SQUARES, "whitening": {"rank": 8}, "write_gate": True},
-    "standardised": {"standardised": True},
+    "normalize_targets": {"normalize_targets": True},
     "calibrated_proj": {"calibrated_proj": True},
     "proj_init": {"proj_init": "identity"},
     "write_norm": {"write_norm": "spectral"},
-    "keep_row_norms": {"keep_row_norms": True},
+    "preserve_row_norms": {"preserve_row_norms": True},
     "prompt_write": {"conv": "next", "prompt_write": {}},
 }
 """Each setting at another value than the default, with what that needs."""

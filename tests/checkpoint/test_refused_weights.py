@@ -22,10 +22,10 @@ from inplace_ttt.checkpoint.reading import kinds
 from inplace_ttt.config_tables import KeyWhitening
 
 EXTENSIONS: dict[str, Any] = {
-    "rule": "least_squares",
-    "damping": 1.0,
+    "update_rule": "ridge",
+    "ridge": 1.0,
     "whitening": KeyWhitening(rank=8),
-    "standardised": True,
+    "normalize_targets": True,
     "write_gate": True,
 }
 CONFIG = InPlaceTTTConfig(layers=(0, 2), chunk_size=7, **EXTENSIONS)
@@ -122,7 +122,7 @@ def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--set", "standardised=true"], ["--set", "calibrated_proj=true"], ["--preset", "compact"]], ids=str
+    "options", [[], ["--set", "normalize_targets=true"], ["--set", "calibrated_proj=true"], ["--preset", "compact"]], ids=str
 )
 @pytest.mark.parametrize("number", ["nan", "inf"])
 def test_a_base_holds_what_is_no_number(number: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

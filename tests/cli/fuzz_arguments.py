@@ -11,7 +11,7 @@ NASTY = (
     *("/dev/null", "/dev/zero", "/dev/full", "/", ".", "..", "../../..", "/proc/self/mem", "nobody/nothing", "https://example.org/x"),
     *("cuda", "cuda:7", "cuda:-1", "meta", "cpu:3", "float8_e4m3fn", "int8", "complex64", "bool"),
     *("[", "{", "=", "a=b", "a.b=[", "&a [*a]", "eta=.nan", "layers=[[[]]]", "x.y.z=1", "whitening.rank=1e400", "chunk_size=" + "9" * 5000),
-    *("kernel_size=99999999", "eta=1e30", "damping=1e-320", "rule=[]", "model.config.vocab_size=1e12", "data.sequence_length=1e15"),
+    *("kernel_size=99999999", "eta=1e30", "ridge=1e-320", "update_rule=[]", "model.config.vocab_size=1e12", "data.sequence_length=1e15"),
     "optimisation.seed=-1",
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from families import build
 from models import converted, random_ids
 from torch import Tensor, nn
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
+from inplace_ttt import InPlaceTTTConfig, UpdateClip, convert
 from inplace_ttt.diagnostics.gradients import Rates
 from inplace_ttt.layer import fast_linear
 from inplace_ttt.layer.fast_linear import FastWeight
@@ -286,8 +286,8 @@ NEW: dict[str, Sick] = {
 
 
 SICK: dict[str, Sick] = {
-    "clip in training": Sick("clip-saturated", lambda: healthy(clip=DeltaClip(1e-5, when="always"))),
-    "clip at the paper's start": Sick("clip-saturated", lambda: at_the_papers_start(clip=DeltaClip(1e-12, when="always"))),
+    "clip in training": Sick("clip-saturated", lambda: healthy(clip=UpdateClip(1e-5, mode="always"))),
+    "clip at the paper's start": Sick("clip-saturated", lambda: at_the_papers_start(clip=UpdateClip(1e-12, mode="always"))),
     "rows of one chunk": Sick("one-chunk", healthy, batch=lambda: rows(CHUNK)),
     "conv and P both zero": Sick("zero-times-zero", lambda: changed(zero)),
     "eta 1e-6": Sick("eta-too-small", lambda: healthy(eta=1e-6)),

@@ -13,7 +13,7 @@ from models import CHUNK, converted, random_ids
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from inplace_ttt import DeltaClip, InPlaceTTTError, Session
+from inplace_ttt import InPlaceTTTError, Session, UpdateClip
 from inplace_ttt.config import KeyWhitening
 from inplace_ttt.diagnostics import plots
 from inplace_ttt.diagnostics.diagnosis import Diagnosis, diagnose
@@ -51,7 +51,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("start", [lambda: healthy(clip=DeltaClip(1e-5, when="always")), lambda: at_the_papers_start(detach_target=True)])
+@pytest.mark.parametrize("start", [lambda: healthy(clip=UpdateClip(1e-5, mode="always")), lambda: at_the_papers_start(detach_target=True)])
 def test_nothing_is_left_behind(start: Any, training: bool) -> None:
     """Parameters, `.grad`, requires_grad, modes, hooks, settings and the generator, through every kind of ablation."""
     model = start().train(training)
@@ -228,7 +228,7 @@ def test_a_layers_share_is_of_conv_and_p(found: Diagnosis) -> None:
 
 
 def test_what_least_squares_read_is_no_sum_of_writes() -> None:
-    model = converted("llama", layers=(0,), rule="least_squares", damping=0.5)
+    model = converted("llama", layers=(0,), update_rule="ridge", ridge=0.5)
     lost = diagnose(model, {"input_ids": random_ids(1, 17)}).measured.writes[0].lost
     assert lost.state is None and lost.weight is not None
 
@@ -315,7 +315,7 @@ def test_a_model_that_is_not_converted() -> None:
         diagnose(nn.Linear(3, 3), rows())
 
 
-LEAST_SQUARES = {"rule": "least_squares", "damping": 0.5}
+LEAST_SQUARES = {"update_rule": "ridge", "ridge": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_writes_are_those_that_were_made(options: dict[str, Any]) -> None:
     session = Session(model)
     session.read(ids)
     for index, layer in fast_weights(model).items():
-        read = readout(streams(session.cache)[index].state[0], layer.fast.config.damping)
+        read = readout(streams(session.cache)[index].state[0], layer.fast.config.ridge)
         weight = layer.eta * (read if layer.ttt.keys is None else read @ layer.ttt.keys.directions)
         ratio = float(weight.norm() / layer.weight.detach().norm())
         assert found[index].state_ratio == pytest.approx(ratio, rel=1e-3) and found[index].chunks == 5

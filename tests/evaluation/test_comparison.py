@@ -25,7 +25,7 @@ from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.passages import Passage
 
 LENGTH = 6 * CHUNK + 3
-COMPACT = {"whitening": KeyWhitening(), "rule": "least_squares", "damping": 0.5, "standardised": True, "eta": 3.0}
+COMPACT = {"whitening": KeyWhitening(), "update_rule": "ridge", "ridge": 0.5, "normalize_targets": True, "eta": 3.0}
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ class reading:
     def __enter__(self) -> None:
         def add(layer, args, out):
             state = self.states.get(layer.fast.layer)
-            read = None if state is None else readout(state[0], layer.fast.config.damping).to(out.dtype)
+            read = None if state is None else readout(state[0], layer.fast.config.ridge).to(out.dtype)
             return out if read is None else out + layer.eta * linear(layer.keys(args[0]), read)
 
         self.handles = [layer.register_forward_hook(add) for layer in self.layers.values()]

@@ -11,18 +11,18 @@ from models import COMPACT, converted, distance, logits, random_ids
 from torch import Tensor, nn
 
 from inplace_ttt import InPlaceTTTError, disable_ttt
-from inplace_ttt.config import DeltaClip, KeyWhitening
+from inplace_ttt.config import KeyWhitening, UpdateClip
 from inplace_ttt.surgery import fast_weights
 
 IDS = random_ids(2, 40)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "relative clip": {"clip": DeltaClip(0.02, relative=True, when="always")},
-    "whitened keys, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
+    "relative clip": {"clip": UpdateClip(0.02, relative=True, mode="always")},
+    "whitened keys, hidden states": {"whitening": KeyWhitening(4), "normalize_targets": True, "target": "hidden_states", "eta": 3.0},
     "least squares": COMPACT,
 }
 
 
-NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "keep_row_norms": True, "eta": 0.2}
+NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
 
 
 def _padded_left() -> Tensor:

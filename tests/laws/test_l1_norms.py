@@ -107,7 +107,7 @@ def test_eta_zero_reads_w0() -> None:
 
 
 REFUSED = {
-    "leave them out with damping": {"damping": 0.5, "write_norm": "spectral"},
+    "leave them out with ridge": {"ridge": 0.5, "write_norm": "spectral"},
     "leaves a clip nothing to bound": {"clip": 1.0, "write_norm": "spectral"},
     "must be W0": {"keep_norms_of": torch.zeros(H, D)},
     "must be 'spectral'": {"write_norm": "frobenius"},

@@ -37,7 +37,7 @@ def layout_of(name: str, chunk_size: int) -> ChunkLayout:
 
 
 def inputs(
-    layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, damping: float | None = None, gated: bool = False
+    layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, ridge: float | None = None, gated: bool = False
 ) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(3)
     shape = (layout.batch, layout.length)
@@ -47,7 +47,7 @@ def inputs(
     made = {name: x.to(dtype) for name, x in made.items()}
     if start:
         state = torch.randn(layout.batch, D, H, generator=g, dtype=torch.float64)
-        if damping is not None:
+        if ridge is not None:
             keys = torch.randn(layout.batch, 2 * H, H, generator=g, dtype=torch.float64)
             state = torch.cat([state, keys.mT @ keys], dim=1)
         made["initial_state"] = state.to(state_dtype(dtype))
@@ -89,9 +89,9 @@ def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.
 
 def check_least_squares(layout: ChunkLayout, dtype: torch.dtype, case: tuple[str, bool, bool, bool], gated: bool) -> None:
     clip, start, keep, w0 = case
-    given = inputs(layout, dtype, start, w0, damping=0.5, gated=gated)
-    expected = run("reference", layout, given, CLIPS[clip], keep, damping=0.5)
-    found = run("auto", layout, given, CLIPS[clip], keep, damping=0.5)
+    given = inputs(layout, dtype, start, w0, ridge=0.5, gated=gated)
+    expected = run("reference", layout, given, CLIPS[clip], keep, ridge=0.5)
+    found = run("auto", layout, given, CLIPS[clip], keep, ridge=0.5)
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
@@ -136,13 +136,13 @@ def test_least_squares_is_the_best_map(tokens: int) -> None:
     layout = ChunkLayout.from_lengths([[tokens + 1]], 1)
     given = inputs(layout, torch.float64, start=False, w0=False)
     z, v = (given[name][0].detach() for name in ("z", "v"))
-    for damping in (1e-9, 0.3):
-        out = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, damping=damping).detach()[0, -1]
-        rows = torch.cat([z[:-1], damping**0.5 * torch.eye(H, dtype=z.dtype)])
+    for ridge in (1e-9, 0.3):
+        out = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, ridge=ridge).detach()[0, -1]
+        rows = torch.cat([z[:-1], ridge**0.5 * torch.eye(H, dtype=z.dtype)])
         best = torch.linalg.lstsq(rows, torch.cat([v[:-1], torch.zeros(H, D, dtype=v.dtype)])).solution
         assert distance(out, ETA * (z[-1] @ best)) < 1e-6
     if tokens < H:
-        state = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, damping=1e-9, return_state=True)[1][0].detach()
+        state = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, ridge=1e-9, return_state=True)[1][0].detach()
         assert distance(z[:-1] @ readout(state, 1e-9).T, v[:-1]) < 1e-6
 
 
@@ -151,9 +151,9 @@ def test_a_gate_counts_tokens() -> None:
     layout = ChunkLayout.from_lengths([[10]], 9)
     given = inputs(layout, torch.float64, start=False, w0=False)
     gate = torch.tensor([[1.0, 2.0, 0.0, 1.0, 1.0, 2.0, 1.0, 0.0, 1.0, 1.0]])
-    found = fast_weight(**given, weight=None, eta=ETA, layout=layout, damping=0.3, gate=gate)[0, -1]
+    found = fast_weight(**given, weight=None, eta=ETA, layout=layout, ridge=0.3, gate=gate)[0, -1]
     as_often = {name: x[:, [0, 1, 1, 3, 4, 5, 5, 6, 8, 9]] for name, x in given.items()}
-    assert distance(found, fast_weight(**as_often, weight=None, eta=ETA, layout=layout, damping=0.3)[0, -1]) < 1e-10
+    assert distance(found, fast_weight(**as_often, weight=None, eta=ETA, layout=layout, ridge=0.3)[0, -1]) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -166,7 +166,7 @@ def test_a_gates_gradient_is_exact_in_half_precision(d: int, r: int, dtype: torc
     for wide in (torch.float32, dtype):
         gate = torch.linspace(0, 2, 512)[None].requires_grad_()
         z, v, cotangent = (x.to(wide) for x in made)
-        read = fast_weight(z, v, None, eta=ETA, layout=layout, damping=0.01, gate=gate)
+        read = fast_weight(z, v, None, eta=ETA, layout=layout, ridge=0.01, gate=gate)
         found += torch.autograd.grad(read, gate, cotangent)
     assert float((found[1] - found[0]).norm()) < torch.finfo(dtype).eps * float(found[0].norm())
 
@@ -174,7 +174,7 @@ def test_a_gates_gradient_is_exact_in_half_precision(d: int, r: int, dtype: torc
 def test_much_damping_is_the_papers_rule() -> None:
     layout = ChunkLayout.from_lengths([[9]], 3)
     given = inputs(layout, torch.float64, start=False, w0=False)
-    found = fast_weight(**given, weight=None, eta=ETA * 1e8, layout=layout, damping=1e8).detach()
+    found = fast_weight(**given, weight=None, eta=ETA * 1e8, layout=layout, ridge=1e8).detach()
     assert distance(found, fast_weight(**given, weight=None, eta=ETA, layout=layout).detach()) < 1e-6
 
 
@@ -183,17 +183,17 @@ def test_one_sentence_without_end_hides_no_damping() -> None:
     layout = ChunkLayout.from_lengths([[40_001]], 100)
     z, v = (torch.randn(1, 4, width, generator=torch.Generator().manual_seed(1)) for width in (H, D))
     z, v = (x.repeat(1, 10_001, 1)[:, :40_001] for x in (z, v))
-    out = fast_weight(z, v, None, eta=1.0, layout=layout, damping=1e-6)
+    out = fast_weight(z, v, None, eta=1.0, layout=layout, ridge=1e-6)
     assert distance(out[0, 40_000], v[0, 40_000]) < 0.01
 
 
 def test_a_sum_that_is_no_gram_is_not_a_number() -> None:
     """Where float32 finds no factor, what is read must not look like a number."""
     layout = ChunkLayout.from_lengths([[2]], 1)
-    given = inputs(layout, torch.float32, start=True, w0=False, damping=0.5)
+    given = inputs(layout, torch.float32, start=True, w0=False, ridge=0.5)
     state = given["initial_state"].detach().clone()
     state[0, -H:] = -torch.eye(H)
-    out = fast_weight(given["z"][:1], given["v"][:1], None, eta=ETA, layout=layout, damping=0.5, initial_state=state[:1])
+    out = fast_weight(given["z"][:1], given["v"][:1], None, eta=ETA, layout=layout, ridge=0.5, initial_state=state[:1])
     assert out.isnan().all()
 
 
@@ -207,11 +207,11 @@ def test_the_table_bites() -> None:
     assert distance(run("reference", layout, given, CLIPS["loose"], keep=True)["out"], free["out"]) == 0
     for clip in ("biting", "tensor"):
         assert distance(run("reference", layout, given, CLIPS[clip], keep=True)["out"], free["out"]) > 0.1
-    squares = inputs(layout, torch.float64, start=True, w0=True, damping=0.5)
-    fitted = run("reference", layout, squares, None, keep=True, damping=0.5)["out"]
+    squares = inputs(layout, torch.float64, start=True, w0=True, ridge=0.5)
+    fitted = run("reference", layout, squares, None, keep=True, ridge=0.5)["out"]
     assert distance(fitted, free["out"]) > 0.1
-    assert distance(run("reference", layout, squares, 0.4, keep=True, damping=0.5)["out"], fitted) > 0.05
-    assert distance(run("reference", layout, squares, None, keep=True, damping=3.0)["out"], fitted) > 0.05
+    assert distance(run("reference", layout, squares, 0.4, keep=True, ridge=0.5)["out"], fitted) > 0.05
+    assert distance(run("reference", layout, squares, None, keep=True, ridge=3.0)["out"], fitted) > 0.05
     del given["initial_state"]
     assert distance(run("reference", layout, given, None, keep=True)["out"], free["out"]) > 0.1
 
@@ -283,13 +283,13 @@ def test_gradients_through_the_target(documents: str, conv: str, kernel_size: in
             assert distance(found, expected) < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("damping", [None, 0.5], ids=["sum", "least squares"])
+@pytest.mark.parametrize("ridge", [None, 0.5], ids=["sum", "least squares"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_every_output_is_written(documents: str, damping: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_output_is_written(documents: str, ridge: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
     layout = layout_of(documents, 3)
-    cases = [(inputs(layout, torch.float64, start, w0, damping), clip, keep) for clip, start, keep, w0 in CASES]
-    expected = [run("chunked", layout, given, CLIPS[clip], keep, damping=damping) for given, clip, keep in cases]
+    cases = [(inputs(layout, torch.float64, start, w0, ridge), clip, keep) for clip, start, keep, w0 in CASES]
+    expected = [run("chunked", layout, given, CLIPS[clip], keep, ridge=ridge) for given, clip, keep in cases]
     ttt, x = target("lookahead", 5, torch.float64), cases[0][0]["v"]
     expected_target = ttt(x, layout)
 
@@ -301,7 +301,7 @@ def test_every_output_is_written(documents: str, damping: float | None, monkeypa
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(Tensor, name, poisoned(getattr(Tensor, name)))
     for (given, clip, keep), values in zip(cases, expected, strict=True):
-        for name, value in run("chunked", layout, given, CLIPS[clip], keep, damping=damping).items():
+        for name, value in run("chunked", layout, given, CLIPS[clip], keep, ridge=ridge).items():
             assert torch.equal(value, values[name]), name
     assert torch.equal(ttt(x, layout), expected_target)
 
@@ -326,7 +326,7 @@ REFUSED = {
     "initial_state must be [B, d, h] = [1, 5, 6]": {"initial_state": torch.zeros(2, D, H)},
     "initial_state must be torch.float32": {"initial_state": torch.zeros(1, D, H, dtype=torch.float64)},
     "gate weighs what least squares fits; with the sum of writes": {"gate": torch.ones(1, 5)},
-    "gate must be floating-point numbers [B, T] = [1, 5], got torch.float32 [1, 4]": {"gate": torch.ones(1, 4), "damping": 0.5},
+    "gate must be floating-point numbers [B, T] = [1, 5], got torch.float32 [1, 4]": {"gate": torch.ones(1, 4), "ridge": 0.5},
     "backend 'fast' does not exist; choose": {"backend": "fast"},
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import DynamicCache
 from upstream import needs
 
-from inplace_ttt import DeltaClip, InPlaceTTTError, KeyWhitening, Session, disable_ttt
+from inplace_ttt import InPlaceTTTError, KeyWhitening, Session, UpdateClip, disable_ttt
 from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import fast_weights
 
@@ -31,25 +31,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal, even kernel": {"conv": "causal", "kernel_size": 4},
     "pointwise": {"kernel_size": 1},
     "kernel longer than a chunk": {"kernel_size": 17},
-    "absolute clip": {"clip": DeltaClip(0.05)},
-    "relative clip": {"clip": DeltaClip(0.02, relative=True, when="always")},
+    "absolute clip": {"clip": UpdateClip(0.05)},
+    "relative clip": {"clip": UpdateClip(0.02, relative=True, mode="always")},
     "one eta a layer": {"eta": (0.4, 2.0)},
     "detached": {"detach_target": True},
     "chunks of one": {"chunk_size": 1},
     "one chunk": {"chunk_size": LENGTH},
     "shorter than a chunk": {"chunk_size": LENGTH + 1},
     "every layer": {"layers": "every:1"},
-    "whitened keys": {"whitening": KeyWhitening(), "standardised": True, "eta": 3.0},
-    "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "standardised": True, "target": "hidden_states", "eta": 3.0},
+    "whitened keys": {"whitening": KeyWhitening(), "normalize_targets": True, "eta": 3.0},
+    "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "normalize_targets": True, "target": "hidden_states", "eta": 3.0},
     "least squares": COMPACT,
     "least squares, all directions, hidden states": {**COMPACT, "whitening": KeyWhitening(), "target": "hidden_states"},
     "next token": {"conv": "next", "eta": 0.006},
     "next token, chunks of two": {"conv": "next", "chunk_size": 2, "eta": 0.006},
     "next token, spectral writes": {**NEXT, "eta": 0.1},
-    "next token, row norms": {**NEXT, "write_norm": None, "keep_row_norms": True, "eta": 0.02},
-    "next token, both norms": {**NEXT, "keep_row_norms": True, "eta": 0.2},
-    "lookahead, both norms": {"write_norm": "spectral", "keep_row_norms": True, "eta": 0.2},
-    "least squares, raw keys, clip": {"rule": "least_squares", "damping": 0.5, "eta": 30.0, "clip": DeltaClip(0.05)},
+    "next token, row norms": {**NEXT, "write_norm": None, "preserve_row_norms": True, "eta": 0.02},
+    "next token, both norms": {**NEXT, "preserve_row_norms": True, "eta": 0.2},
+    "lookahead, both norms": {"write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2},
+    "least squares, raw keys, clip": {"update_rule": "ridge", "ridge": 0.5, "eta": 30.0, "clip": UpdateClip(0.05)},
 }  # fmt: skip
 
 
@@ -110,9 +110,9 @@ def test_a_chunk_is_written_with_its_last_token_and_never_before() -> None:
 
 
 def test_generated_tokens_write_only_if_told_to() -> None:
-    """Without decode_updates, single tokens after a prompt read the memory and leave it as it is."""
+    """Without update_on_decode, single tokens after a prompt read the memory and leave it as it is."""
     ids = random_ids(2, LENGTH)
-    model = converted("llama", decode_updates=False)
+    model = converted("llama", update_on_decode=False)
     state = Session(model)
     prompt, rest = ids.split([2 * CHUNK + 1, LENGTH - 2 * CHUNK - 1], 1)
     logits(model, prompt, **{CACHE: state.cache}, use_cache=True)

@@ -24,7 +24,7 @@ LAYOUTS = {
 }
 
 
-def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, damping: float | None, gated: bool) -> dict[str, Tensor]:
+def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, ridge: float | None, gated: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -33,7 +33,7 @@ def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, damping: f
     given = {"z": draw(layout.batch, layout.length, H), "v": draw(layout.batch, layout.length, D, scale=0.3), "weight": draw(D, H)}
     if with_state:
         state = draw(layout.batch, D, H)
-        if damping is not None:
+        if ridge is not None:
             keys = draw(layout.batch, 3, H)
             state = torch.cat([state, keys.mT @ keys], dim=1)
         given["initial_state"] = state.detach().requires_grad_()
@@ -49,25 +49,25 @@ def whole(layout: ChunkLayout, given: dict[str, Tensor], weights: tuple[Tensor, 
 
 
 def compare(
-    group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool, damping: float | None,
+    group: dist.ProcessGroup, name: str, dtype: torch.dtype, clip: float | None, with_state: bool, fused: bool, ridge: float | None,
     norms: bool = False, gated: bool = False,
 ) -> None:  # fmt: skip
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     length = WIDTH * ranks
     layout = ChunkLayout.from_lengths(LAYOUTS[name](length), CHUNK, length)
-    options: dict[str, Any] = {"eta": 0.2, "clip": clip, "damping": damping}
+    options: dict[str, Any] = {"eta": 0.2, "clip": clip, "ridge": ridge}
     if norms:
         rows = torch.randn(D, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
         options |= {"write_norm": "spectral", "keep_norms_of": rows}
-    state_shape = layout.batch, state_rows(D, H, damping), H
+    state_shape = layout.batch, state_rows(D, H, ridge), H
     weights = torch.randn(layout.batch, length, D, dtype=dtype), torch.randn(state_shape, dtype=dtype)
     for seed, tensor in enumerate(weights):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
     if not fused:
         weights = weights[0], torch.zeros_like(weights[1])
-    expected = whole(layout, inputs(layout, dtype, with_state, damping, gated), weights, **options)
+    expected = whole(layout, inputs(layout, dtype, with_state, ridge, gated), weights, **options)
     mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
-    given = inputs(layout, dtype, with_state, damping, gated)
+    given = inputs(layout, dtype, with_state, ridge, gated)
     cut = {"z", "v", "gate"} & given.keys()
     local = {**given, **{key: given[key].detach()[:, mine].requires_grad_() for key in cut}}
     found = fast_weight_across_ranks(**local, layout=layout, group=group, return_state=fused, **options)
@@ -84,7 +84,7 @@ def compare(
     for what, got in {"out": out.detach(), **{key: x.grad for key, x in local.items()}}.items():
         want = wanted[what][:, mine] if what == "out" or what in cut else wanted[what]
         close = {"rtol": 1e-5, "atol": 1e-5 * float(want.abs().max())} if dtype == torch.float32 else {}
-        torch.testing.assert_close(got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}, damping {damping}: {m}")
+        torch.testing.assert_close(got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}, ridge {ridge}: {m}")
 
 
 def every_case(group: dist.ProcessGroup) -> None:

@@ -12,7 +12,7 @@ from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.surgery import config_of, fast_weights
 
-NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "keep_row_norms": True, "eta": 0.2}
+NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
 D = 6
 LENGTHS = (4 * CHUNK + 2, 2 * CHUNK + 5, CHUNK, 3)
 

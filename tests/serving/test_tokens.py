@@ -14,7 +14,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import inplace_ttt
-from inplace_ttt import DeltaClip, disable_ttt
+from inplace_ttt import UpdateClip, disable_ttt
 from inplace_ttt.errors import InPlaceTTTError
 from serving.checkpoints import FAMILIES, LIVE, save
 
@@ -81,9 +81,9 @@ def test_every_family_and_preset(family: str, preset: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "clip", [DeltaClip(0.05, relative=True), DeltaClip(2.0, relative=False, when="inference")], ids=["relative", "absolute"]
+    "clip", [UpdateClip(0.05, relative=True), UpdateClip(2.0, relative=False, mode="inference")], ids=["relative", "absolute"]
 )
-def test_a_clip_that_bites(clip: DeltaClip, tmp_path: Path) -> None:
+def test_a_clip_that_bites(clip: UpdateClip, tmp_path: Path) -> None:
     asked, said = prompts(100, 200), []
     for name, bound in (("free", None), ("clipped", clip)):
         model = save(tmp_path / name, "qwen3", "paper", clip=bound)
@@ -148,8 +148,8 @@ def test_few_slots(tmp_path: Path) -> None:
 
 
 def test_what_is_not_served_is_one_sentence(tmp_path: Path) -> None:
-    save(tmp_path / "ttt", "llama", "paper", decode_updates=False)
-    with pytest.raises(InPlaceTTTError, match="decode_updates off cannot be served with fast weights yet"), engine(tmp_path / "ttt"):
+    save(tmp_path / "ttt", "llama", "paper", update_on_decode=False)
+    with pytest.raises(InPlaceTTTError, match="update_on_decode off cannot be served with fast weights yet"), engine(tmp_path / "ttt"):
         pass
 
 

@@ -30,11 +30,11 @@ class Layer:
         return keeping_row_norms(state, self.w0.to(state.dtype), self.eta)
 
 
-def drawn(generator: torch.Generator, damping: float | None) -> Tensor:
+def drawn(generator: torch.Generator, ridge: float | None) -> Tensor:
     """A row's state as writes of nine keys leave it."""
     keys, values = (torch.randn(9, n, generator=generator, dtype=torch.float64) for n in (R, D))
     total = values.T @ keys
-    return total if damping is None else torch.cat([total, keys.T @ keys])
+    return total if ridge is None else torch.cat([total, keys.T @ keys])
 
 
 def expected(state: State, z: Tensor, layer: Layer, row: int) -> Tensor:
@@ -42,9 +42,9 @@ def expected(state: State, z: Tensor, layer: Layer, row: int) -> Tensor:
     held = state.value[row].double()
     if state.keeps_rows:
         return layer.eta * z.double() @ layer.readout(held).T
-    if state.damping is None:
+    if state.ridge is None:
         return layer.eta * z.double() @ held.T
-    gram = held[D:] + state.damping * torch.eye(R, dtype=torch.float64)
+    gram = held[D:] + state.ridge * torch.eye(R, dtype=torch.float64)
     return layer.eta * torch.linalg.solve(gram, z.double().T).T @ held[:D].T
 
 
@@ -53,18 +53,18 @@ def assert_reads(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("damping", "keeps_rows"), RULES, ids=NAMED)
-def test_any_order_of_writes_and_reads(damping: float | None, keeps_rows: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("ridge", "keeps_rows"), RULES, ids=NAMED)
+def test_any_order_of_writes_and_reads(ridge: float | None, keeps_rows: bool, dtype: torch.dtype) -> None:
     generator, choose = torch.Generator().manual_seed(0), random.Random(0)
     layer = Layer(torch.randn(D, R, generator=generator, dtype=torch.float64))
     accurate = torch.float64 if dtype == torch.float64 else torch.float32
-    state = State(torch.stack([drawn(generator, damping) for _ in range(3)]).to(accurate), damping, keeps_rows)
+    state = State(torch.stack([drawn(generator, ridge) for _ in range(3)]).to(accurate), ridge, keeps_rows)
     reads = 0
     for _ in range(300):
         row = choose.randrange(3)
         match choose.choice(["put", "copy", "select", "one row", "all rows"]):
             case "put":
-                state.put(row, None if choose.random() < 0.1 else drawn(generator, damping).to(accurate))
+                state.put(row, None if choose.random() < 0.1 else drawn(generator, ridge).to(accurate))
             case "copy":
                 state.copy_row(row, (row + 1) % 3)
             case "select":
@@ -80,18 +80,18 @@ def test_any_order_of_writes_and_reads(damping: float | None, keeps_rows: bool, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("damping", [None, 0.1], ids=["the sum", "least squares"])
-def test_rows_of_slots(damping: float | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ridge", [None, 0.1], ids=["the sum", "least squares"])
+def test_rows_of_slots(ridge: float | None, dtype: torch.dtype) -> None:
     """As a server holds them: lent without being cleared, one token of each read at once, one's memory copied to another."""
     generator, choose = torch.Generator().manual_seed(0), random.Random(0)
     layer = Layer(torch.zeros(D, R))
-    height = D if damping is None else D + R
-    state = State.empty(3, (height, R), D, dtype, damping, torch.device("cpu"))
+    height = D if ridge is None else D + R
+    state = State.empty(3, (height, R), D, dtype, ridge, torch.device("cpu"))
     for row in range(3):
-        state.put(row, drawn(generator, damping).float())
+        state.put(row, drawn(generator, ridge).float())
     for _ in range(100):
         row, other = choose.sample(range(3), 2)
-        state.copy_row(row, other) if choose.random() < 0.3 else state.put(row, drawn(generator, damping).float())
+        state.copy_row(row, other) if choose.random() < 0.3 else state.put(row, drawn(generator, ridge).float())
         rows = choose.sample(range(3), choose.randrange(1, 4))
         z = torch.randn(len(rows), R, generator=generator).to(dtype)
         for found, key, number in zip(state.read_each(z, rows), z, rows, strict=True):
@@ -119,10 +119,10 @@ def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) ->
     """However the rows of a batch are read: alone, behind whole chunks, or together."""
     model, solved = converted("llama", **COMPACT), 0
 
-    def counting(states: Tensor, damping: float | None) -> Tensor:
+    def counting(states: Tensor, ridge: float | None) -> Tensor:
         nonlocal solved
         solved += len(states)
-        return readout(states, damping)
+        return readout(states, ridge)
 
     monkeypatch.setattr(buffers, "readout", counting)
     state, once = Session(model), batch * len(LAYERS)
@@ -137,7 +137,7 @@ def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rows_that_are_read_together_are_solved_together(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, calls = torch.Generator().manual_seed(0), list[int]()
-    monkeypatch.setattr(buffers, "readout", lambda states, damping: calls.append(len(states)) or readout(states, damping))
+    monkeypatch.setattr(buffers, "readout", lambda states, ridge: calls.append(len(states)) or readout(states, ridge))
     state = State(torch.stack([drawn(generator, 0.1) for _ in range(4)]), 0.1)
     layer, z = Layer(torch.zeros(D, R)), torch.randn(4, 1, R, generator=generator, dtype=torch.float64)
     for row in (2, None, 0, None):

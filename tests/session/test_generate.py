@@ -209,7 +209,7 @@ def test_speculation_behind_a_written_chunk_is_refused(name, chunk, kind, crops)
 
 def test_generated_tokens_do_not_write_without_decode_updates(name, model, monkeypatch):
     prompt = 16  # two chunks and two tokens
-    frozen = ttt_model(name, decode_updates=False)
+    frozen = ttt_model(name, update_on_decode=False)
     ids = random_ids(1, prompt)
     run = generate(frozen, ids)
     assert run[0].tolist() != generate(model, ids)[0].tolist()
@@ -220,10 +220,10 @@ def test_generated_tokens_do_not_write_without_decode_updates(name, model, monke
 
 @pytest.mark.parametrize("speculation", ["lookup", "the base", "the same model"])
 def test_speculation_without_decode_updates_is_refused(speculation):
-    frozen = ttt_model("llama", decode_updates=False, chunk_size=4)
+    frozen = ttt_model("llama", update_on_decode=False, chunk_size=4)
     ids = random_ids(1, 6).repeat(1, 4)
     options = {"prompt_lookup_num_tokens": 3} if speculation == "lookup" else {"assistant_model": assistant("llama", speculation, 3)}
-    with pytest.raises(InPlaceTTTError, match="with decode_updates off, tokens cannot be taken back"):
+    with pytest.raises(InPlaceTTTError, match="with update_on_decode off, tokens cannot be taken back"):
         generate(frozen, ids, 30, **options)
 
 

@@ -24,7 +24,7 @@ WRITES: dict[str, dict[str, Any]] = {
     "as evaluated": {},
     "a window": {"window": 9},
     "free": {"cap": None, "eta": 1.0},
-    "raw rows": {"keep_row_norms": False, "cap": 0.3, "eta": 0.5},
+    "raw rows": {"preserve_row_norms": False, "cap": 0.3, "eta": 0.5},
 }
 
 
@@ -56,7 +56,7 @@ def by_hand(model: PreTrainedModel, prompt: Tensor, then: Tensor, write: PromptW
         change = (v - k @ w.T).T @ k @ torch.linalg.inv(k.T @ k + write.ridge * torch.eye(k.shape[1]))
         eta = write.eta if write.cap is None else min(write.eta, write.cap * float(w.norm() / change.norm()))
         new = w + eta * change
-        if write.keep_row_norms:
+        if write.preserve_row_norms:
             new = new * (w.norm(dim=1) / new.norm(dim=1))[:, None]
         weight.copy_(new)
     rest = torch.cat([prompt[:, -1:], then], 1)

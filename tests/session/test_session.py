@@ -126,7 +126,7 @@ def test_forgotten_attention_leaves_the_fast_weights_alone(model):
 
     written = copy.deepcopy(model)
     for index, layer in fast_weights(written).items():
-        change = layer.eta * readout(streams(state.cache)[index].state[0], layer.fast.config.damping)
+        change = layer.eta * readout(streams(state.cache)[index].state[0], layer.fast.config.ridge)
         if layer.ttt.keys is None:
             layer.weight.data += change if layer.weight.shape == change.shape else change.T
         else:
@@ -268,11 +268,11 @@ def test_reading_and_generating_are_one_unbroken_text(model, monkeypatch):
     assert all(stream.tokens == [text.shape[1] - 1] * 2 for stream in streams(state.cache).values())
 
 
-@pytest.mark.parametrize("decode_updates", [True, False])
+@pytest.mark.parametrize("update_on_decode", [True, False])
 @pytest.mark.parametrize("how", ["read", "generate"])
-def test_a_text_read_in_pieces_is_all_taken_in(how, decode_updates, monkeypatch):
+def test_a_text_read_in_pieces_is_all_taken_in(how, update_on_decode, monkeypatch):
     """Its last token is no generated token, even where it is read alone."""
-    model, ids = converted("llama", decode_updates=decode_updates), random_ids(1, 3 * CHUNK)
+    model, ids = converted("llama", update_on_decode=update_on_decode), random_ids(1, 3 * CHUNK)
     monkeypatch.setattr(state_module, "_READ_AT_ONCE", 3 * CHUNK - 1)
     state = Session(model)
     if how == "read":
@@ -387,7 +387,7 @@ def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how,
 @pytest.mark.parametrize("before", [0, 1, 27, 28])
 def test_the_last_token_of_a_text_is_text(before):
     """Also where it is all that is left to read when generation starts, and what is generated does not write."""
-    model, ids = converted("llama", decode_updates=False), random_ids(1, 29)
+    model, ids = converted("llama", update_on_decode=False), random_ids(1, 29)
     state = Session(model)
     if before:
         state.read(ids[:, :before])

@@ -227,7 +227,7 @@ def test_deep_copies_are_independent():
 
 
 def test_generated_tokens_write_only_when_they_should():
-    writer, stream = SmallWriter(), FastWeightStream(1, CHUNK, decode_updates=False)
+    writer, stream = SmallWriter(), FastWeightStream(1, CHUNK, update_on_decode=False)
     read(stream, 6, seed=0, writer=writer)
     before = state_of(stream, 0).clone()
     for seed in range(5):
@@ -312,7 +312,7 @@ def test_a_written_chunk_can_be_taken_back_for_a_while(after: int) -> None:
 
 def test_nothing_is_kept_to_step_back_where_one_cannot() -> None:
     """Where generated tokens are not written every crop is refused, and behind padding a row's last chunk is out of reach."""
-    stream, unpadded, padded = FastWeightStream(1, CHUNK, decode_updates=False), *(FastWeightStream(1, CHUNK) for _ in range(2))
+    stream, unpadded, padded = FastWeightStream(1, CHUNK, update_on_decode=False), *(FastWeightStream(1, CHUNK) for _ in range(2))
     for each in (stream, unpadded, padded):
         read(each, CHUNK + 1, seed=0)
     padded.skip()

@@ -87,7 +87,7 @@ def test_writes_out_of_range() -> None:
 @pytest.mark.parametrize("tau", [None, 1e-3])
 def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     """η‖S‖/‖W0‖ against a sum over chunks with keys and targets taken by hooks of the test's own."""
-    model = converted("llama", eta=0.5, clip=None if tau is None else {"tau": tau, "when": "always"}).eval()
+    model = converted("llama", eta=0.5, clip=None if tau is None else {"tau": tau, "mode": "always"}).eval()
     layer = fast_weights(model)[2]
     seen: dict[str, Any] = {}
     layer.register_forward_pre_hook(lambda m, args: seen.update(z=args[0][0]))
@@ -106,8 +106,8 @@ def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
 
 
 def test_a_healthy_memory_in_half_precision_is_not_stopped() -> None:
-    """KᵀK rounded to bf16 is no sum of squares: where the damping is small it has no factor, and the monitor saw ratios of inf."""
-    model = converted("llama", torch.bfloat16, eta=0.5, rule="least_squares", damping=1e-4).eval()
+    """KᵀK rounded to bf16 is no sum of squares: where the ridge is small it has no factor, and the monitor saw ratios of inf."""
+    model = converted("llama", torch.bfloat16, eta=0.5, update_rule="ridge", ridge=1e-4).eval()
     ids = random_ids(1, 280) % 3
     measured: dict[int, WriteHealth] = {}
     ratios: dict[int, torch.Tensor] = {}
@@ -147,11 +147,11 @@ def test_padding_is_not_measured(kept: bool) -> None:
     ("rule", "eta", "stops"),
     [
         ({}, 0.5, False),
-        ({"clip": {"tau": 1e-3, "when": "always"}}, 0.5, False),
-        ({"rule": "least_squares", "damping": 1.0}, 0.5, False),
+        ({"clip": {"max_norm": 1e-3, "mode": "always"}}, 0.5, False),
+        ({"update_rule": "ridge", "ridge": 1.0}, 0.5, False),
         ({}, 1e4, True),
         ({}, float("inf"), True),
-        ({"clip": {"tau": 10.0, "when": "always"}}, 1e6, True),
+        ({"clip": {"max_norm": 10.0, "mode": "always"}}, 1e6, True),
     ],
     ids=str,
 )

@@ -85,7 +85,7 @@ def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: st
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"rule": "least_squares", "damping": 1.0, "whitening": {"rank": 0.5}}], ids=["paper", "least squares"]
+    "options", [{}, {"update_rule": "ridge", "ridge": 1.0, "whitening": {"rank": 0.5}}], ids=["paper", "least squares"]
 )
 def test_what_a_fast_weight_adds_to_the_products(options: dict[str, Any], dtype: str, checkpointing: bool, tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, dtype, checkpointing)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, InPlaceTTTError
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, UpdateClip
 from inplace_ttt.training.recipe import Recipe, load_recipe
 
 from .recipes import tiny_recipe, write_recipe
@@ -92,8 +92,8 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         ),
         (changed("chunk_size: 16", "chunk_size: many"), "line 4, surgery.chunk_size", "must be a whole number, got 'many'"),
         (changed("chunk_size: 16", "target: words"), "line 4, surgery.target", "must be one of embeddings, hidden_states, got 'words'"),
-        (changed("chunk_size: 16", "clip: {}"), "line 4, surgery.clip.tau", "this setting is missing"),
-        (changed("chunk_size: 16", "clip: {tau: -1}"), "line 4, surgery.clip", "tau must be a number above 0, got -1.0"),
+        (changed("chunk_size: 16", "clip: {}"), "line 4, surgery.clip.max_norm", "this setting is missing"),
+        (changed("chunk_size: 16", "clip: {max_norm: -1}"), "line 4, surgery.clip", "tau must be a number above 0, got -1.0"),
         (changed("chunk_size: 16", "layers: [0, x]"), "line 4, surgery.layers", "must be text or a list (a whole number), got"),
         (changed("chunk_size: 16", "preset: best"), "line 3, surgery", "preset 'best' does not exist"),
         (
@@ -236,7 +236,10 @@ def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> N
         ("preset: official", InPlaceTTTConfig.preset("official")),
         ("preset: official\n  eta: 2", InPlaceTTTConfig.preset("official", eta=2.0)),
         ("layers: [0, 2]\n  eta: [1, 0.5]", InPlaceTTTConfig(layers=(0, 2), eta=(1.0, 0.5))),
-        ("layers: every:3\n  clip: {tau: 1e-3, relative: true}", InPlaceTTTConfig(layers="every:3", clip=DeltaClip(1e-3, relative=True))),
+        (
+            "layers: every:3\n  clip: {max_norm: 1e-3, relative: true}",
+            InPlaceTTTConfig(layers="every:3", clip=UpdateClip(1e-3, relative=True)),
+        ),
         ("preset: compact\n  whitening: {rank: 8}", InPlaceTTTConfig.preset("compact", whitening={"rank": 8})),
         ("preset: compact\n  whitening: null", InPlaceTTTConfig.preset("compact", whitening=None)),
     ],

@@ -39,7 +39,7 @@ from inplace_ttt.tasks.facts import NEVER_TOLD, VERBATIM
 
 WORK = ROOT / "runs" / "facts"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-facts-cpu.yaml"
-COMPACT = ("--preset", "compact", "--set", "damping=0.1", "--calibrate", str(kept_runs.TRAIN))
+COMPACT = ("--preset", "compact", "--set", "ridge=0.1", "--calibrate", str(kept_runs.TRAIN))
 RECORDS, TOKENS = 4, 2048
 NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 """Documents, and distances between facts and questions."""

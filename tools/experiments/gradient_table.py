@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from inplace_ttt import DeltaClip, InPlaceTTTConfig, convert
+from inplace_ttt import InPlaceTTTConfig, UpdateClip, convert
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.diagnostics.diagnosed_model import DiagnosedModel
 from inplace_ttt.diagnostics.gradients import Gradients, Rates, first_step, gradients, summed
@@ -83,7 +83,7 @@ def measure(model: DiagnosedModel) -> dict[str, dict[str, float | None]]:
 
         def cell(name: str, start: Start) -> Gradients:
             found = {}
-            for clip, said in ((None, "no clip"), (DeltaClip(TAU, when="always"), "clipped")):
+            for clip, said in ((None, "no clip"), (UpdateClip(TAU, mode="always"), "clipped")):
                 with with_values(start), with_config(model.layers.values(), clip=clip):
                     found[said] = gradients(model, rates, keep=("conv",))
                 cells[f"{name}, {said}"] = _norms(found[said])

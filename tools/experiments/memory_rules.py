@@ -68,7 +68,7 @@ RULES = {
     "compact, rank 1.0": compact("whitening.rank=1.0"),
     **{f"compact, eta {eta}": compact(f"eta={eta}") for eta in (0.3, 1, 2, 4)},
     "compact, gated": compact("write_gate=true"),
-    **{f"compact, damping 0.1, eta {eta}": compact("damping=0.1", f"eta={eta}") for eta in (2, 3)},
+    **{f"compact, ridge 0.1, eta {eta}": compact("ridge=0.1", f"eta={eta}") for eta in (2, 3)},
     **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained(
@@ -76,7 +76,7 @@ RULES = {
         )
         for steps in (24, 48)
     },
-    **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "keep_row_norms=true") for eta in (1, 3)},
+    **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "preserve_row_norms=true") for eta in (1, 3)},
 }
 MAIN = ("compact", "paper", "official")
 """What is run where nobody names the rules; the others are one thing changed."""

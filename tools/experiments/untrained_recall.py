@@ -1,6 +1,6 @@
 """What compact keys and least squares do for a layer's recall, before anything is trained, and what they cost.
 
-python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432] [--damping 0.1 1] [--seeds 0 1 2]
+python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432] [--ridge 0.1 1] [--seeds 0 1 2]
     [--out docs/results/cpu-2026-11/untrained-recall.json]
 
 SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A layer's memory is
@@ -50,10 +50,10 @@ Keys = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Variant:
-    """rank: of whitened keys, None for raw ones. damping: λ of least squares, None for the sum."""
+    """rank: of whitened keys, None for raw ones. ridge: λ of least squares, None for the sum."""
 
     rank: int | None
-    damping: float | None
+    ridge: float | None
 
     @property
     def keys(self) -> str:
@@ -61,26 +61,26 @@ class Variant:
 
     @property
     def rule(self) -> str:
-        return "sum" if self.damping is None else f"least squares, λ {self.damping:g}"
+        return "sum" if self.ridge is None else f"least squares, λ {self.ridge:g}"
 
     def numbers(self, d: int, h: int) -> int:
         """Of a state; of the symmetric sum of KᵀK, half."""
         width = self.rank or h
-        return d * width + (0 if self.damping is None else width * (width + 1) // 2)
+        return d * width + (0 if self.ridge is None else width * (width + 1) // 2)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", type=int, default=[6, 12, 18, 24])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 128, 256, 288, 432, 512, 576, 1024])
-    parser.add_argument("--damping", nargs="+", type=float, default=[0.01, 0.1, 1.0])
+    parser.add_argument("--ridge", nargs="+", type=float, default=[0.01, 0.1, 1.0])
     parser.add_argument("--documents", type=int, default=8, help="to read, and as many again to measure keys on (default: 8)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the documents and the passages' places")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    variants = [Variant(rank, damping) for damping in (None, *args.damping) for rank in (None, *args.ranks) if rank or not damping]
+    variants = [Variant(rank, ridge) for ridge in (None, *args.ridge) for rank in (None, *args.ranks) if rank or not ridge]
     results = Results(args.out and args.out.parent, "name another --out, or delete it")
     name = args.out.stem if args.out else "untrained-recall"
     protocol = {"layers": args.layers, "documents": args.documents, "variants": [vars(variant) for variant in variants]}
@@ -108,8 +108,8 @@ def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Names
     rows = []
     for variant in tqdm(variants, desc=f"seed {seed}", file=sys.stderr):
         keys = {layer: keys_of(directions[layer], variant.rank) for layer in args.layers}
-        recalls = {layer: recall(keys[layer](z[layer]), values, read, starts, table, variant.damping) for layer in args.layers}
-        price = cost(z[first][:1], values[:1], weight, keys[first], variant.damping, args.repeats)
+        recalls = {layer: recall(keys[layer](z[layer]), values, read, starts, table, variant.ridge) for layer in args.layers}
+        price = cost(z[first][:1], values[:1], weight, keys[first], variant.ridge, args.repeats)
         rows.append({"numbers": variant.numbers(*weight.shape), "recall": recalls, "cost": price})
     return rows
 
@@ -176,7 +176,7 @@ def keys_of(found: Directions, rank: int | None) -> Keys:
     if rank is None:
         scale = ((1 - float(found.centre.square().sum())) / found.trace) ** 0.5
         return lambda z: z * scale
-    directions = whitened(found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().ridge)
+    directions = whitened(found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().shrinkage)
     keys = WhitenedKeys(directions.shape[1], len(directions))
     keys.directions.copy_(directions)
     keys.centre.copy_(found.centre)
@@ -184,10 +184,10 @@ def keys_of(found: Directions, rank: int | None) -> Keys:
 
 
 @torch.no_grad()
-def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table: Tensor, damping: float | None) -> float:
+def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table: Tensor, ridge: float | None) -> float:
     """The share of a passage's next tokens that its second copy reads back first."""
     layout = ChunkLayout.from_lengths([[TOKENS]] * len(rows), CHUNK)
-    read = fast_weight(keys, values, None, eta=1.0, layout=layout, damping=damping)
+    read = fast_weight(keys, values, None, eta=1.0, layout=layout, ridge=ridge)
     passage, directions, hits = Passage(), torch.nn.functional.normalize(table, dim=1), []
     for row, start in enumerate(starts):
         again = slice(passage.second(start).start, passage.second(start).stop - 1)
@@ -197,7 +197,7 @@ def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table:
 
 
 @torch.no_grad()
-def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, damping: float | None, repeats: int) -> dict[str, float]:
+def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, ridge: float | None, repeats: int) -> dict[str, float]:
     """Plain down-projection, keys and op, over the plain down-projection alone: median and range of paired times."""
     layout = ChunkLayout.from_lengths([[TOKENS]], CHUNK)
 
@@ -207,7 +207,7 @@ def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, damping: float |
         return time.perf_counter() - began
 
     def with_memory() -> Tensor:
-        return linear(z, weight) + fast_weight(keys(z), values, None, eta=1.0, layout=layout, damping=damping)
+        return linear(z, weight) + fast_weight(keys(z), values, None, eta=1.0, layout=layout, ridge=ridge)
 
     ratios = [timed(with_memory) / timed(lambda: linear(z, weight)) for _ in range(repeats + 1)][1:]
     return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}

@@ -208,7 +208,7 @@ def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
             inputs = {key: made[key].detach().requires_grad_() for key in given}
             results: list[list[Tensor]] = []
             for backend in ("reference", "auto"):
-                out = fast_weight(**inputs, weight=None, eta=1.0, layout=layout, clip=clip, damping=3.0, backend=backend)
+                out = fast_weight(**inputs, weight=None, eta=1.0, layout=layout, clip=clip, ridge=3.0, backend=backend)
                 grad = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(4), device=device).to(out)
                 results.append([out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)])
             errors = {key: _distance(found, wanted) for key, wanted, found in zip(("out", *given), *results, strict=True)}

@@ -8,7 +8,7 @@ CLIP: tuple[Item, ...] = (
         "clip-training", "Deltas are not clipped in training", "Appendix C.2, Clipping",
         "The clip belongs to inference.", "high", "No clip at all.",
         "At τ = 1e-5 it takes nearly all gradient away; a port blamed that on its initialisation.",
-        "DeltaClip(when=\"inference\"), or declare it.",
+        "UpdateClip(mode=\"inference\"), or declare it.",
         clip.clip_training, own_clip=True,
     ),
     Item(

@@ -95,7 +95,7 @@ SEQUENCE: tuple[Item, ...] = (
         "generated-tokens", "Generated tokens", "—",
         "Whether they write is not stated.", "high", "They write.",
         "A model that writes what it makes up remembers it as if it had been told.",
-        "decode_updates chooses.",
+        "update_on_decode chooses.",
         sequence.generated_tokens,
     ),
     Item(

@@ -108,7 +108,7 @@ class Bench:
     def scattered(self, tokens: int, size: float = 1.0) -> Tensor:
         """Inputs [tokens, input] of random keys, none orthogonal to another, `size` times as large as those of the bank."""
         keys = torch.nn.functional.normalize(self.random(tokens, self.module.h), dim=-1)
-        return self.module.inputs_of(size * key_size(self.module.damping) * keys)
+        return self.module.inputs_of(size * key_size(self.module.ridge) * keys)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """What the module says is written under and read with, [n, h]."""
@@ -251,11 +251,11 @@ class Bench:
 
     def diluted(self, writes: int) -> float:
         """How much of a write is read where `writes` chunks with equal keys were written, over one alone."""
-        damping = self.module.damping
-        if damping is None:
+        ridge = self.module.ridge
+        if ridge is None:
             return 1.0
         one = float(self.keys_of(self.tiled(self.chunk)).square().sum()) / min(self.chunk, self.module.h)
-        return (one + damping) / (writes * one + damping)
+        return (one + ridge) / (writes * one + ridge)
 
     def written(self, target: Tensor) -> Tensor:
         """η V [C, d] of a chunk of target source, each token's on its own: read back by a chunk with the same keys."""
@@ -268,16 +268,16 @@ class Bench:
         """η V [n, d] from what n tokens read of n writes under the same keys; `writes`: chunks written so far with these keys."""
         if not self.tells_tokens_apart:
             raise NotChecked(f"keys of {self.module.h} numbers do not tell the {self.chunk} tokens of the probe's chunk apart")
-        if (self.module.whitening is not None or self.module.damping is not None) and self.key_error >= TOLERANCE:
+        if (self.module.whitening is not None or self.module.ridge is not None) and self.key_error >= TOLERANCE:
             raise NotChecked("what is read does not follow the keys, so that targets cannot be told from it; `keys` reports it")
         self.refuse_unlawful()
-        z, damping = self.keys_of(x), self.module.damping
+        z, ridge = self.keys_of(x), self.module.ridge
         of_sum = torch.linalg.solve(z @ z.T, effect)
-        return of_sum if damping is None else writes * effect + damping * of_sum
+        return of_sum if ridge is None else writes * effect + ridge * of_sum
 
     def refuse_unlawful(self) -> None:
         """What is read in one call must be the declared least-squares map, where other things are held against it."""
-        if self.module.damping is not None and self.law_error >= TOLERANCE:
+        if self.module.ridge is not None and self.law_error >= TOLERANCE:
             raise NotChecked("one call itself does not read the least-squares map that is declared, nothing can be held against it")
 
     @property
@@ -291,7 +291,7 @@ class Bench:
 
         Under least squares these keys are so small that λ alone matters beside them, and M is the sum over λ.
         """
-        chunk, size = self.chunk, 1.0 if self.module.damping is None else _SMALL_KEYS
+        chunk, size = self.chunk, 1.0 if self.module.ridge is None else _SMALL_KEYS
         x, target = self.scattered(2 * chunk, size), self.zeros(2 * chunk)
         target[:chunk] = self.scale / size**2 * self.units(chunk)
         effect = self.yardstick(self.response(x, target)[chunk:])
@@ -302,9 +302,9 @@ class Bench:
     @cached_property
     def law_error(self) -> float:
         """Of what scattered keys read over four chunks and a piece of another, against the least-squares map with the module's λ."""
-        assert self.module.damping is not None
+        assert self.module.ridge is not None
         x, target = self.scattered(4 * self.chunk + self.chunk // 2), self.scale * self.units(4 * self.chunk + self.chunk // 2)
-        law = least_squares_reads(self.keys_of(x), self.values_of(target), self.chunk, self.module.damping)
+        law = least_squares_reads(self.keys_of(x), self.values_of(target), self.chunk, self.module.ridge)
         return error(self.response(x, target), (self.module.eta or 1.0) * law)
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ def clip_inference(bench: Bench, expected: Any) -> Outcome:
     w0 = float(torch.linalg.vector_norm(bench.module.fast_weight.detach().double()))
     meant = bench.module.tau
     if meant is not None and abs(tau / meant - 1) > 0.05:
-        why = "another norm, or η is counted in" + (", or the clip leaves the Gram out" if bench.module.damping is not None else "")
+        why = "another norm, or η is counted in" + (", or the clip leaves the Gram out" if bench.module.ridge is not None else "")
         found = f"a delta is held to a Frobenius norm of {tau:.3g} where {meant:.3g} is meant: {why}"
         return judged(False, found, {"tau": tau, "meant": meant}, 0.05)
     numbers = {"tau": tau, "tau / ‖W0‖": tau / w0, "the paper's tau": PAPER_TAU}
@@ -52,7 +52,7 @@ def clip_scope(bench: Bench, expected: Any) -> Outcome:
     tau, meant = applied_tau(bench), bench.module.tau
     if tau is None:
         raise NotChecked("no clip is on")
-    if bench.module.damping is not None and meant is not None and abs(tau / meant - 1) > 0.05:
+    if bench.module.ridge is not None and meant is not None and abs(tau / meant - 1) > 0.05:
         raise NotChecked("the clip holds one of the two sums, which `clip-inference` reports")
     chunk = bench.module.chunk_size
     x = bench.bank[:chunk].repeat(5, 1)
@@ -72,7 +72,7 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
     tau = applied_tau(bench)
     if tau is None:
         raise NotChecked("no clip is on")
-    if bench.module.damping is not None:
+    if bench.module.ridge is not None:
         raise NotChecked("under least squares a bound on a delta says how much a chunk counts, not how far the weight moves")
     w0 = bench.module.fast_weight.detach().double()
     norm, size = float(torch.linalg.vector_norm(w0)), abs(bench.module.eta or 1.0)
@@ -112,7 +112,7 @@ def applied_tau(bench: Bench) -> float | None:
     with bench.mode(False):
         effect = bench.response(torch.cat([x, x]), torch.cat([target, bench.zeros(chunk)]))[chunk:]
     read = torch.linalg.vector_norm(torch.linalg.lstsq(bench.keys_of(x), effect, driver="gelsd").solution)
-    return float(read) * (bench.module.damping or 1.0) / abs(bench.module.eta or 1.0)
+    return float(read) * (bench.module.ridge or 1.0) / abs(bench.module.eta or 1.0)
 
 
 def _alive(sizes: list[float]) -> None:

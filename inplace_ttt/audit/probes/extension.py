@@ -18,17 +18,17 @@ from .twin import calibration_ids, twin
 def least_squares(bench: Bench, expected: Any) -> Outcome:
     """Outputs over scattered keys and random targets against the map solved for from the module's own keys and targets."""
     module = bench.module
-    if module.damping is None:
+    if module.ridge is None:
         raise NotChecked("no least squares is on")
     if max(abs(own_write(bench)), own_keys(bench)) >= TOLERANCE:
         raise NotChecked("a chunk reads its own write or keys, which `exclusive-sum` and `own-chunk-exposure` report")
     if bench.key_error >= TOLERANCE:
         raise NotChecked("what is read does not follow the keys, which `keys` reports")
-    off, numbers = bench.law_error, {"λ": module.damping, "error against a direct solve": bench.law_error}
+    off, numbers = bench.law_error, {"λ": module.ridge, "error against a direct solve": bench.law_error}
     if off >= TOLERANCE:
-        found = f"what is read is {off:.0%} off the least-squares map of all that was written with λ = {module.damping:g}"
+        found = f"what is read is {off:.0%} off the least-squares map of all that was written with λ = {module.ridge:g}"
         return judged(False, found, numbers, TOLERANCE)
-    found = f"least squares: what is read is the map that minimises Σ ‖V - KMᵀ‖² + λ‖M‖² over all that was written, λ = {module.damping:g}"
+    found = f"least squares: what is read is the map that minimises Σ ‖V - KMᵀ‖² + λ‖M‖² over all that was written, λ = {module.ridge:g}"
     return Outcome("extension", found, numbers, TOLERANCE)
 
 

@@ -70,7 +70,7 @@ def causality(bench: Bench, expected: Any) -> Outcome:
     x, target = bench.tiled(3 * bench.chunk), bench.middle(3 * bench.chunk, 0, bench.chunk)
     other = x.clone()
     other[-1] = bench.bank[0] + bench.bank[-1]
-    before = -1 if bench.module.damping is None else 2 * bench.chunk
+    before = -1 if bench.module.ridge is None else 2 * bench.chunk
     moved = bench.size((bench.run(other, target) - bench.run(x, target))[:before])
     found = (
         "no output depends on a later token"
@@ -105,7 +105,7 @@ def own_chunk_exposure(bench: Bench, expected: Any) -> Outcome:
     if abs(own - 1) < 0.05:
         raise NotChecked("the whole of the own write is read, which `exclusive-sum` reports")
     numbers = {"own write read": own}
-    if bench.module.damping is not None:
+    if bench.module.ridge is not None:
         numbers["moved by a later key of the own chunk"] = moved = own_keys(bench)
         if abs(own) < TOLERANCE <= moved:
             return judged(False, "what a chunk reads depends on its own keys: they are in the Gram too early", numbers, TOLERANCE)
@@ -133,7 +133,7 @@ def sign(bench: Bench, expected: Any) -> Outcome:
 
 def loss_sum(bench: Bench, expected: Any) -> Outcome:
     """The size of one token's write, against η, and in chunks twice as long."""
-    if bench.module.damping is not None:
+    if bench.module.ridge is not None:
         return _instead(bench, "the loss is Σ ‖V - ZMᵀ‖² + λ‖M‖² over all tokens, solved and not stepped down")
     size, eta = abs(bench.kappa()), bench.module.eta
     numbers: dict[str, Any] = {"write per token": size}
@@ -166,7 +166,7 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
 
 def no_normalisation(bench: Bench, expected: Any) -> Outcome:
     """How a write grows with the size of its targets (degree 1) and of its keys (degree 1 each, written and read)."""
-    if bench.module.damping is not None:
+    if bench.module.ridge is not None:
         return _instead(bench, "the sum of VᵀZ is read through the inverse of that of ZᵀZ")
     target = bench.middle(2 * bench.chunk, 0)
     x = bench.tiled(len(target))
@@ -195,7 +195,7 @@ def no_normalisation(bench: Bench, expected: Any) -> Outcome:
 
 def plain_sum(bench: Bench, expected: Any) -> Outcome:
     """K below the diagonal is constant: what was written neither fades, nor grows, nor is corrected by later chunks."""
-    if bench.module.damping is not None:
+    if bench.module.ridge is not None:
         return _instead(bench, "deltas add up in two sums, and what is read is the least-squares map of both")
     reads = bench.reads
     below = torch.tensor([reads[i, j].item() for i in range(CHUNKS) for j in range(i)])
@@ -222,7 +222,7 @@ def plain_sum(bench: Bench, expected: Any) -> Outcome:
 def eta(bench: Bench, expected: Any) -> Outcome:
     """The size of one token's write; a choice, since the paper gives none."""
     value = abs(bench.kappa())
-    if bench.module.damping is not None:
+    if bench.module.ridge is not None:
         return Outcome("extension", f"η = {value:.4g} multiplies what a least-squares map answers", {"η": value}, TOLERANCE)
     if expected is not None:
         holds = any(abs(value / e - 1) < TOLERANCE for e in expected)
@@ -250,7 +250,7 @@ def chunk_size(bench: Bench, expected: Any) -> Outcome:
 
 def _instead(bench: Bench, what: str) -> Outcome:
     """What stands in the place of the paper's rule; `least-squares` holds it against its own law."""
-    return Outcome("extension", f"{what} (λ = {bench.module.damping:g}); `least-squares` measures it", {"λ": bench.module.damping})
+    return Outcome("extension", f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it", {"λ": bench.module.ridge})
 
 
 def own_write(bench: Bench) -> float:

@@ -25,7 +25,7 @@ def document_reset(bench: Bench, expected: Any) -> Outcome:
     bench.yardstick(effect[: lengths[0]])
     found = "a document starts from W0" if leaked < TOLERANCE else f"a document reads {leaked:.3g} of a write of the one before it"
     numbers = {"read of another document": leaked}
-    if bench.module.damping is not None:
+    if bench.module.ridge is not None:
         numbers["changed by another document's keys"] = kept = _keys_kept(bench)
         if leaked < TOLERANCE <= kept:
             return judged(False, "the Gram of a document goes on into the next one", numbers, TOLERANCE)
@@ -79,7 +79,7 @@ def padding(bench: Bench, expected: Any) -> Outcome:
 def rows(bench: Bench, expected: Any) -> Outcome:
     """Two rows with different keys and targets, against each alone."""
     tokens = 2 * bench.chunk + 3
-    other = bench.tiled(tokens, start=5) if bench.module.damping is None else bench.scattered(tokens)  # one with another Gram
+    other = bench.tiled(tokens, start=5) if bench.module.ridge is None else bench.scattered(tokens)  # one with another Gram
     inputs = torch.stack([bench.tiled(tokens), other])
     targets = torch.stack([bench.middle(tokens, 0), bench.scale * bench.units(tokens)])
     try:

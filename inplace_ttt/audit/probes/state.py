@@ -33,13 +33,13 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
         single = Bench(module, 0)
         single.bank, single.scale = bench.bank, bench.scale
         single.chunk = bench.chunk
-        writes = _WRITES if module.damping is None else _SOLVES
+        writes = _WRITES if module.ridge is None else _SOLVES
         sums = _additivity(single, writes)
         losses = {f"error of {writes} writes added up": sums}
         if module.whitening is None:  # else what is written does not fit into a running weight
             losses[f"lost of a write of {_SMALL} ‖W0‖"] = _small_write(single)
         dtype = _state_dtype(single)
-        if bench.module.damping is not None and bench.law_error < TOLERANCE:
+        if bench.module.ridge is not None and bench.law_error < TOLERANCE:
             losses["lost of the least-squares map"] = single.law_error
     kept = f"a {dtype} state" if dtype else "the state"
     worst = max(1.0 if math.isnan(loss) else loss for loss in losses.values())
@@ -58,7 +58,7 @@ def _arrived(bench: Bench) -> dict[str, float]:
             half = Bench(module, 0)
             half.bank, half.scale, half.chunk = bench.bank, bench.scale, bench.chunk
             dtype = module.fast_weight.dtype
-            if torch.finfo(dtype).bits > 16 or module.damping is not None:
+            if torch.finfo(dtype).bits > 16 or module.ridge is not None:
                 return {}
             x = half.tiled((_WRITES + 1) * half.chunk)
             one = half.middle(2 * half.chunk, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inplace_ttt import DeltaClip
+from inplace_ttt import UpdateClip
 from inplace_ttt.layer.fast_linear import FastWeight
 
 from . import conditions as only
@@ -18,9 +18,9 @@ from .rule import Rule, Step, with_rule
 from .under_way import Patch, now, places_of_call
 
 Plant = Callable[[Patch], None]
-TIGHT = {"settings": {"clip": DeltaClip(0.02, relative=True), "eta": 3.0}}
-ABSOLUTE = {"settings": {"clip": DeltaClip(0.1), "eta": 3.0}}
-IN_TRAINING_TOO = {"settings": {"clip": DeltaClip(0.02, relative=True, when="always"), "eta": 3.0}}
+TIGHT = {"settings": {"clip": UpdateClip(0.02, relative=True), "eta": 3.0}}
+ABSOLUTE = {"settings": {"clip": UpdateClip(0.1), "eta": 3.0}}
+IN_TRAINING_TOO = {"settings": {"clip": UpdateClip(0.02, relative=True, mode="always"), "eta": 3.0}}
 CLIP = "clip-inference clip-scope"
 
 

@@ -21,8 +21,8 @@ from .rule import hand_in_states
 from .under_way import Patch, Place, now, places_of_call
 
 Plant = Callable[[Patch], None]
-RAW = {"settings": {"rule": "least_squares", "damping": 0.5, "eta": 10.0}}
-COMPACT = {"settings": {"rule": "least_squares", "damping": 0.5, "eta": 80.0, "whitening": KeyWhitening(rank=0.75)}}
+RAW = {"settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 10.0}}
+COMPACT = {"settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 80.0, "whitening": KeyWhitening(rank=0.75)}}
 
 
 def writing(change: Callable[[_Walk, int, Any, Tensor, Tensor, float], Tensor]) -> Callable[[float, When], Plant]:

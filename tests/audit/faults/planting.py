@@ -21,7 +21,7 @@ from .under_way import Patch, Place, now, pieces, place_in
 Plant = Callable[[float, When], Callable[[Patch], None]]
 
 Target = Callable[[TargetGenerator, Tensor, ChunkLayout, Tensor], Tensor]
-"""Generator, standardised source X [B, T, d], layout, the right targets -> wrong ones [B, T, d]."""
+"""Generator, normalize_targets source X [B, T, d], layout, the right targets -> wrong ones [B, T, d]."""
 
 
 def with_target(make: Callable[[float], Target]) -> Plant:
@@ -36,7 +36,7 @@ def with_target(make: Callable[[float], Target]) -> Plant:
                 at = when.tokens(layout)
                 if not at.any():
                     return right
-                return torch.where(at[..., None], wrong(self, self.standardise(x.to(self.proj.dtype)), layout, right), right)
+                return torch.where(at[..., None], wrong(self, self.normalize_source(x.to(self.proj.dtype)), layout, right), right)
 
             real = TargetGenerator.forward
             patch.setattr(TargetGenerator, "forward", forward)

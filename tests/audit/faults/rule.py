@@ -72,15 +72,15 @@ def with_rule(make: Callable[[float], Rule]) -> Callable[[float, When], Callable
 
 
 def plant_rule(patch: Patch, rule: Rule, when: When) -> None:
-    def op(z: Tensor, v: Tensor, weight: Tensor | None, *, layout: ChunkLayout, damping: float | None = None, **rest: Any) -> Any:
-        if damping is not None or not when.anywhere(layout):
-            return right_op(z, v, weight, layout=layout, damping=damping, **rest)
+    def op(z: Tensor, v: Tensor, weight: Tensor | None, *, layout: ChunkLayout, ridge: float | None = None, **rest: Any) -> Any:
+        if ridge is not None or not when.anywhere(layout):
+            return right_op(z, v, weight, layout=layout, ridge=ridge, **rest)
         out, state = walk(rule, when, z, v, weight, layout=layout, **rest)
         return (out, state) if rest.get("return_state") else out
 
     def add_read(self: State, out: Tensor, z: Tensor, layer: Any, row: int | None = None, **how: bool) -> None:
         call = now()
-        if call is None or call.stream is None or self.damping is not None:
+        if call is None or call.stream is None or self.ridge is not None:
             return real_read(self, out, z, layer, row, **how)
         for index, number in enumerate(range(len(z)) if row is None else [row]):
             here, keys = out[index : index + 1], z[index : index + 1]

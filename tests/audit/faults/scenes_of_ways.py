@@ -114,7 +114,7 @@ def after_generation(world: World, spoil: Spoil | None) -> Numbers:
 @torch.no_grad()
 def single_tokens_of_text(world: World, spoil: Spoil | None) -> Numbers:
     """A session reads single tokens, with updates off."""
-    model = world.model(spoil=spoil, decode_updates=False)
+    model = world.model(spoil=spoil, update_on_decode=False)
     state = Session(model)
     for number, size in enumerate((CHUNK + 3, 1, 1, 1, 1, 9)):
         state.read(random_ids(1, size, seed=number))

@@ -101,7 +101,7 @@ def other_damping(size: float, when: When) -> Plant:
         def settings(self: FastWeight) -> dict[str, Any]:
             right, call = real(self), now()
             acts = call is not None and any(when.holds(piece.place) for piece in places_of_call(call))
-            return {**right, "damping": right["damping"] * size} if acts and right["damping"] is not None else right
+            return {**right, "ridge": right["ridge"] * size} if acts and right["ridge"] is not None else right
 
         real = FastWeight._settings
         patch.setattr(FastWeight, "_settings", settings)
@@ -123,7 +123,7 @@ def gain_off(size: float) -> Target:
     return lambda self, x, layout, right: (1 + size) * right
 
 
-CENTRED = {"settings": {"standardised": True, "whitening": KeyWhitening(rank=0.75), "eta": 10.0}}
+CENTRED = {"settings": {"normalize_targets": True, "whitening": KeyWhitening(rank=0.75), "eta": 10.0}}
 WRITES = (*only.ANYWHERE, *only.STREAMED)
 LAW = tuple(when for when in only.ANYWHERE if when not in (only.IN_FLOAT32, only.AFTER_LOADING, only.LAST_LAYER))
 START = ("start",)

@@ -58,7 +58,7 @@ def reset_keeps(size: float, when: When) -> Plant:
             state, acts = self.state, when.holds(place_in(self))
             real(self)
             if acts and state is not None:
-                self._state = State(size * state, self.damping)
+                self._state = State(size * state, self.ridge)
 
         real = FastWeightStream.reset
         patch.setattr(FastWeightStream, "reset", reset)
