@@ -252,7 +252,7 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         prompt_write=PromptWrite(),
     ),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
-    "compact": InPlaceTTTConfig(
+    "ridge": InPlaceTTTConfig(
         chunk_size=128,
         eta=3.0,
         update_rule="ridge",

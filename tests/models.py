@@ -28,7 +28,7 @@ def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True
     return model
 
 
-COMPACT: dict[str, Any] = {
+RIDGE: dict[str, Any] = {
     "update_rule": "ridge", "ridge": 0.5, "whitening": KeyWhitening(0.75), "normalize_targets": True, "calibrated_proj": True, "eta": 10.0,
     "write_gate": True,
 }  # fmt: skip

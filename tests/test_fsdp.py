@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from models import CHUNK, COMPACT, converted, random_ids
+from models import CHUNK, RIDGE, converted, random_ids
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -20,7 +20,7 @@ from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.guards import FiniteGradients, GradientTap
 
 LENGTH, STEPS = 4 * CHUNK + 2, 10
-RULES = {"paper": {}, "compact": COMPACT}
+RULES = {"paper": {}, "ridge": RIDGE}
 PRECISION = {
     "float32": (MixedPrecisionPolicy(), 1e-5),
     "bfloat16": (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 1e-3),
@@ -68,7 +68,7 @@ def two_are_one(group: dist.ProcessGroup, rule: str, precision: str, recomputed:
 
 @pytest.mark.parametrize(
     ("rule", "precision", "recomputed"),
-    [("paper", "float32", False), ("paper", "bfloat16", True), ("compact", "float32", True), ("compact", "bfloat16", False)],
+    [("paper", "float32", False), ("paper", "bfloat16", True), ("ridge", "float32", True), ("ridge", "bfloat16", False)],
 )
 def test_two_processes_train_as_one(rule: str, precision: str, recomputed: bool, tmp_path: Path) -> None:
     on_ranks(2, two_are_one, rule, precision, recomputed, tmp_path / "saved")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import COMPACT, LAYERS, converted, distance, logits, random_ids
+from models import LAYERS, RIDGE, converted, distance, logits, random_ids
 
 from inplace_ttt import load
 from inplace_ttt.layer.write_gate import WriteGate
@@ -13,11 +13,11 @@ from inplace_ttt.training.parameters import parameter_groups
 from inplace_ttt.training.recipe_sections import Optimisation
 
 IDS = random_ids(1, 40)
-UNGATED = {**COMPACT, "write_gate": False}
+UNGATED = {**RIDGE, "write_gate": False}
 
 
 def test_it_begins_at_one() -> None:
-    gated, plain = converted("llama", **COMPACT), converted("llama", **UNGATED)
+    gated, plain = converted("llama", **RIDGE), converted("llama", **UNGATED)
     assert distance(logits(gated, IDS), logits(plain, IDS)) > 1e-2, "a gate that has learnt must be visible"
     for layer in fast_weights(gated).values():
         layer.ttt.gate.data.zero_()  # type: ignore[union-attr]
@@ -26,7 +26,7 @@ def test_it_begins_at_one() -> None:
 
 def test_a_token_that_counts_nothing_is_not_remembered() -> None:
     """With the bias far below zero nothing is written, and the model computes what its base does."""
-    model, base = converted("llama", **COMPACT), converted("llama", writes=False, **UNGATED)
+    model, base = converted("llama", **RIDGE), converted("llama", writes=False, **UNGATED)
     for layer in fast_weights(model).values():
         gate = layer.ttt.gate.data  # type: ignore[union-attr]
         gate.zero_()[-1] = -60
@@ -35,7 +35,7 @@ def test_a_token_that_counts_nothing_is_not_remembered() -> None:
 
 @pytest.mark.parametrize("where", LAYERS)
 def test_it_learns_at_the_rate_of_p(where: int) -> None:
-    model = converted("llama", **COMPACT)
+    model = converted("llama", **RIDGE)
     gate = fast_weights(model)[where].ttt.gate  # type: ignore[union-attr]
     (group,) = (g for g in parameter_groups(model, Optimisation(steps=1, proj_learning_rate=3e-3)) if any(p is gate for p in g["params"]))
     assert group["name"] == "proj" and group["lr"] == 3e-3 and group["weight_decay"] == 0
@@ -44,7 +44,7 @@ def test_it_learns_at_the_rate_of_p(where: int) -> None:
 
 
 def test_it_is_saved(tmp_path: Path) -> None:
-    model = converted("llama", **COMPACT)
+    model = converted("llama", **RIDGE)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path), IDS), logits(model, IDS))
 

@@ -163,8 +163,8 @@ class FastWeight(nn.Module):
         w0 = self.matrix()
         if w0 is None:
             raise InPlaceTTTError(
-                f"preserve_row_norms and prompt_write need W0, which {type(self).__name__} does not show; leave them out, or load W0 plain, "
-                "not quantised and not wrapped."
+                f"preserve_row_norms and prompt_write need W0, which {type(self).__name__} does not show; leave them out, or load W0 "
+                "plain, not quantised and not wrapped."
             )
         return w0
 

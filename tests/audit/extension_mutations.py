@@ -25,8 +25,8 @@ from inplace_ttt.surgery import fast_weights
 
 Patch = pytest.MonkeyPatch
 RAW: dict[str, Any] = {"update_rule": "ridge", "ridge": 0.03}
-COMPACT: dict[str, Any] = {**RAW, "eta": 2.0, "whitening": KeyWhitening(rank=0.75)}
-GATED: dict[str, Any] = {**COMPACT, "write_gate": True}
+RIDGE: dict[str, Any] = {**RAW, "eta": 2.0, "whitening": KeyWhitening(rank=0.75)}
+GATED: dict[str, Any] = {**RIDGE, "write_gate": True}
 CLIPPED: dict[str, Any] = {**RAW, "clip": UpdateClip(0.05, relative=True)}
 
 
@@ -292,27 +292,27 @@ def gate_without_gradient(patch: Patch) -> None:
 
 EXTENSION: tuple[Mutation, ...] = (
     Mutation("G stays that of the last chunk", "least-squares", plant=loop(accumulates=False), settings=RAW),
-    Mutation("λ is a hundredth", "least-squares", plant=other_damping(0.01), settings=COMPACT),
+    Mutation("λ is a hundredth", "least-squares", plant=other_damping(0.01), settings=RIDGE),
     Mutation("λ is doubled", "least-squares", plant=other_damping(2.0), settings=RAW),
     Mutation("λ grows with the chunk", "least-squares", plant=loop(damped=times_chunk), settings=RAW),
     Mutation("λ grows with the text", "least-squares", plant=loop(damped=plus_tokens), settings=RAW),
-    Mutation("one of the two triangles is solved", "least-squares", plant=loop(read=half_solved), settings=COMPACT),
-    Mutation("G includes the chunk that reads", "own-chunk-exposure", plant=loop(inclusive=True), settings=COMPACT),
+    Mutation("one of the two triangles is solved", "least-squares", plant=loop(read=half_solved), settings=RIDGE),
+    Mutation("G includes the chunk that reads", "own-chunk-exposure", plant=loop(inclusive=True), settings=RIDGE),
     Mutation("G goes on into the next document", "document-reset", plant=gram_over_documents, settings=RAW),
-    Mutation("padding is in G", "padding", plant=gram_of_padding, settings=COMPACT),
+    Mutation("padding is in G", "padding", plant=gram_of_padding, settings=RIDGE),
     Mutation("G of the first row for every row", "rows", plant=writing(gram_of_the_first_row), settings=RAW),
-    Mutation("G in bf16", "state-precision", plant=writing(rounded_gram), settings={**COMPACT, "ridge": 1.0}),
+    Mutation("G in bf16", "state-precision", plant=writing(rounded_gram), settings={**RIDGE, "ridge": 1.0}),
     Mutation("the clip leaves G out", "clip-inference", plant=writing(unclipped_gram), settings=CLIPPED),
-    Mutation("a stream reads with the map of before", "chunked-prefill", plant=stale_map, settings=COMPACT),
+    Mutation("a stream reads with the map of before", "chunked-prefill", plant=stale_map, settings=RIDGE),
     Mutation("a reset keeps G", "stream-reset", plant=reset_keeps_gram, settings=RAW),
-    Mutation("G is not taken back", "take-back", plant=undo_of_one_sum, settings=COMPACT),
-    Mutation("a session loses G", "saved-session", plant=session_without_gram, settings=COMPACT),
-    Mutation("ranks share one sum of two", "context-parallel", plant=ranks_share_one_sum, settings=COMPACT),
+    Mutation("G is not taken back", "take-back", plant=undo_of_one_sum, settings=RIDGE),
+    Mutation("a session loses G", "saved-session", plant=session_without_gram, settings=RIDGE),
+    Mutation("ranks share one sum of two", "context-parallel", plant=ranks_share_one_sum, settings=RIDGE),
     Mutation("no gradient through G", "gradient", plant=no_gradient_through_the_gram, settings=RAW),
-    Mutation("keys are read with as they are not written", "keys", plant=read_unwhitened, settings=COMPACT),
-    Mutation("the keys' centre is not subtracted", "keys", plant=centre_not_subtracted, settings=COMPACT),
-    Mutation("the keys' centre is not measured", "keys", plant=centre_not_measured, settings=COMPACT),
-    Mutation("W0 is given centred inputs", "fast-tensor", plant=centred_for_w0_too, settings=COMPACT),
+    Mutation("keys are read with as they are not written", "keys", plant=read_unwhitened, settings=RIDGE),
+    Mutation("the keys' centre is not subtracted", "keys", plant=centre_not_subtracted, settings=RIDGE),
+    Mutation("the keys' centre is not measured", "keys", plant=centre_not_measured, settings=RIDGE),
+    Mutation("W0 is given centred inputs", "fast-tensor", plant=centred_for_w0_too, settings=RIDGE),
     Mutation("the gate weighs targets and no keys", "declared-rule", plant=gate_of_targets_alone, settings=GATED),
     Mutation("the gate of the token before", "declared-rule", plant=gating(lambda gate: gate.roll(1, -1)), settings=GATED),
     Mutation("the gate leaves its bias out", "declared-rule", plant=gate_without_bias, settings=GATED),

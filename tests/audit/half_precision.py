@@ -19,7 +19,7 @@ from inplace_ttt.surgery import config_of
 SETTINGS: dict[str, set[str]] = {
     "paper": {"layer-spacing"},
     "official": {"layer-spacing", "chunk-size", "target-source"},
-    "compact": {"layer-spacing", "chunk-size"},
+    "ridge": {"layer-spacing", "chunk-size"},
     "ttt_ntp": {"layer-spacing", "chunk-size", "target-source", "extensions"},
 }
 """Items in which a preset's settings, and the few layers of a small model, deviate from the paper."""
@@ -66,7 +66,7 @@ def _with_lora(model: nn.Module, seed: int) -> nn.Module:
 
 def models() -> list[Model]:
     """A hundred: every family by two presets and both dtypes, then other seeds, 25 layers, and LoRA."""
-    presets = itertools.cycle(("official", "paper", "compact"))
+    presets = itertools.cycle(("official", "paper", "ridge"))
     found = [Model(family.name, next(presets), dtype, 0) for family in FAMILIES for dtype in HALF]
     found += [Model("llama", preset, dtype, seed) for seed in (1, 2, 3) for dtype in HALF for preset in SETTINGS]
     found += [Model("llama", preset, dtype, 4, depth=25) for preset in SETTINGS for dtype in HALF]

@@ -4,7 +4,7 @@ import pytest
 from families import build
 from models import seven_layers
 
-from audit.extension_mutations import CLIPPED, COMPACT, EXTENSION, RAW
+from audit.extension_mutations import CLIPPED, EXTENSION, RAW, RIDGE
 from audit.mutations import Mutation, expected
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, UpdateClip, convert
 from inplace_ttt.audit import audit_model
@@ -21,7 +21,7 @@ def test_a_fault_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("profile", ["paper", "official"])
 def test_the_compact_preset_is_an_extension(profile: str) -> None:
     changed = {"chunk_size": 1024 if profile == "paper" else 4096, "whitening": {"rank": 0.5}}  # of 1,024 directions all 48 would stay
-    settings = InPlaceTTTConfig.preset("compact", **changed).to_dict()
+    settings = InPlaceTTTConfig.preset("ridge", **changed).to_dict()
     report = audit_model(seven_layers(**settings), profile=profile)
     assert report.undeclared == ([] if profile == "paper" else ["target-source"])
     assert [id for id in BEYOND if report[id].verdict != "extension"] == []
@@ -35,12 +35,12 @@ def test_the_compact_preset_is_an_extension(profile: str) -> None:
     [
         (1, RAW),
         (2, CLIPPED),
-        (4, {**COMPACT, "ridge": 1e-3}),
-        (5, {**COMPACT, "ridge": 3.0, "whitening": KeyWhitening(rank=16)}),
-        (6, {**COMPACT, "whitening": KeyWhitening(rank=1), "clip": UpdateClip(1e-2)}),
+        (4, {**RIDGE, "ridge": 1e-3}),
+        (5, {**RIDGE, "ridge": 3.0, "whitening": KeyWhitening(rank=16)}),
+        (6, {**RIDGE, "whitening": KeyWhitening(rank=1), "clip": UpdateClip(1e-2)}),
         (8, {"whitening": KeyWhitening(rank=16), "normalize_targets": True}),
-        (7, {**COMPACT, "write_gate": True}),
-        (10, {**COMPACT, "write_gate": True, "clip": UpdateClip(0.05, relative=True)}),
+        (7, {**RIDGE, "write_gate": True}),
+        (10, {**RIDGE, "write_gate": True, "clip": UpdateClip(0.05, relative=True)}),
         (9, {"whitening": KeyWhitening(rank=3), "conv": "causal"}),
     ],
     ids=str,
@@ -56,4 +56,4 @@ def test_no_false_alarm(seed: int, settings: dict) -> None:
 
 def test_what_was_not_measured_is_refused() -> None:
     with pytest.raises(InPlaceTTTError, match="are not measured yet"):
-        audit_model(convert(build("llama"), InPlaceTTTConfig(**COMPACT)))
+        audit_model(convert(build("llama"), InPlaceTTTConfig(**RIDGE)))

@@ -20,13 +20,13 @@ BY_STRUCTURE = ["opt", "bloom", "nemotron"]
 SETTINGS: dict[str, set[str]] = {
     "paper": {"layer-spacing"},
     "official": {"layer-spacing", "chunk-size", "target-source"},
-    "compact": {"layer-spacing", "chunk-size"},
+    "ridge": {"layer-spacing", "chunk-size"},
 }
 """By preset, what its settings and the few layers of a small model deviate in."""
 CONFIGURATIONS = [
     (name, preset, share)
     for number, name in enumerate([*LISTED, *BY_STRUCTURE])
-    for preset, share in (("paper", 0.2), (("official", "compact")[number % 2], 2.0))
+    for preset, share in (("paper", 0.2), (("official", "ridge")[number % 2], 2.0))
 ]
 
 

@@ -200,8 +200,8 @@ def test_a_four_bit_base(tmp_path: Path) -> None:
     report = audit_model(convert(quantised, InPlaceTTTConfig(layers=(0, 2))))
     assert report.undeclared == ["layer-spacing"]
     assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == ["fast-tensor", "reset-keeps-training"]
-    compact = {"update_rule": "ridge", "ridge": 0.03, "whitening": {"rank": 0.5}}
-    model = convert(revert(quantised), InPlaceTTTConfig(layers=(0, 2), **compact))
+    ridge = {"update_rule": "ridge", "ridge": 0.03, "whitening": {"rank": 0.5}}
+    model = convert(revert(quantised), InPlaceTTTConfig(layers=(0, 2), **ridge))
     calibrate(model, [random_ids(1, 64)])
     report = audit_model(model)
     assert report.undeclared == ["layer-spacing"] and report["least-squares"].verdict == report["keys"].verdict == "extension"

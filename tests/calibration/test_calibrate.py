@@ -21,7 +21,7 @@ from inplace_ttt.calibration.directions import Directions
 from inplace_ttt.calibration.initial_projection import initial_projections, least_squares
 from inplace_ttt.surgery import disable_ttt, fast_weights
 
-COMPACT = {
+RIDGE = {
     "layers": (0, 2),
     "chunk_size": 8,
     "whitening": KeyWhitening(shrinkage=1e-6),
@@ -53,7 +53,7 @@ def residual(model: Any, rows: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 def test_keys_come_out_white_and_targets_standard(target: str) -> None:
-    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**COMPACT, target=target))
+    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**RIDGE, target=target))
     rows = [random_ids(1, 200, seed=s) for s in range(3)]
     calibrate(model, rows)
     for index, z in inputs(model, rows).items():
@@ -73,7 +73,7 @@ def test_keys_come_out_white_and_targets_standard(target: str) -> None:
 
 def test_a_key_grows_as_its_input_does() -> None:
     """As what W0 gives does: behind a norm, whatever a token of next to no input reads beyond its share is all that is left of it."""
-    model = convert(build("gemma3", dtype=torch.float64), InPlaceTTTConfig(**COMPACT))
+    model = convert(build("gemma3", dtype=torch.float64), InPlaceTTTConfig(**RIDGE))
     rows = [random_ids(1, 200)]
     calibrate(model, rows)
     for index, z in inputs(model, rows).items():
@@ -90,7 +90,7 @@ def test_a_key_grows_as_its_input_does() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "granite", "gemma3", "olmo2"])
 def test_targets_are_as_large_as_the_stream_where_they_arrive(name: str) -> None:
     """Behind a multiplier or a norm a write of that size would be nothing, or all there is: by differences, what the block makes of it."""
-    model = convert(build(name, dtype=torch.float64), InPlaceTTTConfig(**COMPACT))
+    model = convert(build(name, dtype=torch.float64), InPlaceTTTConfig(**RIDGE))
     row, out = random_ids(1, 120), {}
     block, down = model.model.layers[2] if name != "gpt_neox" else model.gpt_neox.layers[2], fast_weights(model)[2]
     step = 1e-4 * (torch.randint(2, (1, 120, 32), generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 - 1)
@@ -126,7 +126,7 @@ def test_a_low_rank_whitens_the_largest_directions() -> None:
 
 
 def test_without_measurement_a_model_says_so() -> None:
-    model = convert(build("llama"), InPlaceTTTConfig(**COMPACT))
+    model = convert(build("llama"), InPlaceTTTConfig(**RIDGE))
     with pytest.raises(InPlaceTTTError, match="calibrate"):
         logits(model, random_ids(1, 40))
     with pytest.raises(InPlaceTTTError, match="nothing to calibrate on"):
@@ -142,7 +142,7 @@ def base(tmp_path: Path) -> Path:
 
 def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text(text(400))
-    arguments = ["--preset", "compact", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
+    arguments = ["--preset", "ridge", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
     arguments += ["--set", "whitening.rank=5", "--set", "ridge=0.5"]
     assert cli.main(["convert", str(base), str(tmp_path / "full"), *arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -168,11 +168,11 @@ def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--preset", "compact"], "--calibrate F"),
+        (["--preset", "ridge"], "--calibrate F"),
         (["--calibrate", "TEXT"], "no effect"),
-        (["--preset", "compact", "--calibrate", "nowhere.txt"], "cannot read the text"),
-        (["--preset", "compact", "--calibrate", "EMPTY"], "holds no text"),
-        (["--preset", "compact", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
+        (["--preset", "ridge", "--calibrate", "nowhere.txt"], "cannot read the text"),
+        (["--preset", "ridge", "--calibrate", "EMPTY"], "holds no text"),
+        (["--preset", "ridge", "--calibrate", "TEXT", "--calibrate-tokens", "0"], "at least 1"),
         (["--set", "sharpness=1"], "no setting 'sharpness'"),
         (["--set", "chunk_size"], "key=value"),
         (["--set", "chunk_size=many"], "chunk_size must be an integer"),
@@ -190,7 +190,7 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, base: Path, tmp_
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
     """Against finite differences: what a small P, written by an oracle that knows the next token, does to the loss."""
-    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**COMPACT, target=target))
+    model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**RIDGE, target=target))
     rows = [random_ids(1, 60, seed=s) for s in range(3)]
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     calibrate(model, rows)

@@ -79,7 +79,7 @@ def test_a_card_names_the_texts_that_were_read(tmp_path: Path, capsys: pytest.Ca
     files = [tmp_path / "texts" / f"{i}.txt" for i in range(4)]
     for i, file in enumerate(files):
         file.write_text(text(400, seed=i))
-    arguments = ["convert", str(base), str(tmp_path / "out"), "--preset", "compact", "--layers", "0", "--set", "whitening.rank=5"]
+    arguments = ["convert", str(base), str(tmp_path / "out"), "--preset", "ridge", "--layers", "0", "--set", "whitening.rank=5"]
     assert cli.main([*arguments, "--no-verify", "--calibrate", str(tmp_path / "texts"), "--calibrate-tokens", "100"]) == 0
     said = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()["inplace_ttt"]["calibration"]
     assert (said["files"], said["tokens"]) == (["0.txt"], 100) and "calibration read" not in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_what_is_known_is_handed_on(base: Path, text: Path, tmp_path: Path) -> N
     """From a calibrated conversion, evaluated and audited, to an adapter and back."""
     ttt, files = tmp_path / "ttt", sorted(text.glob("*.txt"))
     settings = ("--layers", "0,2", "--chunk-size", 7, "--set", "whitening.rank=16")
-    run("convert", base, ttt, "--preset", "compact", *settings, "--calibrate", *files)
+    run("convert", base, ttt, "--preset", "ridge", *settings, "--calibrate", *files)
     run("evaluate", ttt, "--text", *files, "--card")
     run("audit", ttt, "--card", code=1)
     known = facts(ttt)

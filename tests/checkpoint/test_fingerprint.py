@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import COMPACT, NAMES, converted
+from models import NAMES, RIDGE, converted
 
 from inplace_ttt import InPlaceTTTConfig, cli, convert, load, revert
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
@@ -16,7 +16,7 @@ from .folders import save_base
 
 
 def test_the_fingerprint_is_of_what_was_measured_too(tmp_path: Path) -> None:
-    model = converted("llama", **COMPACT)
+    model = converted("llama", **RIDGE)
     first = fingerprint_of(model)
     model.save_pretrained(tmp_path)
     assert fingerprint_in(tmp_path) == first == fingerprint_of(load(tmp_path))

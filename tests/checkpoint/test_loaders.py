@@ -170,7 +170,7 @@ def test_a_classifier_converts_saves_and_loads(tmp_path: Path) -> None:
     loaded(IDS, labels=torch.tensor([0, 2]), use_cache=False).loss.backward()
 
 
-@pytest.mark.parametrize("preset", ["paper", "compact"])
+@pytest.mark.parametrize("preset", ["paper", "ridge"])
 def test_made_on_the_meta_device_it_starts_as_made_at_once(preset: str) -> None:
     """As one does to make a large model where its shards will be; what is set already stays as it is."""
     made = AutoModelForCausalLM.from_config(convert(build("llama"), InPlaceTTTConfig.preset(preset, layers=LAYERS)).config)

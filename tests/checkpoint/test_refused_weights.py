@@ -122,7 +122,7 @@ def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--set", "normalize_targets=true"], ["--set", "calibrated_proj=true"], ["--preset", "compact"]], ids=str
+    "options", [[], ["--set", "normalize_targets=true"], ["--set", "calibrated_proj=true"], ["--preset", "ridge"]], ids=str
 )
 @pytest.mark.parametrize("number", ["nan", "inf"])
 def test_a_base_holds_what_is_no_number(number: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_a_text_to_calibrate_on_is_read_by_another_tokenizer(
     base = changed(folders["base"], tmp_path / "other", lambda tensors: None)
     tiny.tokenizer().save_pretrained(base)
     (tmp_path / "book.txt").write_text(tiny.text(words=100))
-    how = ["--layers", "0", "--preset", "compact", "--calibrate", str(tmp_path / "book.txt")]
+    how = ["--layers", "0", "--preset", "ridge", "--calibrate", str(tmp_path / "book.txt")]
     assert cli.main(["convert", str(base), str(tmp_path / "out"), *how]) == 2
     assert "has the tokenizer of another model" in capsys.readouterr().err and not (tmp_path / "out").exists()
 

@@ -99,7 +99,7 @@ def test_a_surgery_too_much_or_too_little_is_refused(settings: dict[str, Any]) -
     with pytest.raises(ValueError, match=r"the model is not converted and there is no inplace_ttt\.surgery"):
         manager.post_model_build(DictDefault({"inplace_ttt": None}), model)
     with pytest.raises(ValueError, match="need measurements on a text"):
-        manager.post_model_build(DictDefault({"inplace_ttt": {"surgery": {"preset": "compact"}}}), model)
+        manager.post_model_build(DictDefault({"inplace_ttt": {"surgery": {"preset": "ridge"}}}), model)
     manager.post_model_build(DictDefault(settings), model)
     assert list(fast_weights(model)) == [0, 6]
     with pytest.raises(ValueError, match=r"converted already, so that inplace_ttt\.surgery has no effect"):

@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from models import COMPACT
+from models import RIDGE
 from torch import Tensor, nn
 
 from inplace_ttt.layer import fast_linear
@@ -118,8 +118,8 @@ def frozen(layer: FastWeight) -> None:
     layer.weight.requires_grad_(False)
 
 
-def compact() -> nn.Module:
-    return healthy(**COMPACT)
+def ridge() -> nn.Module:
+    return healthy(**RIDGE)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ FAULTS: dict[str, Sick] = {
     "keys detached": Sick("keys-detached", healthy, within=op_through(detached)),
     "keys detached beside W0": Sick("keys-detached", healthy, within=op_through(detached_beside_w0)),
     "keys detached in bfloat16": Sick("keys-detached", half_precision, within=op_through(detached_beside_w0)),
-    "whitened keys detached": Sick("keys-detached", compact, within=op_through(detached)),
+    "whitened keys detached": Sick("keys-detached", ridge, within=op_through(detached)),
     "keys detached in a layer": Sick("keys-detached", healthy, layers=(2,), within=in_layer(op_through(detached), 2)),
     "keys detached where they write": Sick("keys-detached", healthy, within=by_hand(same, Tensor.detach)),
     "keys detached where they read": Sick("keys-detached", healthy, within=by_hand(Tensor.detach, same)),

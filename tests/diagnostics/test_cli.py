@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint.folders import bytes_of, save_base
-from models import COMPACT
+from models import RIDGE
 from safetensors.torch import load_file, save_file
 from training.runs import CHUNK, checkpoint
 
@@ -72,7 +72,7 @@ def test_the_page_loads_nothing_and_holds_the_plots(model: Path, text: Path, tmp
 
 def test_how_much_tokens_count(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a gate of writes, mean and spread of it; without, 1."""
-    gated = checkpoint(tmp_path / "gated", COMPACT)
+    gated = checkpoint(tmp_path / "gated", RIDGE)
     for where, counts in ((gated, r"[01]\.\d+ ± 0\.\d+"), (model, "1")):
         out = tmp_path / f"out-{where.name}"
         run(capsys, where, "--text", text, "--out", out)

@@ -25,7 +25,7 @@ from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.passages import Passage
 
 LENGTH = 6 * CHUNK + 3
-COMPACT = {"whitening": KeyWhitening(), "update_rule": "ridge", "ridge": 0.5, "normalize_targets": True, "eta": 3.0}
+RIDGE = {"whitening": KeyWhitening(), "update_rule": "ridge", "ridge": 0.5, "normalize_targets": True, "eta": 3.0}
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def test_pieces_are_one_call(name: str, piece: int, window: int | None) -> None:
     assert found.dtype == torch.float32 and distance(found, expected) < 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, COMPACT], ids=["paper", "extensions"])
+@pytest.mark.parametrize("options", [{}, RIDGE], ids=["paper", "extensions"])
 def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) -> None:
     """By the definition: chunk by chunk, row r alone with W0 and, added by hand, what it reads of what row r + 1 had written."""
     model, rows = converted("llama", **options), random_ids(3, LENGTH)

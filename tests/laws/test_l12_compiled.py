@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import COMPACT, converted, distance, logits, random_ids
+from models import RIDGE, converted, distance, logits, random_ids
 from torch import Tensor, nn
 
 from inplace_ttt import InPlaceTTTError, disable_ttt
@@ -18,7 +18,7 @@ IDS = random_ids(2, 40)
 OPTIONS: dict[str, dict[str, Any]] = {
     "relative clip": {"clip": UpdateClip(0.02, relative=True, mode="always")},
     "whitened keys, hidden states": {"whitening": KeyWhitening(4), "normalize_targets": True, "target": "hidden_states", "eta": 3.0},
-    "least squares": COMPACT,
+    "least squares": RIDGE,
 }
 
 
@@ -71,7 +71,7 @@ def test_one_graph_with_every_option(options: str) -> None:
 
 def test_a_measured_model_may_be_compiled_before_it_ever_ran() -> None:
     """And one that is not measured is refused, compiled or not."""
-    model, fresh = (converted("llama", **COMPACT).requires_grad_(False) for _ in range(2))
+    model, fresh = (converted("llama", **RIDGE).requires_grad_(False) for _ in range(2))
     for layer in fast_weights(fresh).values():
         layer.ttt._is_measured = False  # as it is loaded
     assert distance(compiled(fresh)(input_ids=IDS, use_cache=False).logits, logits(model, IDS)) < 1e-5

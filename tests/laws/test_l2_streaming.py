@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CHUNK, COMPACT, NAMES, converted, distance, logits, random_ids, streamed
+from models import CHUNK, NAMES, RIDGE, converted, distance, logits, random_ids, streamed
 from packaging.version import Version
 from transformers import DynamicCache
 from upstream import needs
@@ -40,9 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shorter than a chunk": {"chunk_size": LENGTH + 1},
     "every layer": {"layers": "every:1"},
     "whitened keys": {"whitening": KeyWhitening(), "normalize_targets": True, "eta": 3.0},
-    "whitened keys, low rank, hidden states": {"whitening": KeyWhitening(4), "normalize_targets": True, "target": "hidden_states", "eta": 3.0},
-    "least squares": COMPACT,
-    "least squares, all directions, hidden states": {**COMPACT, "whitening": KeyWhitening(), "target": "hidden_states"},
+    "whitened keys, low rank, hidden states": {
+        "whitening": KeyWhitening(4), "normalize_targets": True, "target": "hidden_states", "eta": 3.0,
+    },
+    "least squares": RIDGE,
+    "least squares, all directions, hidden states": {**RIDGE, "whitening": KeyWhitening(), "target": "hidden_states"},
     "next token": {"conv": "next", "eta": 0.006},
     "next token, chunks of two": {"conv": "next", "chunk_size": 2, "eta": 0.006},
     "next token, spectral writes": {**NEXT, "eta": 0.1},

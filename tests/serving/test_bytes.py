@@ -20,7 +20,7 @@ D, H, CHUNK, SLOTS = 576, 1536, 128, 17
 FLOAT = 4
 
 
-@pytest.mark.parametrize(("preset", "dtype"), [("paper", torch.float32), ("compact", torch.float32), ("compact", torch.bfloat16)])
+@pytest.mark.parametrize(("preset", "dtype"), [("paper", torch.float32), ("ridge", torch.float32), ("ridge", torch.bfloat16)])
 def test_a_slot_takes_what_is_counted(preset: str, dtype: torch.dtype) -> None:
     config = InPlaceTTTConfig.preset(preset, chunk_size=CHUNK)
     rows, width = config.state_shape(D, H)

@@ -40,7 +40,7 @@ SIZE = 100_000
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("http")
-    save(folder / "ttt", "llama", "compact")
+    save(folder / "ttt", "llama", "ridge")
     save_tokenizer(folder / "ttt")
     return folder
 

@@ -61,7 +61,7 @@ def continued(model: PreTrainedModel, state: Session, prompt: list[int]) -> list
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_ttt_off_beside_ttt_on(caching: bool, tmp_path: Path) -> None:
-    model = save(tmp_path / "ttt", "llama", "compact")
+    model = save(tmp_path / "ttt", "llama", "ridge")
     asked = prompts(100, 200, 300)
     expected = {}
     for number, prompt in enumerate(asked):

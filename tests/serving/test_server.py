@@ -12,7 +12,7 @@ from serving.test_tokens import generated, prompts
 
 def test_openai_s_client_gets_what_generate_says(tmp_path: Path) -> None:
     folder = tmp_path / "ttt"
-    save(folder, "llama", "compact")
+    save(folder, "llama", "ridge")
     save_tokenizer(folder)
     model = inplace_ttt.load(folder)
     with running(tmp_path, "vllm.entrypoints.openai.api_server", "--model", str(folder), behind=VLLM) as server:

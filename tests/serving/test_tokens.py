@@ -95,7 +95,7 @@ def test_a_clip_that_bites(clip: UpdateClip, tmp_path: Path) -> None:
 
 def test_mixed_requests(tmp_path: Path) -> None:
     """64 of 16 to 4,000 tokens that come at any time: split prefills, forced preemption, prefixes that come again, and aborts."""
-    model = save(tmp_path / "ttt", "llama", "compact")
+    model = save(tmp_path / "ttt", "llama", "ridge")
     generator = torch.Generator().manual_seed(3)
     lengths = (16 * (250 ** torch.rand(64, generator=generator))).long().tolist()
     asked = prompts(*lengths, seed=4)
@@ -135,7 +135,7 @@ def test_mixed_requests(tmp_path: Path) -> None:
 
 def test_few_slots(tmp_path: Path) -> None:
     """Who finds none free waits; what another left in a slot is read by nobody."""
-    model = save(tmp_path / "ttt", "llama", "compact")
+    model = save(tmp_path / "ttt", "llama", "ridge")
     asked = prompts(*range(40, 200, 20))
     expected = {number: generated(model, prompt) for number, prompt in enumerate(asked)}
     with engine(tmp_path / "ttt", enable_prefix_caching=True, additional_config={"inplace_ttt_slots": 3}) as made:

@@ -1,7 +1,7 @@
 """Converted models that the state tests share; gemma3 and qwen3 have a sliding window of 16."""
 
 import pytest
-from models import COMPACT, converted
+from models import RIDGE, converted
 from transformers import PreTrainedModel
 
 NAMES = ("llama", "gemma3", "gpt2", "gpt_neox", "qwen3")
@@ -9,7 +9,7 @@ NAMES = ("llama", "gemma3", "gpt2", "gpt_neox", "qwen3")
 
 @pytest.fixture(scope="module", params=[*NAMES, "least squares"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return converted("llama", **COMPACT) if request.param == "least squares" else converted(request.param)
+    return converted("llama", **RIDGE) if request.param == "least squares" else converted(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import COMPACT, LAYERS, converted, random_ids
+from models import LAYERS, RIDGE, converted, random_ids
 from torch import Tensor
 
 from inplace_ttt import Session
@@ -117,7 +117,7 @@ def test_autocast_leaves_reads_alone(whole: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the rows of a batch are read: alone, behind whole chunks, or together."""
-    model, solved = converted("llama", **COMPACT), 0
+    model, solved = converted("llama", **RIDGE), 0
 
     def counting(states: Tensor, ridge: float | None) -> Tensor:
         nonlocal solved

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import build
-from models import CHUNK, COMPACT, converted, distance, logits, random_ids
+from models import CHUNK, RIDGE, converted, distance, logits, random_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -160,7 +160,7 @@ def test_a_session_of_another_model_is_refused(llama, other, words, tmp_path):
 
 
 def test_a_session_of_another_calibration_is_refused(tmp_path):
-    model = converted("llama", **COMPACT)
+    model = converted("llama", **RIDGE)
     session(model, random_ids(1, 9)).save(tmp_path / "a")
     Session.load(tmp_path / "a", model)
     fast_weights(model)[2].ttt.keys.directions *= 1.1

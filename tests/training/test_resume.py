@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import COMPACT
+from models import RIDGE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inplace_ttt import cli
@@ -33,7 +33,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     recipe = recipe_file(
         folder,
-        checkpoint(folder / "model", COMPACT, attention_dropout=0.1),  # so that the generators' states matter
+        checkpoint(folder / "model", RIDGE, attention_dropout=0.1),  # so that the generators' states matter
         documents(folder / "text"),
         optimisation=STEPS,
         data={"validation_documents": 2},
@@ -176,7 +176,7 @@ def test_what_may_change_takes_effect(unbroken: Path, tmp_path: Path) -> None:
         "optimisation.learning_rate": (1e-3, 1e-9),
         "optimisation.schedule": ("linear", "constant"),
         "optimisation.steps": (32, 34),
-        "surgery.eta": (COMPACT["eta"], 0.5),
+        "surgery.eta": (RIDGE["eta"], 0.5),
     }
     assert all(change["after_step"] == 32 for change in report["changes"]) and report["recipe"]["optimisation"]["learning_rate"] == 1e-9
     assert config_of(AutoModelForCausalLM.from_pretrained(output / "final")).eta == 0.5
@@ -187,7 +187,7 @@ def other_eta(unbroken: Path, folder: Path) -> Path:
     shutil.copytree(unbroken / "model", folder / "model")
     file = folder / "model" / "config.json"
     values: dict[str, Any] = json.loads(file.read_text())
-    assert values["inplace_ttt"]["config"]["eta"] == COMPACT["eta"]
+    assert values["inplace_ttt"]["config"]["eta"] == RIDGE["eta"]
     values["inplace_ttt"]["config"]["eta"] = 0.5
     file.write_text(json.dumps(values))
     return file.parent

@@ -240,8 +240,8 @@ def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> N
             "layers: every:3\n  clip: {max_norm: 1e-3, relative: true}",
             InPlaceTTTConfig(layers="every:3", clip=UpdateClip(1e-3, relative=True)),
         ),
-        ("preset: compact\n  whitening: {rank: 8}", InPlaceTTTConfig.preset("compact", whitening={"rank": 8})),
-        ("preset: compact\n  whitening: null", InPlaceTTTConfig.preset("compact", whitening=None)),
+        ("preset: ridge\n  whitening: {rank: 8}", InPlaceTTTConfig.preset("ridge", whitening={"rank": 8})),
+        ("preset: ridge\n  whitening: null", InPlaceTTTConfig.preset("ridge", whitening=None)),
     ],
 )
 def test_surgery_is_a_config_with_a_preset_for_the_rest(section: str, expected: InPlaceTTTConfig, tmp_path: Path) -> None:

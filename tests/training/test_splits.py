@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import COMPACT
+from models import RIDGE
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
@@ -116,9 +116,9 @@ def held_out(model: Any, rows: Any, name: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def compact(recipe: Path) -> tuple[str, Run]:
-    """The setting of a model by the rule of the compact memory, in place of the paper's; its plain run."""
-    setting = f"model.path={checkpoint(recipe.parent / 'compact', COMPACT)}"
+def ridge(recipe: Path) -> tuple[str, Run]:
+    """The setting of a model by the rule of the ridge memory, in place of the paper's; its plain run."""
+    setting = f"model.path={checkpoint(recipe.parent / 'ridge', RIDGE)}"
     return setting, plain_run(load_recipe(recipe, [setting]))
 
 
@@ -130,8 +130,8 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
 @pytest.mark.parametrize(
     "split", ["two processes, ZeRO 2, recomputed", "two ranks share rows, ZeRO 3, recomputed", "four ranks share rows"]
 )
-def test_every_split_is_the_same_run_by_least_squares(split: str, recipe: Path, compact: tuple[str, Run], tmp_path: Path) -> None:
-    setting, plain = compact
+def test_every_split_is_the_same_run_by_least_squares(split: str, recipe: Path, ridge: tuple[str, Run], tmp_path: Path) -> None:
+    setting, plain = ridge
     agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))
 
 

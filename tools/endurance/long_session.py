@@ -1,6 +1,6 @@
 """A text of 100,000 tokens read in one session, behind a window: does what the process holds stay the same?
 
-    python tools/endurance/long_session.py runs/memory/compact-0/final --out docs/results/cpu-2026-11/long-session.json
+    python tools/endurance/long_session.py runs/memory/ridge-0/final --out docs/results/cpu-2026-11/long-session.json
 
 Reads the files of --text one after the other as one text, with a cache that keeps a window and its sinks. After every 10,000 tokens: the
 process's largest resident memory since the last ones, bytes of state and cache, tokens a second. The state is compared with that of the

@@ -39,7 +39,7 @@ from inplace_ttt.tasks.facts import NEVER_TOLD, VERBATIM
 
 WORK = ROOT / "runs" / "facts"
 RECIPE = ROOT / "recipes" / "evidence" / "smollm2-facts-cpu.yaml"
-COMPACT = ("--preset", "compact", "--set", "ridge=0.1", "--calibrate", str(kept_runs.TRAIN))
+RIDGE = ("--preset", "ridge", "--set", "ridge=0.1", "--calibrate", str(kept_runs.TRAIN))
 RECORDS, TOKENS = 4, 2048
 NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 """Documents, and distances between facts and questions."""
@@ -58,13 +58,13 @@ class Run:
     without_gate_of: str | None = None
 
 
-GATED = (*COMPACT, "--set", "write_gate=true")
+GATED = (*RIDGE, "--set", "write_gate=true")
 RUNS = {
     "gated": Run(GATED),
     "gate held at 1": Run(GATED, without_gate_of="gated"),
-    "no gate": Run(COMPACT),
+    "no gate": Run(RIDGE),
     "paper": Run(RULES["paper"].convert, ("optimisation.conv_learning_rate=1e-3",)),
-    "no writes": Run((*COMPACT, "--set", "eta=0")),
+    "no writes": Run((*RIDGE, "--set", "eta=0")),
     "untrained": Run(GATED, trained=False),
 }
 

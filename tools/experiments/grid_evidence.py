@@ -1,10 +1,10 @@
-"""A small grid around the paper's rule and around `compact`: what each choice does to the training loss, to on - off and to memory.
+"""A small grid around the paper's rule and around `ridge`: what each choice does to the training loss, to on - off and to memory.
 
 python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
 
 The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
 at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
-training, the target's source, and which parameters learn; then away from `compact`. Where every parameter learns, the base is a
+training, the target's source, and which parameters learn; then away from `ridge`. Where every parameter learns, the base is a
 model that was trained alike with eta 0; LoRA of as many parameters as the writes have, in float32, is read beside the untouched
 base. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
 """
@@ -70,15 +70,15 @@ POINTS = {
     "every parameter, eta 0": every_parameter("0"),
     "every parameter": every_parameter("1", base="every parameter, eta 0"),
     "LoRA, eta 0, beside the base": Point(rules.RULES["LoRA, eta 0"].trained("model.dtype=float32"), base=UNTOUCHED),
-    "compact and LoRA": Point(rules.compact().trained(*rules.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"),
-    "compact": Point(rules.compact()),
-    "compact, rank 0.25": Point(rules.compact("whitening.rank=0.25")),
-    "compact, rank 1.0": Point(rules.compact("whitening.rank=1.0")),
-    "compact, ridge 0.1": Point(rules.compact("ridge=0.1")),
-    "compact, ridge 10": Point(rules.compact("ridge=10")),
-    "compact, eta 1": Point(rules.compact("eta=1")),
-    "compact, the sum": Point(rules.compact("update_rule=sum", "ridge=null")),
-    "compact, random P": Point(rules.compact("calibrated_proj=false")),
+    "ridge and LoRA": Point(rules.ridge().trained(*rules.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"),
+    "ridge": Point(rules.ridge()),
+    "ridge, rank 0.25": Point(rules.ridge("whitening.rank=0.25")),
+    "ridge, rank 1.0": Point(rules.ridge("whitening.rank=1.0")),
+    "ridge, λ 0.1": Point(rules.ridge("ridge=0.1")),
+    "ridge, λ 10": Point(rules.ridge("ridge=10")),
+    "ridge, eta 1": Point(rules.ridge("eta=1")),
+    "ridge, the sum": Point(rules.ridge("update_rule=sum", "ridge=null")),
+    "ridge, random P": Point(rules.ridge("calibrated_proj=false")),
 }
 
 

@@ -2,7 +2,7 @@
 
 python tools/experiments/key_centre.py [--models gemma-3-270m smollm2-135m] [--documents 2] [--out docs/results/cpu-2026-11/key-centre]
 
-Untrained conversions by `compact`, whose conv is given one tap by hand: every token's target is the next one's, η times the tap is SIZE.
+Untrained conversions by `ridge`, whose conv is given one tap by hand: every token's target is the next one's, η times the tap is SIZE.
 Held-out documents of 2,048 tokens are read as `memory_evidence.py` reads them (SmolLM2 behind its window, Gemma in its own attention),
 with k = A (z - ‖z‖c) and with k = A (z - ac), a the RMS of ‖z‖ over the tokens that are read at once; nothing else differs. What is said
 is the loss with those writes less the one without. Under it stand the tokens that the constant harms most. A model
@@ -35,7 +35,7 @@ from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.reports.statistics import Mean
 from inplace_ttt.surgery import fast_weights
 
-RULE = {"smollm2-135m": "compact", "gemma-3-270m": "compact, eta 0.3"}
+RULE = {"smollm2-135m": "ridge", "gemma-3-270m": "ridge, eta 0.3"}
 """Whose conversion is read; what η is makes no difference."""
 SIZES = {"smollm2-135m": (0.03, 0.1, 0.3), "gemma-3-270m": (0.003, 0.01, 0.03)}
 NEXT = 3

@@ -1,6 +1,6 @@
-"""Do writes store memory? The paper's rule, the public code's and the `compact` preset, trained and evaluated alike, over seeds.
+"""Do writes store memory? The paper's rule, the public code's and the `ridge` preset, trained and evaluated alike, over seeds.
 
-python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules compact paper official] [--seeds 0 1 2]
+python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper official] [--seeds 0 1 2]
     [--one-process] [--out docs/results/cpu-2026-11/memory]
 
 SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
@@ -43,7 +43,7 @@ FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
-"""The first documents: on them the rates, the start of P and the rank and η of `compact` were chosen; the others are unseen."""
+"""The first documents: on them the rates, the start of P and the rank and η of `ridge` were chosen; the others are unseen."""
 
 LOSSES = ("off", "on", "foreign")
 COLUMNS = ("difference", "gain", "drift", "memory", "memory_unseen", "second_copy", "filler")

@@ -42,9 +42,9 @@ def ttt_ntp(*changed: str) -> Rule:
     return papers("ttt_ntp", *changed).trained("optimisation.conv_learning_rate=null")
 
 
-def compact(*changed: str) -> Rule:
+def ridge(*changed: str) -> Rule:
     """The preset with some of the config's settings changed."""
-    return Rule(("--preset", "compact", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
+    return Rule(("--preset", "ridge", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
 
 
 def _set(settings: Iterable[str]) -> Iterator[str]:
@@ -56,7 +56,7 @@ LORA = ("optimisation.train=lora", f"optimisation.lora.targets={_TARGETS}", "opt
 """It has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
 
 RULES = {
-    "compact": compact(),
+    "ridge": ridge(),
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
     **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
@@ -64,12 +64,12 @@ RULES = {
     "ttt_ntp, eta 0.01": ttt_ntp("eta=0.01"),
     "LoRA, eta 0": without_writes(*LORA),
     "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
-    "compact, rank 0.5": compact("whitening.rank=0.5"),
-    "compact, rank 1.0": compact("whitening.rank=1.0"),
-    **{f"compact, eta {eta}": compact(f"eta={eta}") for eta in (0.3, 1, 2, 4)},
-    "compact, gated": compact("write_gate=true"),
-    **{f"compact, ridge 0.1, eta {eta}": compact("ridge=0.1", f"eta={eta}") for eta in (2, 3)},
-    **{f"compact, {steps} steps": compact().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
+    "ridge, rank 0.5": ridge("whitening.rank=0.5"),
+    "ridge, rank 1.0": ridge("whitening.rank=1.0"),
+    **{f"ridge, eta {eta}": ridge(f"eta={eta}") for eta in (0.3, 1, 2, 4)},
+    "ridge, gated": ridge("write_gate=true"),
+    **{f"ridge, λ 0.1, eta {eta}": ridge("ridge=0.1", f"eta={eta}") for eta in (2, 3)},
+    **{f"ridge, {steps} steps": ridge().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained(
             "data.sequence_length=8192", f"optimisation.steps={steps // 2}", *ONE_PROCESS
@@ -78,5 +78,5 @@ RULES = {
     },
     **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "preserve_row_norms=true") for eta in (1, 3)},
 }
-MAIN = ("compact", "paper", "official")
+MAIN = ("ridge", "paper", "official")
 """What is run where nobody names the rules; the others are one thing changed."""

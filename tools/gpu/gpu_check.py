@@ -184,9 +184,9 @@ def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
     uncached = ("prefill", "training step")  # a cache breaks the graph of a compiled model
     for shape, tokens, changed, seconds in (
         ("Qwen3-4B", long, {"preset": "paper"}, 45),
-        ("Qwen3-4B", long, {"preset": "compact"}, 45),
-        ("Qwen3-4B", long, {"preset": "compact", "chunk_size": 128, "steps": uncached}, 45),
-        ("SmolLM2-135M", short, {"preset": "compact"}, 30),
+        ("Qwen3-4B", long, {"preset": "ridge"}, 45),
+        ("Qwen3-4B", long, {"preset": "ridge", "chunk_size": 128, "steps": uncached}, 45),
+        ("SmolLM2-135M", short, {"preset": "ridge"}, 30),
         *(("Qwen3-4B", long, {"preset": "paper", "compiled": mode, "steps": uncached}, 90) for mode in ("default", "reduce-overhead")),
         ("SmolLM2-135M", long, {"preset": "paper"}, 45),
         ("Qwen3-4B", short, {"preset": "paper"}, 20),

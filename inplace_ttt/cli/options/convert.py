@@ -12,7 +12,7 @@ from ..arguments import MOST_TOKENS, add_push, path, refuse_without_effect, whol
 EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
   inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
-  inplace-ttt convert ./smollm2 ./smollm2-compact --preset compact --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
+  inplace-ttt convert ./smollm2 ./smollm2-ridge --preset ridge --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
   inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=path,
         metavar="F",
-        help="texts to measure on what the preset's extensions need (see --preset compact)",
+        help="texts to measure on what the preset's extensions need (see --preset ridge)",
     )
     parser.add_argument(
         "--calibrate-tokens",

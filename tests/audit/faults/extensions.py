@@ -22,7 +22,7 @@ from .under_way import Patch, Place, now, places_of_call
 
 Plant = Callable[[Patch], None]
 RAW = {"settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 10.0}}
-COMPACT = {"settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 80.0, "whitening": KeyWhitening(rank=0.75)}}
+RIDGE = {"settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 80.0, "whitening": KeyWhitening(rank=0.75)}}
 
 
 def writing(change: Callable[[_Walk, int, Any, Tensor, Tensor, float], Tensor]) -> Callable[[float, When], Plant]:
@@ -107,10 +107,10 @@ LAW, SIZES = "least-squares", (1.0, 0.3, 0.1)
 KINDS: tuple[Kind, ...] = (
     Kind("the Gram fades", "extension", owned(LAW), writing(fading_gram), (0.9, 0.3), (*CHUNKS, *only.STREAMED), 5, world=RAW),
     Kind("the Gram keeps few bits", "extension", owned(f"{LAW} state-precision"), writing(coarse_gram), (1, 2),
-         (*CHUNKS, *only.STREAMED), 3, world=COMPACT),
-    Kind("the Gram is of all rows", "extension", owned("rows in-batches"), writing(gram_of_all_rows), SIZES, ROWS, 3, ("batch",), COMPACT),
+         (*CHUNKS, *only.STREAMED), 3, world=RIDGE),
+    Kind("the Gram is of all rows", "extension", owned("rows in-batches"), writing(gram_of_all_rows), SIZES, ROWS, 3, ("batch",), RIDGE),
     Kind("the keys' centre stays", "extension", owned("keys"), with_keys(without_centre), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
-         world=COMPACT),
+         world=RIDGE),
     Kind("keys are too large", "extension", owned(f"keys {LAW}"), with_keys(larger), (1.0, 0.3), (*CHUNKS, *only.STREAMED), 4,
-         world=COMPACT),
+         world=RIDGE),
 )  # fmt: skip

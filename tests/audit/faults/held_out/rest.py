@@ -17,7 +17,7 @@ from inplace_ttt.ops import chunk_conv
 from .. import conditions as only
 from ..clips import INFERENCE, TIGHT, other_tau
 from ..conditions import When
-from ..extensions import COMPACT, RAW
+from ..extensions import RAW, RIDGE
 from ..fault import Kind, owned
 from ..gradients import SIZES, TEACHING, TRAINING, taught
 from ..planting import Target, with_source, with_target
@@ -152,5 +152,5 @@ KINDS: tuple[Kind, ...] = (
     Kind("the source's mean is not taken out", "extension", owned("target-source conv-bias"), with_target(mean_kept), (1.0, 0.3), WRITES, 3,
          world=CENTRED),
     Kind("the source's gain is off", "extension", owned("target-source loss-sum eta"), with_target(gain_off), (1.0, 0.3, 0.1), WRITES, 3,
-         world=COMPACT),
+         world=RIDGE),
 )  # fmt: skip
