@@ -35,7 +35,7 @@ def test_json_round_trip(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_round_trip_and_take_overrides(name: str) -> None:
     assert InPlaceTTTConfig.preset(name) == PRESETS[name] == InPlaceTTTConfig.from_dict(PRESETS[name].to_dict())
-    changed = InPlaceTTTConfig.preset(name, chunk_size=3, clip={"tau": 2}, write_norm=None)
+    changed = InPlaceTTTConfig.preset(name, chunk_size=3, clip={"max_norm": 2}, write_norm=None)
     assert (changed.chunk_size, changed.clip) == (3, UpdateClip(2))
     assert changed.target == PRESETS[name].target and changed.eta == PRESETS[name].eta
 
@@ -86,7 +86,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("clip.max_norm must be a number above 0", [{"clip": {"max_norm": x}} for x in (0, -1, NAN, INF, "1", None, True)]),
     ("clip.relative must be true or false", [{"clip": {"max_norm": 1, "relative": x}} for x in (1, None, "yes")]),
     ("clip.mode must be one of ('inference', 'always')", [{"clip": {"max_norm": 1, "mode": x}} for x in ("never", "", None)]),
-    ("clip has no setting 'taus'; known settings: tau, relative, when", [{"clip": {"taus": 1}}]),
+    ("clip has no setting 'taus'; known settings: max_norm, relative, mode", [{"clip": {"taus": 1}}]),
     ("clip is incomplete", [{"clip": {}}]),
     ("detach_target must be true or false", [{"detach_target": x} for x in (1, None, "true")]),
     ("eta must be from 1e-30 to 1e+30", [{"eta": x} for x in (1e308, 1e-320, (1.0, 1e31))]),

@@ -18,7 +18,7 @@ from inplace_ttt.diagnostics.report import write_report
 from inplace_ttt.surgery import config_of, fast_weights
 from inplace_ttt.training.guards import FirstStep, GradientTap
 from inplace_ttt.training.parameters import parameter_groups
-from inplace_ttt.training.recipe_sections import Optimisation
+from inplace_ttt.training.recipe_sections import Training
 
 NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
 SETTINGS = [x for name, value in NORMS.items() if name != "eta" for x in ("--set", f"{name}={json.dumps(value)}")]
@@ -47,10 +47,10 @@ def test_folders_and_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_the_optimiser_and_the_first_step_know_p_alone() -> None:
     model, ids = converted("llama", **NORMS).train(), random_ids(2, 30)
-    names = [group["name"] for group in parameter_groups(model, Optimisation(steps=1))]
+    names = [group["name"] for group in parameter_groups(model, Training(steps=1))]
     assert "proj" in names and "conv" not in names
     with pytest.raises(InPlaceTTTError, match="conv_learning_rate has no effect"):
-        parameter_groups(model, Optimisation(steps=1, conv_learning_rate=1e-3))
+        parameter_groups(model, Training(steps=1, conv_learning_rate=1e-3))
     tap, warnings = GradientTap(model), []
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 

@@ -1,4 +1,4 @@
-"""What a run with `train: lora` leaves: a PEFT adapter, which holds LoRA, conv and P."""
+"""What a run with `trainable: lora` leaves: a PEFT adapter, which holds LoRA, conv and P."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _BASE = "inplace_ttt_base.json"
 
 @dataclass(frozen=True)
 class _Base:
-    """What a run writes beside its adapter. fingerprint: of the weights that it was trained on, as `base_fingerprint_in` gives it; surgery:
+    """What a run writes beside its adapter. fingerprint: of the weights that it was trained on, as `base_fingerprint_in` gives it; ttt:
     the conversion that the run made of them, none where they were converted already."""
 
     fingerprint: str
-    surgery: InPlaceTTTConfig | None = None
+    ttt: InPlaceTTTConfig | None = None
 
 
 def tie_to_base(folder: Path, fingerprint: str, surgery: InPlaceTTTConfig | None) -> None:
     """Write beside an adapter of PEFT which weights it belongs to, and how the run converted them, if it did."""
-    write_json(folder / _BASE, {"fingerprint": fingerprint, **({} if surgery is None else {"surgery": surgery.to_dict()})})
+    write_json(folder / _BASE, {"fingerprint": fingerprint, **({} if surgery is None else {"ttt": surgery.to_dict()})})
 
 
 def base_of(path: str | os.PathLike[str], base: str | None = None) -> str:
@@ -58,7 +58,7 @@ def standing_on(path: str | os.PathLike[str], base: str | None = None) -> tuple[
             "onto those."
         )
     converted = is_adapter(source) or Checkpoint.open(source).section is not None
-    return source, None if converted else known.surgery
+    return source, None if converted else known.ttt
 
 
 def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:

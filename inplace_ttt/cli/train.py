@@ -19,13 +19,13 @@ from .messages import say_now
 def run(args: argparse.Namespace) -> Result:
     settings = list(args.set)
     if args.num_processes is not None:
-        settings.append(f"parallel.processes={args.num_processes}")
+        settings.append(f"parallel.nproc_per_node={args.num_processes}")
     recipe = load_recipe(args.recipe, settings)
     arguments = [args.recipe, *(part for setting in settings for part in ("--set", setting))]
     arguments += [flag for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit)) if given]
     meta_model(recipe)  # refuses here, once, what every process would
     output = Path(recipe.output)
-    everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nodes > 1  # this command, once on each node
+    everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nnodes > 1  # this command, once on each node
     resume = not args.from_scratch
     # Where another launcher starts the run, its first process holds the output.
     with held(recipe, resume) if recipe.parallel.starts_itself else nullcontext():

@@ -29,7 +29,7 @@ class InPlaceTTTPlugin(BasePlugin):
         return f"{__name__}.{InPlaceTTTArgs.__name__}"
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        prepare(model, _settings(cfg).surgery)
+        prepare(model, _settings(cfg).ttt)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Here and not in `create_optimizer`, which Axolotl 0.19 never calls; and callbacks that it is given later come after ours."""

@@ -17,12 +17,12 @@ from ..training.callback import InPlaceTTTCallback
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """surgery: what is converted and how, with `preset` for where the rest comes from; none for a model that is converted already.
+    """ttt: what is converted and how, with `preset` for where the rest comes from; none for a model that is converted already.
 
     training: the settings of `InPlaceTTTCallback`.
     """
 
-    surgery: InPlaceTTTConfig | None = None
+    ttt: InPlaceTTTConfig | None = None
     training: InPlaceTTTCallback = field(default_factory=InPlaceTTTCallback)
 
 
@@ -35,13 +35,13 @@ def prepare(model: nn.Module, surgery: InPlaceTTTConfig | None) -> nn.Module:
     """Convert a client's loaded model in place as its settings say; one that is converted already needs none. Returns the model."""
     if is_converted(model):
         if surgery is not None:
-            raise InPlaceTTTError("the model is converted already, so that inplace_ttt.surgery has no effect; remove it, or give the base.")
+            raise InPlaceTTTError("the model is converted already, so that inplace_ttt.ttt has no effect; remove it, or give the base.")
         return model
     if surgery is None:
-        raise InPlaceTTTError("the model is not converted and there is no inplace_ttt.surgery; add it, or give a converted folder.")
+        raise InPlaceTTTError("the model is not converted and there is no inplace_ttt.ttt; add it, or give a converted folder.")
     if surgery.needs_calibration:
         raise InPlaceTTTError(
-            "these settings of inplace_ttt.surgery need measurements on a text; run `inplace-ttt convert MODEL OUT --calibrate TEXT` with "
-            "them, give OUT as the model, and remove inplace_ttt.surgery."
+            "these settings of inplace_ttt.ttt need measurements on a text; run `inplace-ttt convert MODEL OUT --calibrate TEXT` with "
+            "them, give OUT as the model, and remove inplace_ttt.ttt."
         )
     return convert(model, surgery)

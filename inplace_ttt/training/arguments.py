@@ -21,11 +21,11 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-    o, m, shared = recipe.optimisation, recipe.monitor, recipe.parallel.sequence_parallel
+    o, m, shared = recipe.training, recipe.monitor, recipe.parallel.sequence_parallel_size
     on_gpu = torch.cuda.is_available()
     parallelism = None
     if shared > 1:
-        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=recipe.model.attention, sp_seq_length_is_variable=True)
+        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=recipe.model.attn_implementation, sp_seq_length_is_variable=True)
         parallelism = ParallelismConfig(
             sp_backend="deepspeed", sp_size=shared, dp_replicate_size=recipe.parallel.world // shared, sp_handler=handler
         )
@@ -34,7 +34,7 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
         max_steps=recipe.steps,
         per_device_train_batch_size=o.batch_size,
         per_device_eval_batch_size=o.batch_size,
-        gradient_accumulation_steps=o.accumulation,
+        gradient_accumulation_steps=o.gradient_accumulation_steps,
         learning_rate=o.learning_rate,
         max_grad_norm=o.max_grad_norm,
         **_recomputing(o.gradient_checkpointing),
@@ -43,14 +43,14 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
         use_cpu=not on_gpu,
         deepspeed=deepspeed_config(recipe, one_disk),
         parallelism_config=parallelism,
-        logging_steps=m.log_every,
+        logging_steps=m.logging_steps,
         logging_first_step=True,
         logging_nan_inf_filter=False,
         report_to=list(m.report_to),
-        eval_strategy="steps" if m.evaluate_every else "no",
-        eval_steps=m.evaluate_every or None,
+        eval_strategy="steps" if m.eval_steps else "no",
+        eval_steps=m.eval_steps or None,
         save_strategy="steps",
-        save_steps=m.save_every,
+        save_steps=m.save_steps,
         save_total_limit=None,  # the trainer's own rotation waits until a checkpoint is complete
         ignore_data_skip=True,  # the rows start where the run stopped
         remove_unused_columns=False,

@@ -39,7 +39,7 @@ def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
 
 def needs_document_lengths(recipe: Recipe) -> bool:
     """Ranks that share rows have parts of documents; Ulysses hands attention whole rows, whose positions then show them."""
-    return recipe.model.attention == "flash_attention_2" and recipe.parallel.sequence_parallel == 1
+    return recipe.model.attn_implementation == "flash_attention_2" and recipe.parallel.sequence_parallel_size == 1
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def held_out_batches(rows: Any, recipe: Recipe, rank: int) -> Iterator[dict[str,
 
     Every rank gets as many, which ZeRO-3 and ranks that share rows need; what is too much is read again and not counted.
     """
-    shared, size = recipe.parallel.sequence_parallel, recipe.optimisation.batch_size
+    shared, size = recipe.parallel.sequence_parallel_size, recipe.training.batch_size
     readers, reader = recipe.parallel.world // shared, rank // shared
     for first in range(0, len(rows), readers * size):
         numbers = range(first + reader * size, first + (reader + 1) * size)

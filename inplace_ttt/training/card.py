@@ -34,11 +34,11 @@ def write_run_card(
         None if source is None else source.folder,
         config_of(model),
         base,
-        "lora" if recipe.optimisation.train == "lora" else "full",
+        "lora" if recipe.training.trainable == "lora" else "full",
         training={
             "steps": steps,
             "tokens_a_step": recipe.rows_per_step * recipe.data.sequence_length,
-            "train": recipe.optimisation.train,
+            "trainable": recipe.training.trainable,
             "sources": [Path(found["name"]).name for found in data.sources if found["role"] == "train"],
             "sha256": data.sha256,
         },

@@ -95,7 +95,7 @@ class _Job:
 
     @property
     def align(self) -> int:
-        return self.chunk_size if self.recipe.parallel.sequence_parallel > 1 else 1
+        return self.chunk_size if self.recipe.parallel.sequence_parallel_size > 1 else 1
 
     @property
     def pad_token(self) -> int:

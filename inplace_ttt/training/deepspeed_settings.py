@@ -40,7 +40,7 @@ def check_deepspeed(settings: Mapping[str, Any], own: Mapping[str, tuple[str, An
     own: what the recipe fills in, by `key` or `table.key`: its own name for it, and the value.
     """
     for name in ("optimizer", "scheduler"):
-        require(name not in settings, "deepspeed", f"{name} would replace what the recipe says under optimisation; leave it out")
+        require(name not in settings, "deepspeed", f"{name} would replace what the recipe says under training; leave it out")
     for name in _TABLES:
         value = _at(settings, name, {})
         require(isinstance(value, Mapping | None), "deepspeed", f"{name} must be a table, got {shown(value)}")

@@ -93,9 +93,9 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
         host, parameters = host + parameters, model.buffers
     # The update works on a float32 copy of the gradient and one more, after the activations are gone.
     update = 0 if offloads else 8 * model.trained // ranks if stage else 8 * model.largest
-    accumulates = stage >= 2 or recipe.optimisation.accumulation > 1
+    accumulates = stage >= 2 or recipe.training.gradient_accumulation_steps > 1
     beside = step.activations if accumulates else step.step - own_gradients
-    kept = recipe.optimisation.gradient_checkpointing
+    kept = recipe.training.gradient_checkpointing
     activations = max(beside + _shared_rows(recipe, model, one_layer=kept), update)
     held = 0 if offloads else optimiser
     if evaluation:
@@ -105,12 +105,12 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
 
 
 def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
-    """Bytes that `model.quantise` takes off the linear maps of a model on the meta device: all that do not learn, but the output's."""
-    if recipe.model.quantise is None:
+    """Bytes that `model.load_in` takes off the linear maps of a model on the meta device: all that do not learn, but the output's."""
+    if recipe.model.load_in is None:
         return 0
     output = model.get_output_embeddings()
     linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not output)
-    return sum(weight.nbytes - _packed(weight, recipe.model.quantise) for weight in linear if not weight.requires_grad)
+    return sum(weight.nbytes - _packed(weight, recipe.model.load_in) for weight in linear if not weight.requires_grad)
 
 
 def _packed(weight: Tensor, how: str) -> int:
@@ -133,7 +133,7 @@ def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
     weights: without frozen ones for LoRA, and under ZeRO-3, where masters are all there is of trained weights, of frozen ones alone.
     """
     size = 4 if recipe.model.dtype == "float32" else 2
-    adapter, stage = recipe.optimisation.train == "lora", recipe.zero_stage
+    adapter, stage = recipe.training.trainable == "lora", recipe.zero_stage
     final = size * (model.trained if adapter else model.parameters)
     masters = 12 if stage or size == 2 else 8
     copied = (model.trained if adapter else model.parameters) - (model.trained if stage == 3 else 0)
@@ -142,21 +142,23 @@ def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
 
 def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
     """Ranks that share rows: the state a TTT layer starts from, of one layer or of all for the backward, and three in the exchange."""
-    if recipe.parallel.sequence_parallel == 1 or not model.states:
+    if recipe.parallel.sequence_parallel_size == 1 or not model.states:
         return 0
-    states = [4 * recipe.optimisation.batch_size * numbers for numbers in model.states]
+    states = [4 * recipe.training.batch_size * numbers for numbers in model.states]
     return (max(states) if one_layer else sum(states)) + 3 * max(states)
 
 
 def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
     """Bytes that one device sends in an optimiser step, by ring algorithms: P - 1 of every P parts."""
-    o, ranks, shared = recipe.optimisation, recipe.parallel.world, recipe.parallel.sequence_parallel
+    o, ranks, shared = recipe.training, recipe.parallel.world, recipe.parallel.sequence_parallel_size
     stage, size = recipe.zero_stage, 4 if recipe.model.dtype == "float32" else 2
     forwards = 2 if o.gradient_checkpointing else 1
-    gradients = size * model.trained * (2 if stage == 0 else o.accumulation if stage >= 2 else 1)
-    parameters = {0: 0, 1: size * model.trained, 2: size * model.trained}.get(stage, 2 * size * model.parameters * o.accumulation)
+    gradients = size * model.trained * (2 if stage == 0 else o.gradient_accumulation_steps if stage >= 2 else 1)
+    parameters = {0: 0, 1: size * model.trained, 2: size * model.trained}.get(
+        stage, 2 * size * model.parameters * o.gradient_accumulation_steps
+    )
     length = recipe.data.sequence_length // shared
-    passes = (forwards + 1) * o.accumulation * o.batch_size
+    passes = (forwards + 1) * o.gradient_accumulation_steps * o.batch_size
     scan = passes * 2 * model.state_bytes
     attention = passes * model.layers * size * length * 2 * (model.queries + model.keys)
     sent = {

@@ -38,7 +38,7 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
 
 def tokens_of(recipe: Recipe) -> int:
     """Of one device and micro-step."""
-    return recipe.optimisation.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel
+    return recipe.training.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
 
 
 def fast_weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
@@ -55,7 +55,7 @@ def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
     for kind in attention_kinds(text):
         reach = min(window, length) if window and kind == "sliding_attention" else length
         pairs += length * reach - reach * (reach - 1) // 2
-    return 4 * width * heads * pairs * passes * recipe.optimisation.batch_size // recipe.parallel.sequence_parallel
+    return 4 * width * heads * pairs * passes * recipe.training.batch_size // recipe.parallel.sequence_parallel_size
 
 
 def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:

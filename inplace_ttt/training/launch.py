@@ -40,7 +40,7 @@ def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.processes)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.nproc_per_node)))
     here = str(Path(__file__).parents[2])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
     _warn_of_locked_builds()
@@ -61,7 +61,7 @@ def _started(recipe: Recipe, arguments: Sequence[str], environment: Mapping[str,
     port = _free_port()
     line = [sys.executable, "-u", "-m", "inplace_ttt.training", *arguments]
     try:
-        return _run_all([(line, {**environment, **place}) for place in one_node(recipe.parallel.processes, port)])
+        return _run_all([(line, {**environment, **place}) for place in one_node(recipe.parallel.nproc_per_node, port)])
     finally:
         _remove_shared_memory(port)
 
@@ -70,7 +70,7 @@ def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
     """What tells each process of this machine who it is, and that it ends with this one."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else processes
     if processes > devices:
-        raise InPlaceTTTError(f"the recipe is for {processes} devices and this machine has {devices}; set parallel.processes.")
+        raise InPlaceTTTError(f"the recipe is for {processes} devices and this machine has {devices}; set parallel.nproc_per_node.")
     common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(processes))
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHER: str(os.getpid())}
     for rank in range(processes):
@@ -80,14 +80,22 @@ def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
 def by_torchrun(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     """The command line of torchrun on one node, which meets those of the others."""
     parallel = recipe.parallel
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(parallel.nodes), "--nproc-per-node", str(parallel.processes)]
-    if parallel.nodes == 1 and parallel.rendezvous is None:
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(parallel.nnodes),
+        "--nproc-per-node",
+        str(parallel.nproc_per_node),
+    ]
+    if parallel.nnodes == 1 and parallel.rdzv_endpoint is None:
         line += ["--standalone"]
-    elif parallel.rendezvous is None:
-        raise InPlaceTTTError("several nodes need parallel.rendezvous, HOST:PORT of one of them, where torchrun's agents meet.")
+    elif parallel.rdzv_endpoint is None:
+        raise InPlaceTTTError("several nodes need parallel.rdzv_endpoint, HOST:PORT of one of them, where torchrun's agents meet.")
     else:
         job = os.environ.get("SLURM_JOB_ID", "inplace-ttt")
-        line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", parallel.rendezvous, "--rdzv-id", job]
+        line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", parallel.rdzv_endpoint, "--rdzv-id", job]
     return [*line, "-m", "inplace_ttt.training", *arguments]
 
 
@@ -99,13 +107,13 @@ def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
         raise InPlaceTTTError("DeepSpeed's launcher `deepspeed` is not on the PATH; pip install 'inplace-ttt[train]'.")
     if parallel.hostfile is None:
         raise InPlaceTTTError(
-            f"{parallel.nodes} nodes need parallel.hostfile, or launcher: torchrun and inplace-ttt train on each (docs/train.md)."
+            f"{parallel.nnodes} nodes need parallel.hostfile, or launcher: torchrun and inplace-ttt train on each (docs/train.md)."
         )
     hostfile = recipe.beside(parallel.hostfile)
     if not hostfile.exists():
-        raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.processes}` for each node.")
+        raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.nproc_per_node}` for each node.")
     line = [sys.executable, launcher, "--no_local_rank", "--log_level", "warning", "--hostfile", str(hostfile)]
-    line += ["--num_nodes", str(parallel.nodes), "--num_accelerators", str(parallel.processes)]
+    line += ["--num_nodes", str(parallel.nnodes), "--num_accelerators", str(parallel.nproc_per_node)]
     return [*line, "--module", "inplace_ttt.training", *arguments]
 
 

@@ -42,14 +42,14 @@ def step_cost(recipe: Recipe) -> StepCost:
     """Forward and backward of one micro-step on the meta device."""
     model = _on_meta(recipe).train()
     lm = causal_lm(model)
-    if recipe.optimisation.gradient_checkpointing:
+    if recipe.training.gradient_checkpointing:
         # The second is its name in older transformers.
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     meter = _Meter(model, lm.config.get_text_config().vocab_size, _tokens(recipe))
     with torch.device("meta"), meter:
         ids, mask = _inputs(recipe)
-        _loss(lm, ids, mask, recipe.optimisation.liger).backward()
+        _loss(lm, ids, mask, recipe.training.liger).backward()
     return StepCost(meter.peak_activations, meter.peak, meter.peak_logits, meter.flops)
 
 
@@ -67,21 +67,21 @@ def _on_meta(recipe: Recipe) -> PreTrainedModel:
     """The recipe's model on the meta device, with an attention and experts that hold there what its own hold on a device."""
     model = meta_model(recipe)
     causal_lm(model).config.get_text_config()._experts_implementation = _EXPERTS
-    if recipe.model.attention != "eager":
-        causal_lm(model).config._attn_implementation = _NAMES[recipe.model.attention]
+    if recipe.model.attn_implementation != "eager":
+        causal_lm(model).config._attn_implementation = _NAMES[recipe.model.attn_implementation]
     return model
 
 
 def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
     """A device's micro-batch [B, T]. Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash takes none."""
-    length = recipe.data.sequence_length // recipe.parallel.sequence_parallel
-    ids = torch.zeros(recipe.optimisation.batch_size, length, dtype=torch.long)
-    seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attention]
+    length = recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
+    ids = torch.zeros(recipe.training.batch_size, length, dtype=torch.long)
+    seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attn_implementation]
     return ids, torch.zeros(len(ids), 1, seen, seen, dtype=torch.bool)
 
 
 def _tokens(recipe: Recipe) -> int:
-    return recipe.optimisation.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel
+    return recipe.training.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Tensor:

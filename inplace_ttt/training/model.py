@@ -37,10 +37,10 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     (ZeRO-3: parameters are partitioned while they load). Raises InPlaceTTTError for whatever cannot be built.
     """
     model, path = recipe.model, recipe.model.path
-    torch.manual_seed(recipe.optimisation.seed)
+    torch.manual_seed(recipe.training.seed)
     config, ttt = _architecture(recipe)
-    settings: dict[str, Any] = {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
-    if model.quantise is not None:
+    settings: dict[str, Any] = {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attn_implementation}
+    if model.load_in is not None:
         settings["quantization_config"] = _quantisation(model)
     try:
         if path is None:
@@ -67,7 +67,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
 def _quantisation(model: Model) -> Any:
     from transformers import BitsAndBytesConfig
 
-    if model.quantise == "8bit":
+    if model.load_in == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     dtype = getattr(torch, model.dtype)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
@@ -98,7 +98,7 @@ def planned_architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTCo
 
 
 def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
-    model, path, surgery = recipe.model, recipe.model.path, recipe.surgery
+    model, path, surgery = recipe.model, recipe.model.path, recipe.ttt
     adapter = None
     if path is None:
         values = dict(model.config or {})
@@ -110,16 +110,16 @@ def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrain
         values = _read_config(recipe, path, configs)
     converted = adapter is not None or values.get("model_type") == MODEL_TYPE
     if converted and surgery is not None:
-        _refuse(recipe, "surgery", f"{path} is converted already, so that surgery has no effect; remove the section or give the base")
+        _refuse(recipe, "ttt", f"{path} is converted already, so that ttt has no effect; remove the section or give the base")
     if not converted and surgery is not None and surgery.needs_calibration:
         _refuse(
             recipe,
-            "surgery",
+            "ttt",
             f"these settings need measurements on a text; run `inplace-ttt convert {path or 'MODEL'} OUT --calibrate TEXT` with them, and "
             "give OUT as model.path",
         )
     if not converted and surgery is None:
-        _refuse(recipe, "surgery", f"{path or 'a model from scratch'} is not converted and there is no surgery; add the section")
+        _refuse(recipe, "ttt", f"{path or 'a model from scratch'} is not converted and there is no ttt; add the section")
     config = _build_config(recipe, values, "path" if path else "config")
     if path is None:
         _refuse_unknown(recipe, config, {key for key in values if key != "model_type"}, "config")
@@ -189,8 +189,8 @@ def _refuse_unknown(recipe: Recipe, config: PreTrainedConfig, keys: set[str], se
 
 
 def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Set `requires_grad` as `optimisation.train` says, with LoRA around the model where it says so."""
-    trained = recipe.optimisation.train
+    """Set `requires_grad` as `training.trainable` says, with LoRA around the model where it says so."""
+    trained = recipe.training.trainable
     if trained == "all":
         return model
     model.requires_grad_(False)
@@ -207,9 +207,9 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import check_target_module_exists
     except ImportError:
-        _refuse(recipe, "optimisation.train", "lora needs peft; pip install 'inplace-ttt[train]'")
+        _refuse(recipe, "training.trainable", "lora needs peft; pip install 'inplace-ttt[train]'")
 
-    lora = recipe.optimisation.lora or Lora()
+    lora = recipe.training.lora or Lora()
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -224,14 +224,14 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         if lora.targets == "all-linear" or check_target_module_exists(config, names[layer]):
             _refuse(
                 recipe,
-                "optimisation.lora.targets",
+                "training.lora.targets",
                 f"{names[layer]} is the fast weight of layer {index}, which LoRA cannot adapt as well; leave "
                 f"{names[layer].rpartition('.')[2]} out, or name the targets by a pattern that spares layers {sorted(fast_weights(model))}",
             )
     for target in [lora.targets] if isinstance(lora.targets, str) else [[one] for one in lora.targets]:
         pattern = LoraConfig(target_modules=target)
         if not any(check_target_module_exists(pattern, name) for name in names.values()):
-            _refuse(recipe, "optimisation.lora.targets", f"no module of the {model.config.model_type} is called {target}")
+            _refuse(recipe, "training.lora.targets", f"no module of the {model.config.model_type} is called {target}")
     # One dtype throughout: DeepSpeed keeps float32 masters, and ZeRO-3 refuses a mixture.
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():

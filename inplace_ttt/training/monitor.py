@@ -109,9 +109,9 @@ class DiagnoseCallback(TrainerCallback):
         self.gradients, self.warnings, self.folder = gradients, warnings, folder
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.recipe.monitor.diagnose_every:
+        if state.global_step % self.recipe.monitor.diagnose_steps:
             return
-        o, name = self.recipe.optimisation, f"step-{state.global_step}"
+        o, name = self.recipe.training, f"step-{state.global_step}"
         rates = Rates(o.conv_learning_rate or o.learning_rate, o.proj_learning_rate or o.learning_rate, o.learning_rate)
         with self.clock.paused(), self.gradients.paused():
             diagnosis = diagnose(
@@ -144,7 +144,7 @@ class CompareCallback(TrainerCallback):
             self._compare(kwargs["model"], 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.recipe.monitor.compare_every == 0:
+        if state.global_step % self.recipe.monitor.compare_steps == 0:
             self._compare(kwargs["model"], state.global_step)
 
     def _compare(self, model: Any, step: int) -> None:
@@ -165,7 +165,7 @@ def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> lis
     found = [ids for ids in longest if len(ids) > chunk_size + 1]
     if not found:
         raise InPlaceTTTError(
-            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_every has nothing to read; "
+            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_steps has nothing to read; "
             "give longer ones."
         )
     return found

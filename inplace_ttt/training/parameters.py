@@ -10,10 +10,10 @@ from torch import nn
 
 from ..errors import InPlaceTTTError
 from ..surgery import fast_weights
-from .recipe_sections import Optimisation
+from .recipe_sections import Training
 
 
-def parameter_groups(model: nn.Module, settings: Optimisation) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any]]:
     """AdamW groups of the parameters that require a gradient: conv, proj, matrices, and vectors (which never decay).
 
     Raises InPlaceTTTError when a TTT parameter is frozen, or nothing is trained.
@@ -56,7 +56,7 @@ def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float 
             raise InPlaceTTTError(f"{name} has no effect, since conv='next' has no convolution; leave it out.")
 
 
-def group_settings(settings: Optimisation, group: str) -> tuple[float, float]:
+def group_settings(settings: Training, group: str) -> tuple[float, float]:
     """Learning rate and weight decay of a group."""
     return {
         "conv": (settings.conv_learning_rate or settings.learning_rate, settings.conv_weight_decay),
@@ -71,18 +71,18 @@ def dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def schedule(settings: Optimisation, steps: int, group: str) -> Callable[[int], float]:
-    """Learning-rate factor of a group at each step: linear warm-up, then the recipe's decay to `final_ratio`."""
+def schedule(settings: Training, steps: int, group: str) -> Callable[[int], float]:
+    """Learning-rate factor of a group at each step: linear warm-up, then the recipe's decay to `min_lr_ratio`."""
     own = settings.ttt_warmup_steps if group in ("conv", "proj") else None
     warmup = settings.warmup_steps if own is None else own
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        if settings.schedule == "constant":
+        if settings.lr_scheduler == "constant":
             return 1.0
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
-        falling = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return settings.final_ratio + (1 - settings.final_ratio) * falling
+        falling = 1 - done if settings.lr_scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * falling
 
     return factor

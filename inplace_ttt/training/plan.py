@@ -81,7 +81,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         queries=width * heads,
-        keys=width * max(kv_heads, recipe.parallel.sequence_parallel),  # fewer are repeated until each rank has one
+        keys=width * max(kv_heads, recipe.parallel.sequence_parallel_size),  # fewer are repeated until each rank has one
         states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
         saved=saved_by_quantisation(recipe, model),
     )
@@ -89,11 +89,13 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
     holds_out = bool(recipe.data.validation or recipe.data.validation_documents)
     memory = deepspeed_memory(recipe, size, step, evaluation_cost(recipe) if holds_out else 0)
     checkpoint, final = checkpoint_bytes(recipe, size)
-    checkpoints = min(recipe.monitor.keep + 1, recipe.steps // recipe.monitor.save_every)  # a new one stands before an old one goes
-    again = int(recipe.optimisation.gradient_checkpointing)
+    checkpoints = min(
+        recipe.monitor.save_total_limit + 1, recipe.steps // recipe.monitor.save_steps
+    )  # a new one stands before an old one goes
+    again = int(recipe.training.gradient_checkpointing)
     # Eager attention's are products already.
-    flops = step.product_flops + (0 if recipe.model.attention == "eager" else attention_flops(recipe, text, 3 + again))
-    micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
+    flops = step.product_flops + (0 if recipe.model.attn_implementation == "eager" else attention_flops(recipe, text, 3 + again))
+    micro_steps = recipe.training.gradient_accumulation_steps * recipe.parallel.world
     tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
     return TrainingPlan(
         model_type=text.model_type,
@@ -104,7 +106,7 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         chunk_size=ttt.chunk_size,
         devices=recipe.parallel.world,
         zero_stage=recipe.zero_stage,
-        sequence_parallel=recipe.parallel.sequence_parallel,
+        sequence_parallel=recipe.parallel.sequence_parallel_size,
         per_device_bytes={**memory.parts, "total": memory.total},
         evaluation_bytes=memory.evaluation,
         host_bytes=memory.host,
@@ -129,20 +131,20 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
 
 def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
     """A sentence for each setting under which something would not learn, or the run would stop."""
-    o, length, found = recipe.optimisation, recipe.data.sequence_length, []
+    o, length, found = recipe.training, recipe.data.sequence_length, []
     chunk, layers = ttt.chunk_size, ttt.layers
     etas = [ttt.eta_of(position) for position in range(len(layers))]
     if chunk >= length:
         found.append(
             f"A chunk of {chunk} tokens is no shorter than a row of {length}: no write is ever read, and conv and P learn nothing; "
-            f"lower surgery.chunk_size below {length}, best to {max(length // 8, 1)} or less."
+            f"lower ttt.chunk_size below {length}, best to {max(length // 8, 1)} or less."
         )
     elif chunk * 2 > length:
         found.append(
-            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write a row is ever read; lower surgery.chunk_size."
+            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write a row is ever read; lower ttt.chunk_size."
         )
     if not any(etas):
-        found.append("eta is 0: nothing is written, and conv and P learn nothing; set surgery.eta above 0.")
+        found.append("eta is 0: nothing is written, and conv and P learn nothing; set ttt.eta above 0.")
     elif not all(etas):
         found.append(f"eta is 0 in layers {[i for i, eta in zip(layers, etas, strict=True) if not eta]}: they write nothing.")
     context = getattr(text, "max_position_embeddings", None)
@@ -154,7 +156,7 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
     for name in ("warmup_steps", "ttt_warmup_steps", "eta_warmup_steps"):
         value = getattr(o, name)
         if value and value >= recipe.steps:
-            found.append(f"The warm-up optimisation.{name} of {value} steps is no shorter than the run of {recipe.steps}; lower it.")
+            found.append(f"The warm-up training.{name} of {value} steps is no shorter than the run of {recipe.steps}; lower it.")
     return [*found, *without_effect(recipe.deepspeed_settings), *sharing_problems(recipe, chunk, text)]
 
 
@@ -171,21 +173,21 @@ def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, availabl
     if memory.evaluation > available:
         found.append(
             f"A device needs {memory.evaluation / _GB:.1f} GB to read held-out rows and has {available / _GB:.1f}; lower "
-            "optimisation.batch_size, or raise parallel.sequence_parallel."
+            "training.batch_size, or raise parallel.sequence_parallel_size."
         )
     return found
 
 
 def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
-    o, ranks = recipe.optimisation, recipe.parallel.world
+    o, ranks = recipe.training, recipe.parallel.world
     if part == "activations":
         if step.logits > step.activations // 3 and not o.liger:
-            return f"{step.logits / _GB:.1f} of them are logits, so set optimisation.liger: true"
+            return f"{step.logits / _GB:.1f} of them are logits, so set training.liger: true"
         if not o.gradient_checkpointing:
-            return "set optimisation.gradient_checkpointing: true"
+            return "set training.gradient_checkpointing: true"
         if o.batch_size > 1:
-            return "lower optimisation.batch_size and raise accumulation"
-        return "raise parallel.sequence_parallel, or lower data.sequence_length"
+            return "lower training.batch_size and raise accumulation"
+        return "raise parallel.sequence_parallel_size, or lower data.sequence_length"
     if part == "buckets":
         return "set smaller buckets in the DeepSpeed settings (reduce_bucket_size, stage3_max_live_parameters)"
     stage = {"optimiser": 1, "gradients": 2, "parameters": 3}[part]
@@ -193,4 +195,4 @@ def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
         return f"use ZeRO stage {stage} or 3"
     if part == "optimiser":
         return "offload the optimiser to the host, or use more devices"
-    return "use more devices under ZeRO-3, or train less (optimisation.train)"
+    return "use more devices under ZeRO-3, or train less (training.trainable)"

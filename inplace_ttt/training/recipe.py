@@ -17,22 +17,22 @@ from ..files.schema import WrongSetting, require
 from ..files.settings import read_settings
 from .data_settings import Data
 from .deepspeed_settings import check_deepspeed
-from .recipe_sections import Audit, Model, Monitor, Optimisation, Parallel
+from .recipe_sections import Audit, Model, Monitor, Parallel, Training
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A run. Relative paths start at the current folder; `deepspeed` and `hostfile` at the recipe's own.
 
-    surgery: what is converted and how, with `preset` for where the rest comes from; none where `model.path` is converted.
+    ttt: what is converted and how, with `preset` for where the rest comes from; none where `model.path` is converted.
     deepspeed: a ZeRO stage, a DeepSpeed JSON file, or its contents; what the recipe says itself is filled in.
     """
 
     model: Model
     data: Data
-    optimisation: Optimisation
+    training: Training
     output: str
-    surgery: InPlaceTTTConfig | None = None
+    ttt: InPlaceTTTConfig | None = None
     parallel: Parallel = field(default_factory=Parallel)
     deepspeed: int | str | dict[str, Any] = 1
     monitor: Monitor = field(default_factory=Monitor)
@@ -46,27 +46,27 @@ class Recipe:
         require(
             bool(self.model.tokenizer_path) or self.data.recall is not None, "model", "a model from scratch needs a tokenizer to read text"
         )
-        shared, stage = self.parallel.sequence_parallel, self.zero_stage
-        if self.model.quantise is not None:
-            require(self.optimisation.train == "lora", "model", "quantise holds the base's weights frozen and packed: set train: lora")
-            require(stage <= 2, "model", "quantise packs weights in a way that ZeRO-3 cannot shard: set deepspeed: 2")
+        shared, stage = self.parallel.sequence_parallel_size, self.zero_stage
+        if self.model.load_in is not None:
+            require(self.training.trainable == "lora", "model", "load_in holds the base's weights frozen and packed: set trainable: lora")
+            require(stage <= 2, "model", "load_in packs weights in a way that ZeRO-3 cannot shard: set deepspeed: 2")
         require(
             self.data.sequence_length % shared == 0,
             "data",
             f"sequence_length {self.data.sequence_length} does not divide by {shared} ranks",
         )
         require(
-            self.monitor.save_every * self.optimisation.accumulation % shared == 0,
+            self.monitor.save_steps * self.training.gradient_accumulation_steps % shared == 0,
             "monitor",
-            f"save_every x accumulation must be a multiple of sequence_parallel = {shared}, so that a resumed run meets the same rows",
+            f"save_steps x accumulation must be a multiple of sequence_parallel = {shared}, so that a resumed run meets the same rows",
         )
-        for name in ("diagnose_every", "compare_every"):
+        for name in ("diagnose_steps", "compare_steps"):
             require(
                 not getattr(self.monitor, name) or (stage <= 2 and shared == 1),
                 "monitor",
                 f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
             )
-        for name in ("evaluate_every", "compare_every"):
+        for name in ("eval_steps", "compare_steps"):
             held_out = bool(self.data.validation or self.data.validation_documents)
             require(held_out or not getattr(self.monitor, name), "monitor", f"{name} needs held-out documents; set data.validation")
         checkpoint = self.deepspeed_settings.get("checkpoint")
@@ -78,7 +78,7 @@ class Recipe:
         )
         if not isinstance(self.deepspeed, int):
             check_deepspeed(self.deepspeed_settings, self._of_deepspeed())
-        require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel needs ZeRO stage 1, 2 or 3")
+        require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel_size above 1 needs ZeRO stage 1, 2 or 3")
         require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
 
     def beside(self, name: str) -> Path:
@@ -106,12 +106,15 @@ class Recipe:
 
     def _of_deepspeed(self) -> dict[str, tuple[str, Any]]:
         """DeepSpeed's settings that the recipe fills in: its own name for each, and the value."""
-        o = self.optimisation
+        o = self.training
         return {
-            "train_micro_batch_size_per_gpu": ("optimisation.batch_size", o.batch_size),
-            "gradient_accumulation_steps": ("optimisation.accumulation", o.accumulation),
-            "train_batch_size": ("batch_size x accumulation x processes", o.batch_size * o.accumulation * self.parallel.world),
-            "gradient_clipping": ("optimisation.max_grad_norm", o.max_grad_norm),
+            "train_micro_batch_size_per_gpu": ("training.batch_size", o.batch_size),
+            "gradient_accumulation_steps": ("training.gradient_accumulation_steps", o.gradient_accumulation_steps),
+            "train_batch_size": (
+                "batch_size x accumulation x processes",
+                o.batch_size * o.gradient_accumulation_steps * self.parallel.world,
+            ),
+            "gradient_clipping": ("training.max_grad_norm", o.max_grad_norm),
             "bf16.enabled": ("model.dtype", self.model.dtype == "bfloat16"),
             "fp16.enabled": ("model.dtype", False),
         }
@@ -127,12 +130,12 @@ class Recipe:
     @property
     def rows_per_step(self) -> int:
         """Rows of `sequence_length` tokens that one optimiser step sees, over all devices."""
-        o = self.optimisation
-        return o.batch_size * o.accumulation * self.parallel.world // self.parallel.sequence_parallel
+        o = self.training
+        return o.batch_size * o.gradient_accumulation_steps * self.parallel.world // self.parallel.sequence_parallel_size
 
     @property
     def steps(self) -> int:
-        o = self.optimisation
+        o = self.training
         return o.steps if o.steps is not None else -(-(o.tokens or 0) // (self.rows_per_step * self.data.sequence_length))
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ NO_EFFECT = (
     "output",  # checkpoints lie in it, wherever it has been moved
     "parallel.launcher",
     "parallel.hostfile",
-    "parallel.rendezvous",
+    "parallel.rdzv_endpoint",
     "parallel.timeout_minutes",
     "deepspeed.checkpoint*",  # how a checkpoint is read and written
     "data.processes",
@@ -31,26 +31,31 @@ NO_EFFECT = (
 """Settings that have no effect on what is trained."""
 
 TAKES_EFFECT = (
-    "optimisation.steps",  # the schedule is then that of a run of the new length, from the next step on
-    "optimisation.tokens",
-    "optimisation.*learning_rate",  # read anew at each start, as all of these: what is lowered after a loss that blew up
-    "optimisation.*weight_decay",
-    "optimisation.*warmup_steps",
-    "optimisation.schedule",
-    "optimisation.final_ratio",
-    "optimisation.betas",
-    "optimisation.epsilon",
-    "optimisation.max_grad_norm",
-    "optimisation.gradient_checkpointing",  # these three: how the same is computed
-    "optimisation.liger",
-    "model.attention",
-    "surgery.eta",
-    "surgery.clip*",
+    "training.steps",  # the schedule is then that of a run of the new length, from the next step on
+    "training.tokens",
+    "training.*learning_rate",  # read anew at each start, as all of these: what is lowered after a loss that blew up
+    "training.*weight_decay",
+    "training.*warmup_steps",
+    "training.lr_scheduler",
+    "training.min_lr_ratio",
+    "training.betas",
+    "training.epsilon",
+    "training.max_grad_norm",
+    "training.gradient_checkpointing",  # these three: how the same is computed
+    "training.liger",
+    "model.attn_implementation",
+    "ttt.eta",
+    "ttt.clip*",
 )
 """Settings that may change from one start to the next. All others would be ignored (the seed of weights that are there already), do
 not fit the checkpoint (processes, dtype, ZeRO stage, what is trained), or change which rows come next (batch, row length, data)."""
 
-_RESHARDED = ("parallel.processes x nodes", "optimisation.accumulation", "optimisation.batch_size", "deepspeed.zero_optimization*")
+_RESHARDED = (
+    "parallel.nproc_per_node x nodes",
+    "training.gradient_accumulation_steps",
+    "training.batch_size",
+    "deepspeed.zero_optimization*",
+)
 """What may change besides, with as many rows a step, where a run goes on from a checkpoint that DeepSpeed made universal."""
 
 _BY_CONTENT = ("model.path", "model.tokenizer", "model.config*", "model.overrides*")
@@ -75,12 +80,12 @@ Facts = dict[str, Any]
 def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
     """What a run is made by, but for `DOCUMENTS`, which comes with the data. `model`: the recipe's, on any device."""
     values = recipe.to_dict()
-    values["surgery"] = config_of(model).to_dict()
+    values["ttt"] = config_of(model).to_dict()
     values["architecture"] = {key: value for key, value in model.config.to_dict().items() if key not in _PASSING}
     values["deepspeed"] = recipe.deepspeed_settings
-    values["parallel"] = {**values["parallel"], "processes x nodes": recipe.parallel.world, "processes": None, "nodes": None}
+    values["parallel"] = {**values["parallel"], "processes x nodes": recipe.parallel.world, "nproc_per_node": None, "nnodes": None}
     facts = dict(_flat(json.loads(json.dumps(values, default=str))))
-    if recipe.optimisation.train == "lora" and recipe.model.path is not None:
+    if recipe.training.trainable == "lora" and recipe.model.path is not None:
         facts[WEIGHTS] = base_fingerprint_in(recipe.model.path)
     return facts
 
@@ -104,13 +109,15 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
 
 
 def _rows_a_step(facts: Facts) -> int:
-    return math.prod(facts[key] for key in ("parallel.processes x nodes", "optimisation.accumulation", "optimisation.batch_size"))
+    return math.prod(
+        facts[key] for key in ("parallel.nproc_per_node x nodes", "training.gradient_accumulation_steps", "training.batch_size")
+    )
 
 
 def refuse_other_results(old: Mapping[str, Any], recipe: Recipe, where: str) -> None:
     """Refuse a recipe that would have trained something else than a finished run's, by its report's `recipe`."""
     before, now = (dict(_flat(json.loads(json.dumps(values)))) for values in (old, recipe.to_dict()))
-    length = ("optimisation.steps", "optimisation.tokens")  # said in steps by the caller
+    length = ("training.steps", "training.tokens")  # said in steps by the caller
     if different := list(_differing(before, now, (*NO_EFFECT, *length))):
         raise InPlaceTTTError(
             f"{where} holds a finished run with {_said(different)}; name another output, or start anew with --from-scratch."

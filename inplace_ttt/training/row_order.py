@@ -22,8 +22,10 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
 
     steps, read = _rows_read(recipe, recipe.steps), _rows_read(recipe, steps_done)
     if isinstance(train, RowStream):
-        o, parallel = recipe.optimisation, recipe.parallel
-        ahead = 4 * parallel.world * o.batch_size * max(o.accumulation, parallel.sequence_parallel)  # of the step that is saved
+        o, parallel = recipe.training, recipe.parallel
+        ahead = (
+            4 * parallel.world * o.batch_size * max(o.gradient_accumulation_steps, parallel.sequence_parallel_size)
+        )  # of the step that is saved
         kept = None if checkpoint is None else checkpoint / _POSITION
         return train.from_row(_position(kept) if kept is not None and kept.exists() else read, ahead)
     if not len(train):
@@ -34,7 +36,7 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
     else:
         order = [np.arange(len(train)) for _ in epochs]
     # Groups of ranks that share rows each read as many batches as they have ranks, and train on them one after the other.
-    shared, batch = recipe.parallel.sequence_parallel, recipe.optimisation.batch_size
+    shared, batch = recipe.parallel.sequence_parallel_size, recipe.training.batch_size
     blocks = np.concatenate(order)[read:steps].reshape(-1, shared, recipe.parallel.world // shared, batch)
     return train.select(blocks.swapaxes(1, 2).reshape(-1))
 
@@ -55,5 +57,5 @@ def _position(file: Path) -> Position:
 
 def _rows_read(recipe: Recipe, steps: int) -> int:
     """Rows that were read from the data after so many steps: ranks that share rows read one each and then train on all of them."""
-    shared, micro_steps = recipe.parallel.sequence_parallel, steps * recipe.optimisation.accumulation
-    return -(-micro_steps // shared) * recipe.parallel.world * recipe.optimisation.batch_size
+    shared, micro_steps = recipe.parallel.sequence_parallel_size, steps * recipe.training.gradient_accumulation_steps
+    return -(-micro_steps // shared) * recipe.parallel.world * recipe.training.batch_size

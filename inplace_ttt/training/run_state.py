@@ -307,7 +307,7 @@ def _who_lacks(leaders: dict[int, dict[str, Any]], step: int) -> str:
 
 def _too_far(where: str, steps: int, recipe: Recipe) -> InPlaceTTTError:
     return InPlaceTTTError(
-        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise optimisation.steps, name another output, or "
+        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise training.steps, name another output, or "
         "start anew with --from-scratch."
     )
 

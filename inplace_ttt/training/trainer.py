@@ -55,7 +55,7 @@ class FastWeightTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self.optimizer is None:  # type: ignore[has-type]
-            settings = self.recipe.optimisation
+            settings = self.recipe.training
             groups = parameter_groups(model or self.model, settings)
             options: dict[str, Any] = {"betas": tuple(settings.betas), "eps": settings.epsilon}
             offload = self.recipe.deepspeed_settings.get("zero_optimization", {}).get("offload_optimizer")
@@ -73,7 +73,7 @@ class FastWeightTrainer(Trainer):
         if self.lr_scheduler is None:  # type: ignore[has-type]
             optimizer = optimizer or self.optimizer
             names = [group["name"] for group in optimizer.param_groups]
-            factors = [schedule(self.recipe.optimisation, num_training_steps, name) for name in names]
+            factors = [schedule(self.recipe.training, num_training_steps, name) for name in names]
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
             self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -83,7 +83,7 @@ class FastWeightTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        settings, scheduler = self.recipe.optimisation, self.lr_scheduler
+        settings, scheduler = self.recipe.training, self.lr_scheduler
         rates = {}
         for group in self.optimizer.param_groups:
             rates[group["name"]], group["weight_decay"] = group_settings(settings, group["name"])
@@ -159,7 +159,7 @@ class FastWeightTrainer(Trainer):
         """What DeepSpeed divides the sum of all ranks' gradients by: the ranks of one row count once, except where ZeRO-3 scatters."""
         zero = self.recipe.deepspeed_settings.get("zero_optimization", {})
         scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
-        return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel)
+        return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel_size)
 
     def _look_around(self, loss: Tensor) -> None:
         """Over all ranks, before the gradient reaches any weight: is the loss finite, and was any of them asked to stop?"""
@@ -231,7 +231,7 @@ class FastWeightTrainer(Trainer):
             with saving(target, _FROM_LAST):
                 mark_complete(folder, replace(self.made_by, files=together, skipped_steps=self.skipped.count, ranks=list(seen)))
                 install(folder, target, STEP)
-            keep_newest(output, self.recipe.monitor.keep)
+            keep_newest(output, self.recipe.monitor.save_total_limit)
         _barrier()
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -259,7 +259,7 @@ class FastWeightTrainer(Trainer):
             if isinstance(self.model, PreTrainedModel):
                 verify_saved(staging, self.model)
             if (fingerprint := self.made_by.facts.get(WEIGHTS)) is not None:
-                tie_to_base(staging, fingerprint, None if self.recipe.surgery is None else config_of(self.model))
+                tie_to_base(staging, fingerprint, None if self.recipe.ttt is None else config_of(self.model))
             describe(staging)
             refuse_foreign(final, TRAINED)
             install(staging, final, TRAINED)

@@ -22,7 +22,7 @@ from .recipe import Recipe
 
 def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig | None = None) -> list[str]:
     """A sentence for each thing that keeps a recipe's ranks from sharing rows; `config`, the model's, adds its heads to what is checked."""
-    length, ranks, found = recipe.data.sequence_length, recipe.parallel.sequence_parallel, []
+    length, ranks, found = recipe.data.sequence_length, recipe.parallel.sequence_parallel_size, []
     if ranks == 1:
         return []
     if config is not None:
@@ -37,12 +37,12 @@ def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig |
             f"Each of {ranks} ranks gets {length // ranks} tokens, which are not whole chunks of {chunk_size}; make "
             f"data.sequence_length a multiple of {ranks * chunk_size}."
         )
-    if recipe.model.attention == "eager":
-        found.append("Ranks cannot share rows under eager attention; set model.attention to sdpa or flash_attention_2.")
-    if recipe.model.attention == "flash_attention_2" and recipe.optimisation.batch_size > 1:
+    if recipe.model.attn_implementation == "eager":
+        found.append("Ranks cannot share rows under eager attention; set model.attn_implementation to sdpa or flash_attention_2.")
+    if recipe.model.attn_implementation == "flash_attention_2" and recipe.training.batch_size > 1:
         found.append(
-            f"Of {recipe.optimisation.batch_size} rows at a time that ranks share, flash attention would not see the documents; set "
-            "optimisation.batch_size to 1 and raise accumulation."
+            f"Of {recipe.training.batch_size} rows at a time that ranks share, flash attention would not see the documents; set "
+            "training.batch_size to 1 and raise accumulation."
         )
     return found
 

@@ -59,7 +59,7 @@ def meet(recipe: Recipe) -> Meeting:
     world = int(os.environ["WORLD_SIZE"])
     if world != recipe.parallel.world:
         raise InPlaceTTTError(
-            f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.processes, or --num-processes."
+            f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.nproc_per_node, or --num-processes."
         )
     return Meeting.by_environment()
 
@@ -151,7 +151,7 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     model = build_model(recipe)
     for config in (model.config, model.config.get_text_config()):  # a vision-language model's text decoder reads its own
         config.use_cache = False
-    shared = recipe.parallel.sequence_parallel
+    shared = recipe.parallel.sequence_parallel_size
     if shared > 1:
         sdpa_sees_documents()
         ulysses_in_evaluation()
@@ -164,14 +164,14 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
         logger.warning(warning)
     held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
     rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1), start.checkpoint)  # where all is done, nobody reads them
-    micro_steps = recipe.optimisation.accumulation * recipe.parallel.world
+    micro_steps = recipe.training.gradient_accumulation_steps * recipe.parallel.world
     speed = Speed(recipe, Clock(), model_flops(recipe, shape) * micro_steps, device_peak(recipe))
     trainer = FastWeightTrainer(
         recipe,
         start,
         made,
         speed.clock,
-        Stopping(every=shared // math.gcd(shared, recipe.optimisation.accumulation)),
+        Stopping(every=shared // math.gcd(shared, recipe.training.gradient_accumulation_steps)),
         model=model,
         args=arguments,
         train_dataset=with_practice(rows, recipe.data, functools.partial(ids_within, tokenizer), data.begins),
@@ -211,12 +211,12 @@ def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bo
     """What watches the run; `rows` has the document of every diagnosis."""
     recipe, gradients = speed.recipe, GradientTap(model)
     output = Path(recipe.output)
-    found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.optimisation.eta_warmup_steps) else []
+    found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.training.eta_warmup_steps) else []
     found += [TrialSave(output), FirstStep(gradients, warnings), SpeedLog(speed)]
     found += [LayerMonitor(gradients, warnings, recipe.monitor.stop_write_ratio, output / LOG if main else None)]
-    if recipe.monitor.diagnose_every and main:
+    if recipe.monitor.diagnose_steps and main:
         document = document_to_diagnose(rows, config_of(model).chunk_size)
         found.append(DiagnoseCallback(speed, document, gradients, warnings, output / "diagnose"))
-    if recipe.monitor.compare_every and main:
+    if recipe.monitor.compare_steps and main:
         found.append(CompareCallback(speed, documents_to_compare(rows, config_of(model).chunk_size), output / LOG))
     return found

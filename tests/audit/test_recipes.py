@@ -27,9 +27,9 @@ from inplace_ttt.training.recipe import Recipe
 
 PAPER: dict[str, Any] = {
     "model": {"config": {**CONFIG, "num_hidden_layers": 7, "max_position_embeddings": 131072}, "tokenizer": "nowhere", "dtype": "float32"},
-    "surgery": {"preset": "paper"},
+    "ttt": {"preset": "paper"},
     "data": {"train": "nowhere.txt", "sequence_length": 32768},
-    "optimisation": {"tokens": 20_000_000_000, "learning_rate": 3e-4, "batch_size": 64},
+    "training": {"tokens": 20_000_000_000, "learning_rate": 3e-4, "batch_size": 64},
 }
 IDS = {item.id for item in RECIPE}
 
@@ -47,13 +47,13 @@ def test_the_papers_settings_have_no_deviation(tmp_path: Path) -> None:
 
 # What a recipe changes, and the item that says so.
 CHANGES = {
-    "optimisation.train=ttt": "trained-parameters",
-    "optimisation.learning_rate=1e-4": "learning-rate",
-    "optimisation.weight_decay=0.0": "weight-decay",
-    "optimisation.tokens=1000000": "token-budget",
+    "training.trainable=ttt": "trained-parameters",
+    "training.learning_rate=1e-4": "learning-rate",
+    "training.weight_decay=0.0": "weight-decay",
+    "training.tokens=1000000": "token-budget",
     "data.sequence_length=16384": "stages",
-    "surgery.chunk_size=128": "chunk-size",
-    "surgery.target=hidden_states": "target-source",
+    "ttt.chunk_size=128": "chunk-size",
+    "ttt.target=hidden_states": "target-source",
     "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}": "yarn",
 }
 
@@ -64,11 +64,11 @@ def test_a_change_has_one_owner(change: str, tmp_path: Path) -> None:
 
 
 def test_low_rank_adapters_are_audited_too(tmp_path: Path) -> None:
-    assert report(tmp_path, "optimisation.train=lora").undeclared == ["trained-parameters"]
+    assert report(tmp_path, "training.trainable=lora").undeclared == ["trained-parameters"]
 
 
 def test_the_second_stage_wants_yarn(tmp_path: Path) -> None:
-    changes = ("data.sequence_length=131072", "optimisation.tokens=15000000000")
+    changes = ("data.sequence_length=131072", "training.tokens=15000000000")
     assert report(tmp_path, *changes).undeclared == ["yarn"]
     rope = "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
     assert report(tmp_path, *changes, rope).undeclared == []
@@ -76,7 +76,7 @@ def test_the_second_stage_wants_yarn(tmp_path: Path) -> None:
 
 def test_a_recipe_declares(tmp_path: Path) -> None:
     declared = {"profile": "paper", "deviations": [{"id": "learning-rate", "why": "a short run"}, {"id": "yarn", "why": "no longer"}]}
-    found = report(tmp_path, "optimisation.learning_rate=1e-4", audit=declared)
+    found = report(tmp_path, "training.learning_rate=1e-4", audit=declared)
     assert found.undeclared == [] and [d.id for d in found.stale_declarations] == ["yarn"]
 
 
@@ -111,8 +111,8 @@ def test_rows_are_held_against_documents(begins: tuple[int, ...], streaming: boo
     word_level((f"t{i}" for i in range(50)), len(begins)).save_pretrained(tmp_path / "tokenizer")
     given = {"train": str(folder), "sequence_length": 64, "streaming": streaming, "shuffle": True}
     cache = {} if streaming else {"cache": str(tmp_path / "cache")}
-    shared = {"processes": 2, "sequence_parallel": 2} if align > 1 else {"processes": 1}
-    recipe = tiny_recipe(tmp_path, data={**given, **cache}, parallel=shared, surgery={"chunk_size": 16})
+    shared = {"nproc_per_node": 2, "sequence_parallel_size": 2} if align > 1 else {"nproc_per_node": 1}
+    recipe = tiny_recipe(tmp_path, data={**given, **cache}, parallel=shared, ttt={"chunk_size": 16})
     data = build_data(recipe, AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), 16)
     assert (data.align, data.begins) == (align, begins)
     found = read_rows(recipe, data)
@@ -126,10 +126,10 @@ def test_rows_are_held_against_documents(begins: tuple[int, ...], streaming: boo
 
 # What a recipe sets that comes to nothing, and the item that says so.
 IDLE = {
-    "optimisation.learning_rate=1e-20": "learning-rate",
-    "optimisation.conv_learning_rate=1e-20": "learning-rate",
-    "optimisation.eta_warmup_steps=100000000": "schedule",
-    "optimisation.ttt_warmup_steps=100000000": "schedule",
+    "training.learning_rate=1e-20": "learning-rate",
+    "training.conv_learning_rate=1e-20": "learning-rate",
+    "training.eta_warmup_steps=100000000": "schedule",
+    "training.ttt_warmup_steps=100000000": "schedule",
 }
 
 
@@ -142,7 +142,7 @@ def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: P
 @pytest.mark.sample(1)
 def test_what_the_optimiser_leaves_out_is_a_deviation(train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = parameters.parameter_groups
-    recipe = tiny_recipe(tmp_path, f"optimisation.train={train}", **PAPER)
+    recipe = tiny_recipe(tmp_path, f"training.trainable={train}", **PAPER)
     assert gate(build_model(recipe), recipe)["optimiser"].verdict == "unspecified"
     monkeypatch.setattr(parameters, "parameter_groups", lambda *args: [g for g in groups(*args) if g["name"] != "proj"])
     found = gate(build_model(recipe), recipe)["optimiser"]
@@ -150,7 +150,7 @@ def test_what_the_optimiser_leaves_out_is_a_deviation(train: str, tmp_path: Path
 
 
 def test_the_report_lies_beside_the_run(tmp_path: Path) -> None:
-    found = report(tmp_path, "optimisation.learning_rate=1e-4")
+    found = report(tmp_path, "training.learning_rate=1e-4")
     page = write_report(found, tmp_path / "run")
     assert sorted(p.name for p in page.parent.iterdir()) == ["audit.html", "audit.json", "audit.md"]
     assert json.loads((page.parent / "audit.json").read_text())["undeclared"] == ["learning-rate"]

@@ -145,7 +145,7 @@ def test_base_in_another_place(trained: Path, tmp_path: Path, capsys: pytest.Cap
     for verb in (["serve"], ["bench", "--serving"]):
         assert cli.main([*verb, str(tmp_path / "adapter")]) == 2
         assert "adapter is an adapter, and vLLM serves full checkpoints; export it as full first" in capsys.readouterr().err
-    recipe = write_recipe(tmp_path, model={"path": str(tmp_path / "adapter")}, surgery=None)
+    recipe = write_recipe(tmp_path, model={"path": str(tmp_path / "adapter")}, ttt=None)
     assert cli.main(["plan", str(recipe)]) == 2
     assert "which does not exist; put both together by `inplace-ttt export" in capsys.readouterr().err
     with pytest.raises(InPlaceTTTError, match="which does not exist; say where it is now by --base, in Python by base="):

@@ -12,7 +12,7 @@ NASTY = (
     *("cuda", "cuda:7", "cuda:-1", "meta", "cpu:3", "float8_e4m3fn", "int8", "complex64", "bool"),
     *("[", "{", "=", "a=b", "a.b=[", "&a [*a]", "eta=.nan", "layers=[[[]]]", "x.y.z=1", "whitening.rank=1e400", "chunk_size=" + "9" * 5000),
     *("kernel_size=99999999", "eta=1e30", "ridge=1e-320", "update_rule=[]", "model.config.vocab_size=1e12", "data.sequence_length=1e15"),
-    "optimisation.seed=-1",
+    "training.seed=-1",
 )  # fmt: skip
 
 _READ = "--prompt-file text.txt"
@@ -24,8 +24,8 @@ COMMANDS = (
     "info lora --base base",
     f"generate ttt {_READ} --max-new-tokens 2 --temperature 1 --seed 1 --ttt on --dtype float32",
     f"generate lora {_READ} --max-new-tokens 0 --base base --save-state out --fast-weights-only",
-    "plan recipe.yaml --set optimisation.steps=3 --device-memory 1GB",
-    "train recipe.yaml --set optimisation.steps=3 --num-processes 1",
+    "plan recipe.yaml --set training.steps=3 --device-memory 1GB",
+    "train recipe.yaml --set training.steps=3 --num-processes 1",
     "diagnose ttt --text text.txt --out out --tokens 40 --train all --learning-rate 1e-3 --dtype float32",
     f"evaluate ttt {_TEXTS} --base base --documents 2 --tokens 20 --window 8 --sinks 2 --skip 9 --batch-size 2 --dtype float32",
     f"evaluate ttt {_TEXTS} --tokens 20 --second-copy --passage 4,4 --contexts 8 --block 4 --cache out",

@@ -236,9 +236,9 @@ def test_train_does_not_write_into_what_it_reads(world: Path, tmp_path: Path, ou
     recipe["model"] = {"path": str(folder / ("ttt" if converted else "base")), "dtype": "float32"}
     recipe["data"] = {"train": [str(folder / "text.txt")], "sequence_length": 64}
     if converted:
-        recipe.pop("surgery", None)
+        recipe.pop("ttt", None)
     else:
-        recipe["surgery"] = {**recipe["surgery"], "layers": [0]}
+        recipe["ttt"] = {**recipe["ttt"], "layers": [0]}
     recipe["output"] = str(folder / output)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert "choose another output" in refused(folder, f"train {folder / 'recipe.yaml'}", output)

@@ -83,8 +83,8 @@ def test_the_page_trains_for_five_steps(config: Any) -> None:
 
 
 def test_wrong_settings_are_refused(config: Any) -> None:
-    config.model.surgery.chunk_size = "many"
-    with pytest.raises(InPlaceTTTError, match=r"inplace_ttt, surgery\.chunk_size: must be a whole number"):
+    config.model.ttt.chunk_size = "many"
+    with pytest.raises(InPlaceTTTError, match=r"inplace_ttt, ttt\.chunk_size: must be a whole number"):
         config.model.instantiate()
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes" / "evidence").glob("*.yaml")), ids=lambda file: file.stem)
 def test_recipes_load(file: Path) -> None:
-    assert load_recipe(file).optimisation.steps
+    assert load_recipe(file).training.steps
 
 
 @pytest.mark.parametrize("tool", [facts_evidence, grid_evidence, memory_evidence])

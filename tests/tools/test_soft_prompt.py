@@ -40,7 +40,7 @@ def test_in_pieces_as_in_one_call(model: PreTrainedModel) -> None:
 
 def test_a_trained_one_predicts_its_rows_better(model: PreTrainedModel) -> None:
     rows = Dataset.from_list([{"input_ids": (ids := random_ids(1, 48, seed=7)[0].tolist()), "labels": ids}] * 40)
-    recipe = load_recipe(soft_prompt.RECIPE, ["optimisation.steps=20", "optimisation.warmup_steps=0", "optimisation.learning_rate=0.1"])
+    recipe = load_recipe(soft_prompt.RECIPE, ["training.steps=20", "training.warmup_steps=0", "training.learning_rate=0.1"])
     before = [parameter.clone() for parameter in model.parameters()]
     prompt, losses = soft_prompt.trained(model, recipe, rows)
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.05

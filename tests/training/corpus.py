@@ -8,7 +8,7 @@ import torch
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.training.data_settings import Data
 from inplace_ttt.training.recipe import Recipe
-from inplace_ttt.training.recipe_sections import Model, Optimisation, Parallel
+from inplace_ttt.training.recipe_sections import Model, Parallel, Training
 
 EOS, PAD = 1, 0
 FIRST = 3  # the word w<n> is token n + FIRST
@@ -28,7 +28,7 @@ def tokens(text: str) -> list[int]:
 
 
 def recipe(data: Data, parallel: Parallel | None = None) -> Recipe:
-    return Recipe(Model(path="none"), data, Optimisation(steps=1), output="none", parallel=parallel or Parallel())
+    return Recipe(Model(path="none"), data, Training(steps=1), output="none", parallel=parallel or Parallel())
 
 
 def documents(rows: Any) -> list[list[int]]:

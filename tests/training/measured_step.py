@@ -17,10 +17,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 def train(recipe: Recipe, steps: int = 3) -> tuple[int, int]:
     """Peaks of the last step, and of an evaluation after it."""
     model = build_model(recipe).train()
-    if recipe.optimisation.gradient_checkpointing:
+    if recipe.training.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    rows, length = recipe.optimisation.batch_size, recipe.data.sequence_length
+    rows, length = recipe.training.batch_size, recipe.data.sequence_length
     ids = torch.randint(0, model.config.vocab_size, (rows, length))
     positions = torch.cat([torch.arange(length - length // 4), torch.arange(length // 4)])[None].expand(rows, -1)  # two documents
     for step in range(steps):

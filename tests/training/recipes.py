@@ -16,9 +16,9 @@ CONFIG: dict[str, Any] = {
 }
 VALUES: dict[str, Any] = {
     "model": {"config": CONFIG, "tokenizer": "nowhere", "dtype": "float32"},
-    "surgery": {"layers": [0, 2], "chunk_size": 16},
+    "ttt": {"layers": [0, 2], "chunk_size": 16},
     "data": {"train": "nowhere.txt", "sequence_length": 64},
-    "optimisation": {"steps": 2},
+    "training": {"steps": 2},
     "output": "out",
 }
 
@@ -61,7 +61,7 @@ def small_recipe(folder: Path, dtype: str, checkpointing: bool, vocabulary: int 
     return tiny_recipe(
         folder,
         model={"config": {**SMALL, "vocab_size": vocabulary, **config}, "tokenizer": "x", "dtype": dtype},
-        surgery={"layers": [0, 2], "chunk_size": 128},
+        ttt={"layers": [0, 2], "chunk_size": 128},
         data={"train": "x", "sequence_length": length},
-        optimisation={"steps": 1, "gradient_checkpointing": checkpointing},
+        training={"steps": 1, "gradient_checkpointing": checkpointing},
     )

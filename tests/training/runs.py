@@ -55,8 +55,15 @@ def recipe_file(folder: Path, model: Path, text: Path, **sections: Any) -> Path:
     values: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": str(text), "sequence_length": ROW, "cache": str(folder / "cache")},
-        "optimisation": {"steps": 3, "learning_rate": 1e-3, "epsilon": 1e-3, "accumulation": 2, "schedule": "linear", "warmup_steps": 1},
-        "monitor": {"log_every": 1, "save_every": 100},
+        "training": {
+            "steps": 3,
+            "learning_rate": 1e-3,
+            "epsilon": 1e-3,
+            "gradient_accumulation_steps": 2,
+            "lr_scheduler": "linear",
+            "warmup_steps": 1,
+        },
+        "monitor": {"logging_steps": 1, "save_steps": 100},
         "audit": {"profile": None},
         "deepspeed": 1,
         "output": str(folder / "out"),

@@ -22,7 +22,7 @@ from inplace_ttt.training import streams
 from inplace_ttt.training.data import TrainingData, build_data
 from inplace_ttt.training.data_settings import Data, Recall
 from inplace_ttt.training.recipe import Recipe
-from inplace_ttt.training.recipe_sections import Model, Optimisation, Parallel
+from inplace_ttt.training.recipe_sections import Model, Parallel, Training
 from inplace_ttt.training.row_order import rows_to_come, save_position
 from inplace_ttt.training.streams import Position
 from inplace_ttt.training.tokenising import tokenise
@@ -66,7 +66,7 @@ def test_the_usual_collator_makes_a_batch(build: Any, folder: Path, streaming: b
 def test_every_piece_begins_as_its_document(align: int, folder: Path, tmp_path: Path) -> None:
     """Stored, streamed, and streamed from any row on; documents that do not begin as the tokenizer begins texts are counted."""
     begun, begins = word_level((f"w{n}" for n in range(WORDS)), 2), [EOS, EOS]
-    parallel = Parallel(processes=2, sequence_parallel=2) if align > 1 else None
+    parallel = Parallel(nproc_per_node=2, sequence_parallel_size=2) if align > 1 else None
 
     def built(train: Path, **settings: Any) -> TrainingData:
         data = Data(train=[str(train)], sequence_length=LENGTH, shuffle=False, cache=str(tmp_path / "cache"), **settings)
@@ -246,7 +246,7 @@ print(data.build_data(recipe(settings), AutoTokenizer.from_pretrained({str(tmp_p
 class TestReport:
     def test_counts_what_the_rows_hold(self, build: Any, folder: Path) -> None:
         for align in (False, True):
-            parallel = Parallel(processes=4, sequence_parallel=4) if align else None
+            parallel = Parallel(nproc_per_node=4, sequence_parallel_size=4) if align else None
             found = build(folder, shuffle=True, validation_documents=1, parallel=parallel)
             report, rows = found.report, list(found.train)
             spans = [
@@ -297,14 +297,14 @@ class TestReport:
     def test_warns_when_rows_repeat_within_a_step(self, folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
         data = Data(train=[str(folder)], sequence_length=LENGTH, cache=str(tmp_path / "cache"))
         for accumulation, warnings in ((6, []), (7, ["one step reads 14 rows, but there are 12: rows repeat within a step"])):
-            steps = Optimisation(steps=1, batch_size=2, accumulation=accumulation)
+            steps = Training(steps=1, batch_size=2, accumulation=accumulation)
             found = build_data(Recipe(Model(path="none"), data, steps, output="none"), tokenizer, CHUNK)
             assert found.report.warnings == warnings and found.report.rows == 12
 
 
 class TestSequenceParallel:
     def test_documents_start_on_chunks(self, build: Any, folder: Path) -> None:
-        found = build(folder, parallel=Parallel(processes=2, sequence_parallel=2))
+        found = build(folder, parallel=Parallel(nproc_per_node=2, sequence_parallel_size=2))
         assert documents(found.train) == [tokens(text) for text in texts()]
         for row in found.train:
             layout = ChunkLayout.from_position_ids(torch.tensor(row["position_ids"])[None], CHUNK)
@@ -312,7 +312,7 @@ class TestSequenceParallel:
 
     def test_rank_borders_off_the_chunks_are_refused(self, build: Any, folder: Path) -> None:
         with pytest.raises(InPlaceTTTError, match=r"Each of 2 ranks gets 16 tokens, which are not whole chunks of 12; .* of 24"):
-            build(folder, chunk_size=12, parallel=Parallel(processes=2, sequence_parallel=2))
+            build(folder, chunk_size=12, parallel=Parallel(nproc_per_node=2, sequence_parallel_size=2))
 
 
 def test_a_cache_that_cannot_be_written_is_named(build: Any, folder: Path, tmp_path: Path) -> None:
@@ -327,6 +327,6 @@ def test_recall_needs_no_tokenizer() -> None:
     assert len(found.train) == 6 and found.validation is not None and len(found.validation) == 3
     assert found.report.writes == 6 * 3
     assert not {tuple(ids) for ids in found.train["input_ids"]} & {tuple(ids) for ids in found.validation["input_ids"]}
-    wide = Recipe(Model(config={"model_type": "llama", "vocab_size": 31}), data, Optimisation(steps=1), output="none")
+    wide = Recipe(Model(config={"model_type": "llama", "vocab_size": 31}), data, Training(steps=1), output="none")
     with pytest.raises(InPlaceTTTError, match=r"data\.recall\.vocabulary is 32, but model\.config\.vocab_size is 31"):
         build_data(wide, None, 16)

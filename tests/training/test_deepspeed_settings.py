@@ -21,10 +21,10 @@ ZERO = {"zero_optimization": {"stage": 2}}
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"optimizer": {"type": "AdamW"}}, "optimizer would replace what the recipe says under optimisation"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler would replace what the recipe says under optimisation"),
-        ({"gradient_clipping": 7}, "gradient_clipping is 7, and optimisation.max_grad_norm makes it 1.0; leave it out"),
-        ({"gradient_accumulation_steps": 9}, "gradient_accumulation_steps is 9, and optimisation.accumulation makes it 1"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer would replace what the recipe says under training"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler would replace what the recipe says under training"),
+        ({"gradient_clipping": 7}, "gradient_clipping is 7, and training.max_grad_norm makes it 1.0; leave it out"),
+        ({"gradient_accumulation_steps": 9}, "gradient_accumulation_steps is 9, and training.gradient_accumulation_steps makes it 1"),
         ({"train_batch_size": True}, "train_batch_size is True, and batch_size x accumulation x processes makes it 1"),
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, and model.dtype makes it False"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True, and model.dtype makes it False"),

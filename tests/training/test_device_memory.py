@@ -28,7 +28,7 @@ STEP = StepCost(activations=50_000_000, step=51_000_000, logits=0, product_flops
 def test_zero_stages(stage: int, parameters: int, gradients: int, optimiser: int, tmp_path: Path) -> None:
     """bfloat16 on 4 devices: 2 bytes a weight and 2 or 4 a gradient, 12 of float32 master and moments for what is trained."""
     zero = {"stage": stage, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 5000, "overlap_comm": False}
-    recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.processes=4", deepspeed={"zero_optimization": zero})
+    recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.nproc_per_node=4", deepspeed={"zero_optimization": zero})
     memory = deepspeed_memory(recipe, SIZE, STEP)
     assert (memory.parameters, memory.gradients, memory.optimiser) == (parameters, gradients, optimiser)
     assert memory.buckets == {0: 0, 1: 2000, 2: 2000, 3: 2000 + 10_000}[stage]
@@ -54,7 +54,7 @@ def test_the_peak_may_be_the_update(tmp_path: Path) -> None:
     """A float32 copy of the gradient, and one more; not where the update happens on the host."""
     little = StepCost(activations=1000, step=1_700_000, logits=0, product_flops=0)
     for zero, held in (({"stage": 2}, 8 * 800_000 // 4), ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 1000)):
-        recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.processes=4", deepspeed={"zero_optimization": zero})
+        recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.nproc_per_node=4", deepspeed={"zero_optimization": zero})
         assert deepspeed_memory(recipe, SIZE, little).activations == held
     assert single_process_memory(SIZE, StepCost(0, 2 * 800_000, 0, 0), 2).activations == 2 * 2 * SIZE.largest
 
@@ -62,7 +62,7 @@ def test_the_peak_may_be_the_update(tmp_path: Path) -> None:
 def test_gradients_are_there_from_the_second_micro_step_on(tmp_path: Path) -> None:
     """Then the peak of the activations meets all of them; in the first they come as the activations go."""
     for accumulation, activations in ((1, 51_000_000 - 3_200_000), (2, 50_000_000)):
-        recipe = tiny_recipe(tmp_path, optimisation={"steps": 1, "accumulation": accumulation}, deepspeed=1)
+        recipe = tiny_recipe(tmp_path, training={"steps": 1, "gradient_accumulation_steps": accumulation}, deepspeed=1)
         assert deepspeed_memory(recipe, SIZE, STEP).activations == activations
 
 
@@ -70,9 +70,9 @@ def test_ranks_that_share_rows_keep_a_state_for_each_layer(tmp_path: Path) -> No
     """The state a layer starts from, for the backward, and three while it is exchanged; one alone where layers are recomputed."""
     state = 4 * 64 * 256
     for checkpointing, states in ((False, 2 + 3), (True, 1 + 3)):
-        optimisation = {"steps": 1, "gradient_checkpointing": checkpointing}
-        alone = tiny_recipe(tmp_path, "parallel.processes=2", optimisation=optimisation, deepspeed=2)
-        shared = tiny_recipe(tmp_path, "parallel.processes=2", "parallel.sequence_parallel=2", optimisation=optimisation, deepspeed=2)
+        training = {"steps": 1, "gradient_checkpointing": checkpointing}
+        alone = tiny_recipe(tmp_path, "parallel.nproc_per_node=2", training=training, deepspeed=2)
+        shared = tiny_recipe(tmp_path, "parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", training=training, deepspeed=2)
         extra = deepspeed_memory(shared, SIZE, STEP).activations - deepspeed_memory(alone, SIZE, STEP).activations
         assert extra == states * state
 
@@ -81,7 +81,11 @@ def test_communication_by_hand(tmp_path: Path) -> None:
     sent = {
         stage: communication(
             tiny_recipe(
-                tmp_path, "model.dtype=bfloat16", "parallel.processes=4", deepspeed=stage, optimisation={"steps": 1, "accumulation": 3}
+                tmp_path,
+                "model.dtype=bfloat16",
+                "parallel.nproc_per_node=4",
+                deepspeed=stage,
+                training={"steps": 1, "gradient_accumulation_steps": 3},
             ),
             SIZE,
         )
@@ -96,10 +100,10 @@ def test_communication_by_hand(tmp_path: Path) -> None:
 def test_the_scan_sends_the_same_from_two_ranks_to_many(tmp_path: Path) -> None:
     """2·d·h float32 numbers a TTT layer, forward and backward, times (P - 1)/P; recomputation sends the forward's again."""
     for ranks in (2, 4, 8):
-        recipe = tiny_recipe(tmp_path, parallel={"processes": ranks, "sequence_parallel": ranks}, monitor={"save_every": 8})
+        recipe = tiny_recipe(tmp_path, parallel={"nproc_per_node": ranks, "sequence_parallel_size": ranks}, monitor={"save_steps": 8})
         assert communication(recipe, SIZE)["fast_weight_scan"] == 2 * 2 * (2 * 64 * 256 * 4) * (ranks - 1) // ranks
         assert communication(recipe, SIZE)["attention"] == 2 * 10 * 4 * (64 // ranks) * 2 * (64 + 16) * (ranks - 1) // ranks
-    again = dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, gradient_checkpointing=True))
+    again = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, gradient_checkpointing=True))
     assert communication(again, SIZE)["fast_weight_scan"] == 3 * 2 * (2 * 64 * 256 * 4) * 7 // 8
 
 
@@ -108,10 +112,10 @@ def test_evaluation_comes_between_steps(tmp_path: Path) -> None:
     zero = {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 5000, "overlap_comm": False}
     for stage, beside in ((2, 2_000_000 + 2_400_000), (3, 500_000 + 2_400_000 + 800_000 + 2000 + 10_000)):
         settings = {"zero_optimization": {"stage": stage, **zero}}
-        recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.processes=4", deepspeed=settings)
+        recipe = tiny_recipe(tmp_path, "model.dtype=bfloat16", "parallel.nproc_per_node=4", deepspeed=settings)
         assert deepspeed_memory(recipe, SIZE, STEP, 7000).evaluation == beside + 7000
         assert deepspeed_memory(recipe, SIZE, STEP).evaluation == 0
-        shared = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, sequence_parallel=4))
+        shared = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, sequence_parallel_size=4))
         assert deepspeed_memory(shared, SIZE, STEP, 7000).evaluation == beside + 7000 + 4 * 4 * 64 * 256
 
 

@@ -19,7 +19,7 @@ from inplace_ttt.training.recipe import load_recipe
 from .recipes import tiny_recipe
 from .runs import CHUNK, checkpoint, documents, logged, recipe_file, trained, weights
 
-EVERY = ("monitor.diagnose_every=2", "monitor.compare_every=2")
+EVERY = ("monitor.diagnose_steps=2", "monitor.compare_steps=2")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_path: Path) -> None:
     """Between two optimiser steps and their micro-steps: weights, losses and logged gradients are those of the plain run."""
     recipe = recipe_file(tmp_path, made / "model", made / "text", data={"validation_documents": 2})
-    settings = (f"deepspeed={stage}", f"parallel.processes={processes}")
+    settings = (f"deepspeed={stage}", f"parallel.nproc_per_node={processes}")
     plain, _ = trained(recipe, *settings, f"output={tmp_path}/plain")
     diagnosed, _ = trained(recipe, *settings, *EVERY, f"output={tmp_path}/diagnosed")
     before, after = weights(Path(plain["output"])), weights(Path(diagnosed["output"]))
@@ -60,7 +60,8 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "settings", [("deepspeed=3",), ("deepspeed=1", "parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4")]
+    "settings",
+    [("deepspeed=3",), ("deepspeed=1", "parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "monitor.save_steps=4")],
 )
 def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ...], tmp_path: Path) -> None:
     for every in EVERY:
@@ -69,10 +70,10 @@ def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ..
 
 
 def test_a_comparison_needs_documents(tmp_path: Path) -> None:
-    with pytest.raises(InPlaceTTTError, match=r"compare_every needs held-out documents; set data\.validation"):
-        tiny_recipe(tmp_path, "monitor.compare_every=2")
+    with pytest.raises(InPlaceTTTError, match=r"compare_steps needs held-out documents; set data\.validation"):
+        tiny_recipe(tmp_path, "monitor.compare_steps=2")
     row = {name: list(range(17)) for name in ("input_ids", "position_ids", "labels")}
-    with pytest.raises(InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so that monitor\.compare_every"):
+    with pytest.raises(InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so that monitor\.compare_steps"):
         documents_to_compare([row], CHUNK)
 
 

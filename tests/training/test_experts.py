@@ -39,8 +39,8 @@ def model(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pa
 
 @pytest.mark.parametrize(("train", "stage"), [("all", 2), ("all", 3), ("lora", 2)])
 def test_it_trains(family: str, model: Path, tmp_path: Path, train: str, stage: int) -> None:
-    optimisation = {"train": train, **({"lora": {"rank": 4, "alpha": 8, "targets": ["o_proj"]}} if train == "lora" else {})}
-    recipe = recipe_file(tmp_path, model, documents(tmp_path / "text"), optimisation=optimisation, deepspeed=stage)
+    training = {"trainable": train, **({"lora": {"rank": 4, "alpha": 8, "targets": ["o_proj"]}} if train == "lora" else {})}
+    recipe = recipe_file(tmp_path, model, documents(tmp_path / "text"), training=training, deepspeed=stage)
     assert cli.main(["plan", str(recipe), "--json"]) == 0
     report, _ = trained(recipe)
     final = weights(tmp_path / "out" / "final")

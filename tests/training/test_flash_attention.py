@@ -72,17 +72,17 @@ def test_packed_rows_in_a_batch_stay_apart(name: str, looked_for: list[int]) -> 
 
 
 def test_where_lengths_are_needed(tmp_path: Path) -> None:
-    shared = ("parallel.processes=2", "parallel.sequence_parallel=2")
+    shared = ("parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2")
     for settings, needed in (
         ((), False),
-        (("model.attention=flash_attention_2",), True),
-        (("model.attention=flash_attention_2", *shared), False),
+        (("model.attn_implementation=flash_attention_2",), True),
+        (("model.attn_implementation=flash_attention_2", *shared), False),
     ):
         assert needs_document_lengths(tiny_recipe(tmp_path, *settings)) == needed
 
 
 def test_several_shared_rows_at_a_time_are_refused(tmp_path: Path) -> None:
-    settings = ["parallel.processes=2", "parallel.sequence_parallel=2", "optimisation.batch_size=2"]
+    settings = ["parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "training.batch_size=2"]
     check_sharing(tiny_recipe(tmp_path, *settings), 16)
-    with pytest.raises(InPlaceTTTError, match=r"flash attention would not see the documents; set optimisation\.batch_size to 1"):
-        check_sharing(tiny_recipe(tmp_path, *settings, "model.attention=flash_attention_2"), 16)
+    with pytest.raises(InPlaceTTTError, match=r"flash attention would not see the documents; set training\.batch_size to 1"):
+        check_sharing(tiny_recipe(tmp_path, *settings, "model.attn_implementation=flash_attention_2"), 16)

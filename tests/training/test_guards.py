@@ -23,7 +23,7 @@ from inplace_ttt.training.monitor import EtaWarmup, LayerMonitor
 from inplace_ttt.training.packing import pack
 from inplace_ttt.training.parameters import parameter_groups, schedule
 from inplace_ttt.training.recipe import Recipe
-from inplace_ttt.training.recipe_sections import Model, Optimisation
+from inplace_ttt.training.recipe_sections import Model, Training
 from inplace_ttt.training.speed import Clock, Speed, SpeedLog
 
 
@@ -64,7 +64,7 @@ def test_a_frozen_writer_is_refused() -> None:
         after_first_step(model, tap)
     fast_weights(model)[2].ttt.requires_grad_(False)
     with pytest.raises(InPlaceTTTError, match="layer 2's conv and P are frozen"):
-        parameter_groups(model, Optimisation(steps=1))
+        parameter_groups(model, Training(steps=1))
 
 
 def test_a_half_precision_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_eta_rises_to_its_own_value() -> None:
 
 def test_groups_and_schedules() -> None:
     model = converted("llama")
-    settings = Optimisation(
+    settings = Training(
         steps=10, learning_rate=1.0, conv_learning_rate=2.0, weight_decay=0.3, warmup_steps=4, ttt_warmup_steps=1, schedule="linear"
     )
     groups = {group["name"]: group for group in parameter_groups(model, settings)}
@@ -203,7 +203,7 @@ def test_groups_and_schedules() -> None:
 
 
 def test_the_log_is_json_lines(tmp_path: Path) -> None:
-    recipe = Recipe(Model(path="x"), Data(train=["x"]), Optimisation(steps=2), "out", surgery=InPlaceTTTConfig())
+    recipe = Recipe(Model(path="x"), Data(train=["x"]), Training(steps=2), "out", ttt=InPlaceTTTConfig())
     model, state, logs = converted("llama"), SimpleNamespace(global_step=0, logging_steps=1), {"loss": 2.0, "grad_norm": 1.0}
     speed = SpeedLog(Speed(recipe, Clock(), flops=10**12, peak=1e15))
     monitor = LayerMonitor(GradientTap(model), [], 10.0, tmp_path / "log.jsonl")
@@ -224,7 +224,7 @@ def test_the_speed_is_that_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -
     """Without the first, and without evaluation and saving, which are as long as many steps."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    recipe = Recipe(Model(path="x"), Data(train=["x"], sequence_length=100), Optimisation(steps=5, accumulation=2), "out")
+    recipe = Recipe(Model(path="x"), Data(train=["x"], sequence_length=100), Training(steps=5, accumulation=2), "out")
     speed = Speed(recipe, Clock(), flops=8 * 10**12, peak=1e13)
     assert speed.of_run() == {}
     for step in range(1, 6):

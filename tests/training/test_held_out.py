@@ -64,9 +64,9 @@ def test_every_row_counts_once(world: int, shared: int, size: int, tmp_path: Pat
         return
     recipe = tiny_recipe(
         tmp_path,
-        optimisation={"steps": 1, "batch_size": size},
-        parallel={"processes": world, "sequence_parallel": shared},
-        monitor={"save_every": 4},
+        training={"steps": 1, "batch_size": size},
+        parallel={"nproc_per_node": world, "sequence_parallel_size": shared},
+        monitor={"save_steps": 4},
     )
     for number in range(1, 6):
         held = rows([(48,)] * number)

@@ -26,7 +26,11 @@ from .runs import checkpoint, documents, finish, logged, recipe_file, start
 
 def test_sigterm_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
     """The command itself: exit code 143, no process left, and the next start goes on."""
-    sections = {"optimisation": {"steps": 5000, "accumulation": 1}, "parallel": {"processes": 2}, "monitor": {"save_every": 1000}}
+    sections = {
+        "training": {"steps": 5000, "gradient_accumulation_steps": 1},
+        "parallel": {"nproc_per_node": 2},
+        "monitor": {"save_steps": 1000},
+    }
     recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), **sections)
     output, said = tmp_path / "out", tmp_path / "said"
     with said.open("w") as log:
@@ -46,7 +50,7 @@ def test_sigterm_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
     assert found is not None
     done = int(found.name.removeprefix("checkpoint-"))
     assert f"stopped after step {done} of 5000, as asked" in said.read_text()
-    finish(start(recipe, f"optimisation.steps={done + 2}", "monitor.log_every=1"))
+    finish(start(recipe, f"training.steps={done + 2}", "monitor.logging_steps=1"))
     assert logged(output, "step")[-2:] == [done + 1, done + 2]
 
 
@@ -95,7 +99,7 @@ def test_one_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, caplog:
 
 def test_several_nodes_are_those_of_the_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
-    parallel: dict[str, Any] = {"processes": 4, "nodes": 2}
+    parallel: dict[str, Any] = {"nproc_per_node": 4, "nnodes": 2}
     with pytest.raises(InPlaceTTTError, match=r"2 nodes need parallel\.hostfile, or launcher: torchrun"):
         launch.launch(tiny_recipe(tmp_path, parallel=parallel), [])
     recipe = tiny_recipe(tmp_path, parallel={**parallel, "hostfile": "hosts"})

@@ -123,7 +123,7 @@ def fail_hearing_late() -> int:
 
 def test_the_timeout_is_the_recipes(tmp_path: Path) -> None:
     """Also in the group of its own in which DeepSpeed reduces gradients: one process never comes, and the other says so at once."""
-    write_recipe(tmp_path, parallel={"processes": 2, "timeout_minutes": 0.02})
+    write_recipe(tmp_path, parallel={"nproc_per_node": 2, "timeout_minutes": 0.02})
     code, log = Forked(functools.partial(wait_in_deepspeeds_group, str(tmp_path / "tiny.yaml")), environments(2)).wait()
     assert code == 3 and "WAITED" in log, log
     assert 1 <= float(log.split("WAITED ")[1].split()[0]) < 10

@@ -74,11 +74,11 @@ def test_a_steps_products_by_hand(tmp_path: Path) -> None:
 def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: str, config: dict[str, Any], tmp_path: Path) -> None:
     """Whatever is trained; and it stays that where a step recomputes."""
     recipe = small_recipe(tmp_path, "bfloat16", False, **config)
-    recipe = dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, train=train))
+    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, train=train))
     model = meta_model(recipe)
     needed = model_flops(recipe, model)
     assert needed == pytest.approx(step_cost(recipe).product_flops + attention_flops(recipe, model.config, 3), rel=0.03)
-    again = dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, gradient_checkpointing=True))
+    again = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, gradient_checkpointing=True))
     assert model_flops(again, model) == needed
 
 
@@ -92,12 +92,12 @@ def test_what_a_fast_weight_adds_to_the_products(options: dict[str, Any], dtype:
     recipes = []
     for layers in ((1,), (1, 2)):
         surgery = InPlaceTTTConfig(layers=layers, chunk_size=32, **options)
-        recipes.append(dataclasses.replace(recipe, surgery=surgery))
+        recipes.append(dataclasses.replace(recipe, ttt=surgery))
         if surgery.needs_calibration:  # measured at a conversion, of which a plan reads the config
-            base = revert(meta_model(dataclasses.replace(recipe, surgery=InPlaceTTTConfig(layers=layers, chunk_size=32))))
+            base = revert(meta_model(dataclasses.replace(recipe, ttt=InPlaceTTTConfig(layers=layers, chunk_size=32))))
             convert(base, surgery).config.save_pretrained(folder := tmp_path / str(len(layers)))
             model = dataclasses.replace(recipe.model, path=str(folder), config=None)
-            recipes[-1] = dataclasses.replace(recipe, model=model, surgery=None)
+            recipes[-1] = dataclasses.replace(recipe, model=model, ttt=None)
     one, two = map(step_cost, recipes)
     expected = fast_weight_flops(recipes[0], meta_model(recipes[0]), int(checkpointing))
     assert two.product_flops - one.product_flops == pytest.approx(expected, rel=0.05)
@@ -107,7 +107,7 @@ def test_logits_dominate_unless_they_are_fused(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, "bfloat16", True, vocabulary=32000)
     plain = step_cost(recipe)
     assert plain.logits > 0.8 * plain.activations
-    fused = step_cost(dataclasses.replace(recipe, optimisation=dataclasses.replace(recipe.optimisation, liger=True)))
+    fused = step_cost(dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, liger=True)))
     assert fused.logits == 0 and fused.activations < 0.2 * plain.activations
 
 

@@ -28,7 +28,7 @@ from .runs import environments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 IDS = random_ids(1, 64)
-LORA = {"train": "lora", "steps": 1, "lora": {"rank": 2}}
+LORA = {"trainable": "lora", "steps": 1, "lora": {"rank": 2}}
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def saved(tmp_path: Path) -> dict[str, Path]:
 
 def at(path: Path, **more: Any) -> dict[str, Any]:
     """Sections for a model in a folder."""
-    return {"model": {"path": str(path), "dtype": "float32", **more}, "surgery": None}
+    return {"model": {"path": str(path), "dtype": "float32", **more}, "ttt": None}
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_from_scratch_starts_as_a_fresh_conversion(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build_model(tiny_recipe(tmp_path)).parameters(), strict=True)), (
         "the seed decides"
     )
-    other = build_model(tiny_recipe(tmp_path, "optimisation.seed=1"))
+    other = build_model(tiny_recipe(tmp_path, "training.seed=1"))
     assert not torch.equal(other.lm_head.weight, model.lm_head.weight)
 
 
@@ -79,7 +79,7 @@ def test_every_form_of_a_checkpoint(saved: dict[str, Path], tmp_path: Path) -> N
     for form in ("full", "adapter"):
         model = build_model(tiny_recipe(tmp_path, **at(saved[form])))
         assert torch.equal(logits(model, IDS), expected), form
-    base = build_model(tiny_recipe(tmp_path, **{**at(saved["base"]), "surgery": {"layers": [1], "chunk_size": 8, "eta": 0.5}}))
+    base = build_model(tiny_recipe(tmp_path, **{**at(saved["base"]), "ttt": {"layers": [1], "chunk_size": 8, "eta": 0.5}}))
     assert config_of(base) == InPlaceTTTConfig(layers=(1,), chunk_size=8, eta=0.5)
     assert distance(logits(base, IDS), expected) > 0.01
 
@@ -95,7 +95,7 @@ def test_overrides_reach_the_model(form: str, saved: dict[str, Path], tmp_path: 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     sections = at(saved[form], overrides={"rope_parameters": yarn, "max_position_embeddings": 2048, "sliding_window": 8})
     if form == "base":
-        sections["surgery"] = {"layers": [0], "chunk_size": 16}
+        sections["ttt"] = {"layers": [0], "chunk_size": 16}
     plain = build_model(tiny_recipe(tmp_path, **{**sections, "model": {**sections["model"], "overrides": {}}}))
     model = build_model(tiny_recipe(tmp_path, **sections))
     assert model.config.rope_parameters == {**yarn, "rope_theta": plain.config.rope_parameters["rope_theta"]}
@@ -111,7 +111,7 @@ def test_a_window_over_a_family_with_layer_types(tmp_path: Path) -> None:
     revert(build_model(tiny_recipe(tmp_path, model={"config": config, "tokenizer": "x"}))).save_pretrained(base)
     assert json.loads((base / "config.json").read_text())["layer_types"] == ["full_attention"] * 3
     sections = {**at(base, overrides={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0})}
-    sections["surgery"] = {"layers": [0], "chunk_size": 16}
+    sections["ttt"] = {"layers": [0], "chunk_size": 16}
     assert build_model(tiny_recipe(tmp_path, **sections)).config.layer_types == ["sliding_attention"] * 3
     sections["model"]["overrides"] = {"sliding_window": 16}
     with pytest.raises(InPlaceTTTError, match="no layer would use it; set use_sliding_window: true and max_window_layers: 0"):
@@ -120,7 +120,7 @@ def test_a_window_over_a_family_with_layer_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("train", ["all", "ttt", "lora"])
 def test_what_is_trained(train: str, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, optimisation={"train": train, "steps": 1})
+    recipe = tiny_recipe(tmp_path, training={"trainable": train, "steps": 1})
     model = build_model(recipe)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     ttt = {name for name in trained if ".ttt." in name}
@@ -137,7 +137,7 @@ def test_what_is_trained(train: str, tmp_path: Path) -> None:
 
 def test_lora_is_as_the_recipe_says(tmp_path: Path) -> None:
     lora = {"rank": 3, "alpha": 12.0, "dropout": 0.25, "targets": ["q_proj"]}
-    model = build_model(tiny_recipe(tmp_path, "model.dtype=bfloat16", optimisation={**LORA, "lora": lora}))
+    model = build_model(tiny_recipe(tmp_path, "model.dtype=bfloat16", training={**LORA, "lora": lora}))
     adapted = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
     assert (adapted.r["default"], adapted.scaling["default"], adapted.lora_dropout["default"].p) == (3, 4.0, 0.25)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "ZeRO-3 refuses a mixture"
@@ -155,7 +155,7 @@ def trained(model: PeftModel) -> PeftModel:
 
 
 def test_lora_adapter_holds_what_was_trained_and_reloads_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, **at(saved["full"]), optimisation=LORA)
+    recipe = tiny_recipe(tmp_path, **at(saved["full"]), training=LORA)
     model = trained(build_model(recipe))
     expected = logits(model, IDS)
     model.save_pretrained(tmp_path / "lora")
@@ -167,7 +167,7 @@ def test_lora_adapter_holds_what_was_trained_and_reloads_exactly(saved: dict[str
 
 
 def test_lora_merges_and_keeps_the_trained_writer(saved: dict[str, Path], tmp_path: Path) -> None:
-    model = trained(build_model(tiny_recipe(tmp_path, **at(saved["full"]), optimisation=LORA)))
+    model = trained(build_model(tiny_recipe(tmp_path, **at(saved["full"]), training=LORA)))
     expected = logits(model, IDS)
     writers = {index: [p.clone() for p in layer.ttt.parameters()] for index, layer in fast_weights(model).items()}
     merged = model.merge_and_unload()
@@ -197,7 +197,7 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
     """Its checkpoints hold the adapter alone, so that the rest comes from model.path at every start."""
 
     def facts(path: Path, **settings: Any) -> Facts:
-        recipe = tiny_recipe(tmp_path, **at(path), optimisation={**LORA, **settings})
+        recipe = tiny_recipe(tmp_path, **at(path), training={**LORA, **settings})
         return facts_of(recipe, meta_model(recipe))
 
     first = facts(saved["full"])
@@ -205,14 +205,14 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
         assert changes(first, facts(same), "here") == []
     with pytest.raises(InPlaceTTTError, match=r"here was trained with model.path.sha256 '.*', not '.*': that cannot change within a run"):
         changes(first, facts(other_attention(saved["full"], tmp_path / "other")), "here")
-    whole = {"train": "ttt", "lora": None}
+    whole = {"trainable": "ttt", "lora": None}
     assert changes(facts(saved["full"], **whole), facts(tmp_path / "other", **whole), "here") == []  # all weights are in the checkpoint
 
 
 @pytest.mark.parametrize(
     ("overrides", "sections", "message"),
     [
-        (["surgery=null"], {}, "surgery: a model from scratch is not converted and there is no surgery; add the section"),
+        (["ttt=null"], {}, "ttt: a model from scratch is not converted and there is no ttt; add the section"),
         (["model.config.hiden_size=3"], {}, "model.config.hiden_size: the config of a mistral has no such value"),
         (["model.config.hidden_size=big"], {}, "model.config: .*hidden_size.*expected int"),
         (["model.config.model_type=perceptron"], {}, "model.config: model_type 'perceptron' is not one that transformers knows"),
@@ -220,19 +220,19 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
         (["model.overrides.widow=3"], {}, "model.overrides.widow: the config of a mistral has no such value"),
         (["model.overrides.rope_parameters={rope_type: yarn, factor: 4.0}"], {}, "add original_max_position_embeddings"),
         (["model.overrides.rope_parameters={factor: 4.0}"], {}, "plain RoPE reads no factor; add the rope_type, such as yarn"),
-        (["surgery.layers=[0, 3]"], {}, r"layers \[3\] do not exist: the model has 3 layers"),
-        (["model.attention=flash_attention_2"], {}, "model: FlashAttention2"),
+        (["ttt.layers=[0, 3]"], {}, r"layers \[3\] do not exist: the model has 3 layers"),
+        (["model.attn_implementation=flash_attention_2"], {}, "model: FlashAttention2"),
         ([], at(Path("./nowhere")), "model.path: nowhere does not exist; give a model folder or a hub id"),
         ([], at(Path(__file__).parent), "model.path: .* has no config.json"),
         (
             [],
-            {"optimisation": {**LORA, "lora": {"targets": ["q_proj", "down_proj"]}}},
+            {"training": {**LORA, "lora": {"targets": ["q_proj", "down_proj"]}}},
             "is the fast weight of layer 0.*leave down_proj out",
         ),
-        ([], {"optimisation": {**LORA, "lora": {"targets": "all-linear"}}}, "is the fast weight of layer 0"),
+        ([], {"training": {**LORA, "lora": {"targets": "all-linear"}}}, "is the fast weight of layer 0"),
         (
             [],
-            {"optimisation": {**LORA, "lora": {"targets": ["q_proj", "qproj"]}}},
+            {"training": {**LORA, "lora": {"targets": ["q_proj", "qproj"]}}},
             "lora.targets: no module of the mistral is called .*qproj",
         ),
     ],
@@ -245,15 +245,15 @@ def test_refusals(overrides: list[str], sections: dict[str, Any], message: str, 
 
 def test_surgery_belongs_to_what_is_not_converted(saved: dict[str, Path], tmp_path: Path) -> None:
     for form in ("full", "adapter"):
-        with pytest.raises(InPlaceTTTError, match="is converted already, so that surgery has no effect; remove the section"):
-            build_model(tiny_recipe(tmp_path, **{**at(saved[form]), "surgery": {"chunk_size": 16}}))
-    with pytest.raises(InPlaceTTTError, match="is not converted and there is no surgery"):
+        with pytest.raises(InPlaceTTTError, match="is converted already, so that ttt has no effect; remove the section"):
+            build_model(tiny_recipe(tmp_path, **{**at(saved[form]), "ttt": {"chunk_size": 16}}))
+    with pytest.raises(InPlaceTTTError, match="is not converted and there is no ttt"):
         meta_model(tiny_recipe(tmp_path, **at(saved["base"])))
 
 
 def test_lora_spares_the_fast_weights_by_a_pattern(tmp_path: Path) -> None:
     targets = r".*layers\.1\.mlp\.down_proj"
-    model = build_model(tiny_recipe(tmp_path, optimisation={**LORA, "lora": {"targets": targets}}))
+    model = build_model(tiny_recipe(tmp_path, training={**LORA, "lora": {"targets": targets}}))
     assert {name.partition(".mlp")[0][-1] for name, p in model.named_parameters() if ".lora_" in name} == {"1"}
 
 
@@ -263,10 +263,10 @@ def test_zero3(saved: dict[str, Path], tmp_path: Path) -> None:
     for form in ("full", "adapter", "base", "scratch", "ttt", "lora"):
         sections = {} if form == "scratch" else at(saved.get(form, saved["full"]))
         if form == "base":
-            sections["surgery"] = {"layers": [0, 2], "chunk_size": 16}
+            sections["ttt"] = {"layers": [0, 2], "chunk_size": 16}
         (tmp_path / f"zero3-{form}").mkdir()
         train = form if form in ("ttt", "lora") else "all"
-        recipes[form] = tiny_recipe(tmp_path / f"zero3-{form}", **sections, optimisation={"train": train, "steps": 1})
+        recipes[form] = tiny_recipe(tmp_path / f"zero3-{form}", **sections, training={"trainable": train, "steps": 1})
     for (form, recipe), found in zip(recipes.items(), under_zero3(*recipes.values()), strict=True):
         plain = build_model(recipe)
         assert set(found["values"]) == {name for name, _ in plain.named_parameters()}
@@ -289,5 +289,5 @@ def test_a_plan_makes_no_weights_of_lora(tmp_path: Path, monkeypatch: pytest.Mon
     made_on = []
     wrap = peft.get_peft_model
     monkeypatch.setattr(peft, "get_peft_model", lambda *args, **kwargs: made_on.append(torch.get_default_device()) or wrap(*args, **kwargs))
-    model = meta_model(tiny_recipe(tmp_path, optimisation=LORA))
+    model = meta_model(tiny_recipe(tmp_path, training=LORA))
     assert made_on == [torch.device("meta")] and all(parameter.is_meta for parameter in model.parameters())

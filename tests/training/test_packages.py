@@ -17,10 +17,14 @@ from .recipes import VALUES, tiny_recipe, write_recipe
 @pytest.mark.parametrize(
     ("settings", "hidden", "message"),
     [
-        (("optimisation.liger=true",), "liger_kernel", "optimisation.liger needs liger-kernel"),
+        (("training.liger=true",), "liger_kernel", "training.liger needs liger-kernel"),
         (("monitor.report_to=[wandb]",), "wandb", "monitor.report_to names wandb, which is not installed; pip install wandb"),
         (("monitor.report_to=[tensorboard]",), "tensorboard", "monitor.report_to names tensorboard"),
-        (("model.attention=flash_attention_2",), "flash_attn", "model.attention is flash_attention_2, which needs the package flash-attn"),
+        (
+            ("model.attn_implementation=flash_attention_2",),
+            "flash_attn",
+            "model.attn_implementation is flash_attention_2, which needs the package flash-attn",
+        ),
         ((), "deepspeed", r"training needs deepspeed; pip install 'inplace-ttt\[train\]'"),
         ((), "datasets", r"training needs datasets; pip install 'inplace-ttt\[train\]'"),
     ],
@@ -65,6 +69,6 @@ def test_low_rank_adapters_without_peft(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without(monkeypatch, "peft")
-    assert cli.main([verb, str(write_recipe(tmp_path, optimisation={"train": "lora", "steps": 1}))]) == 2
+    assert cli.main([verb, str(write_recipe(tmp_path, training={"trainable": "lora", "steps": 1}))]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("inplace-ttt"))
-    assert line.endswith("optimisation.train: lora needs peft; pip install 'inplace-ttt[train]'.")
+    assert line.endswith("training.trainable: lora needs peft; pip install 'inplace-ttt[train]'.")

@@ -17,11 +17,11 @@ from .runs import checkpoint, documents, finish, recipe_file, start
 
 def test_ranks_that_share_rows_hold_less(tmp_path: Path) -> None:
     config = {**SMALL, "vocab_size": 4096}
-    sections = {"model": {"config": config, "tokenizer": "x", "dtype": "bfloat16"}, "surgery": {"layers": [0, 2], "chunk_size": 128}}
+    sections = {"model": {"config": config, "tokenizer": "x", "dtype": "bfloat16"}, "ttt": {"layers": [0, 2], "chunk_size": 128}}
     data = {"train": "x", "sequence_length": 2048}
-    whole = make_plan(tiny_recipe(tmp_path, **sections, data=data, parallel={"processes": 4}))
-    parallel = {"processes": 4, "sequence_parallel": 4}
-    shared = make_plan(tiny_recipe(tmp_path, **sections, data=data, parallel=parallel, monitor={"save_every": 4}))
+    whole = make_plan(tiny_recipe(tmp_path, **sections, data=data, parallel={"nproc_per_node": 4}))
+    parallel = {"nproc_per_node": 4, "sequence_parallel_size": 4}
+    shared = make_plan(tiny_recipe(tmp_path, **sections, data=data, parallel=parallel, monitor={"save_steps": 4}))
     assert shared.per_device_bytes["activations"] < 0.6 * whole.per_device_bytes["activations"]
     assert shared.tokens_per_step == whole.tokens_per_step / 4 and shared.warnings == []
     assert shared.flops_per_step == pytest.approx(whole.flops_per_step / 4, rel=0.05)
@@ -29,7 +29,9 @@ def test_ranks_that_share_rows_hold_less(tmp_path: Path) -> None:
 
 def test_tokens_steps_and_chunks(tmp_path: Path) -> None:
     made = make_plan(
-        tiny_recipe(tmp_path, "data.sequence_length=100", "parallel.processes=2", optimisation={"tokens": 1000, "accumulation": 2})
+        tiny_recipe(
+            tmp_path, "data.sequence_length=100", "parallel.nproc_per_node=2", training={"tokens": 1000, "gradient_accumulation_steps": 2}
+        )
     )
     assert (made.rows_per_step, made.tokens_per_step, made.steps, made.tokens) == (4, 400, 3, 1200)
     assert made.chunks_per_row == 7
@@ -39,9 +41,9 @@ def test_tokens_steps_and_chunks(tmp_path: Path) -> None:
 
 
 def test_what_lora_and_the_writer_alone_train(tmp_path: Path) -> None:
-    ttt = make_plan(tiny_recipe(tmp_path, optimisation={"train": "ttt", "steps": 1}))
+    ttt = make_plan(tiny_recipe(tmp_path, training={"trainable": "ttt", "steps": 1}))
     assert ttt.trained_parameters == ttt.ttt_parameters < ttt.parameters
-    lora = make_plan(tiny_recipe(tmp_path, optimisation={"train": "lora", "steps": 1, "lora": {"rank": 2}}))
+    lora = make_plan(tiny_recipe(tmp_path, training={"trainable": "lora", "steps": 1, "lora": {"rank": 2}}))
     assert lora.ttt_parameters == ttt.ttt_parameters and lora.ttt_parameters < lora.trained_parameters < lora.parameters / 2
 
 
@@ -58,27 +60,27 @@ def test_attention_counts_the_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["surgery.chunk_size=64"], "A chunk of 64 tokens is no shorter than a row of 64: no write is ever read"),
-        (["surgery.chunk_size=40"], "at most one write a row is ever read; lower surgery.chunk_size"),
-        (["surgery.eta=0"], "eta is 0: nothing is written, and conv and P learn nothing; set surgery.eta above 0."),
-        (["surgery.eta=[0, 1.0]"], "eta is 0 in layers [0]: they write nothing."),
+        (["ttt.chunk_size=64"], "A chunk of 64 tokens is no shorter than a row of 64: no write is ever read"),
+        (["ttt.chunk_size=40"], "at most one write a row is ever read; lower ttt.chunk_size"),
+        (["ttt.eta=0"], "eta is 0: nothing is written, and conv and P learn nothing; set ttt.eta above 0."),
+        (["ttt.eta=[0, 1.0]"], "eta is 0 in layers [0]: they write nothing."),
         (["data.sequence_length=1024"], "Rows of 1024 tokens are longer than the model's context of 512"),
-        (["optimisation.warmup_steps=2"], "The warm-up optimisation.warmup_steps of 2 steps is no shorter than the run of 2"),
-        (["optimisation.eta_warmup_steps=5"], "The warm-up optimisation.eta_warmup_steps of 5 steps"),
+        (["training.warmup_steps=2"], "The warm-up training.warmup_steps of 2 steps is no shorter than the run of 2"),
+        (["training.eta_warmup_steps=5"], "The warm-up training.eta_warmup_steps of 5 steps"),
         (
-            ["parallel.processes=8", "parallel.sequence_parallel=8", "monitor.save_every=8"],
+            ["parallel.nproc_per_node=8", "parallel.sequence_parallel_size=8", "monitor.save_steps=8"],
             "sequence_parallel 8 does not divide the model's 4 attention heads",
         ),
         (
-            ["parallel.processes=3", "parallel.sequence_parallel=3", "data.sequence_length=48", "monitor.save_every=3"],
+            ["parallel.nproc_per_node=3", "parallel.sequence_parallel_size=3", "data.sequence_length=48", "monitor.save_steps=3"],
             "sequence_parallel 3 does not divide the model's 4 attention heads and 2 key-value heads",
         ),
         (
-            ["parallel.processes=2", "parallel.sequence_parallel=2", "data.sequence_length=80"],
+            ["parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "data.sequence_length=80"],
             "Each of 2 ranks gets 40 tokens, which are not whole chunks of 16; make data.sequence_length a multiple of 32.",
         ),
         (
-            ["parallel.processes=2", "parallel.sequence_parallel=2", "model.attention=eager"],
+            ["parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "model.attn_implementation=eager"],
             "Ranks cannot share rows under eager attention",
         ),
     ],
@@ -94,22 +96,22 @@ def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path
     [
         (
             {"model": {"config": {**SMALL, "vocab_size": 32000}, "tokenizer": "x"}, "data": {"train": "x", "sequence_length": 1024}},
-            "of them are logits, so set optimisation.liger: true",
+            "of them are logits, so set training.liger: true",
         ),
-        ({"data": {"train": "x", "sequence_length": 512}}, "set optimisation.gradient_checkpointing: true"),
+        ({"data": {"train": "x", "sequence_length": 512}}, "set training.gradient_checkpointing: true"),
         (
             {
                 "data": {"train": "x", "sequence_length": 512},
-                "optimisation": {"steps": 1, "gradient_checkpointing": True, "liger": True, "batch_size": 8},
+                "training": {"steps": 1, "gradient_checkpointing": True, "liger": True, "batch_size": 8},
             },
-            "lower optimisation.batch_size and raise accumulation",
+            "lower training.batch_size and raise accumulation",
         ),
         (
-            {"data": {"train": "x", "sequence_length": 512}, "optimisation": {"steps": 1, "gradient_checkpointing": True, "liger": True}},
-            "raise parallel.sequence_parallel, or lower data.sequence_length",
+            {"data": {"train": "x", "sequence_length": 512}, "training": {"steps": 1, "gradient_checkpointing": True, "liger": True}},
+            "raise parallel.sequence_parallel_size, or lower data.sequence_length",
         ),
         ({"deepspeed": 1}, "set smaller buckets"),
-        ({"deepspeed": 0, "parallel": {"processes": 2}, "data": {"train": "x", "sequence_length": 40}}, "use ZeRO stage 1 or 3"),
+        ({"deepspeed": 0, "parallel": {"nproc_per_node": 2}, "data": {"train": "x", "sequence_length": 40}}, "use ZeRO stage 1 or 3"),
         ({"deepspeed": 0, "data": {"train": "x", "sequence_length": 40}}, "offload the optimiser to the host, or use more devices"),
     ],
     ids=["logits", "checkpointing", "batch", "length", "buckets", "stage", "offload"],
@@ -127,7 +129,7 @@ def test_what_will_not_fit(sections: dict[str, Any], remedy: str, tmp_path: Path
 
 def test_what_evaluation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read without keeping anything for a backward, and logits are never all there; nothing held out needs nothing."""
-    config = {"config": {**SMALL, "vocab_size": 32000}, "tokenizer": "x", "dtype": "bfloat16", "attention": "flash_attention_2"}
+    config = {"config": {**SMALL, "vocab_size": 32000}, "tokenizer": "x", "dtype": "bfloat16", "attn_implementation": "flash_attention_2"}
     data = {"train": "x", "sequence_length": 2048, "validation_documents": 2}
     recipe = tiny_recipe(tmp_path, model=config, data=data, deepspeed=2)
     cost = plan.step_cost(recipe)  # which takes seconds, once
@@ -147,7 +149,7 @@ def test_evaluation_that_will_not_fit(tmp_path: Path) -> None:
         tmp_path,
         model={"config": {**SMALL, "vocab_size": 32000, "num_hidden_layers": 3}, "tokenizer": "x"},
         data={"train": "x", "sequence_length": 1024, "validation": "y"},
-        optimisation={"steps": 1, "train": "ttt", "gradient_checkpointing": True, "liger": True},
+        training={"steps": 1, "trainable": "ttt", "gradient_checkpointing": True, "liger": True},
         deepspeed=0,
     )
     made = make_plan(recipe)
@@ -161,7 +163,7 @@ def test_what_a_run_has_on_disk(stage: int, train: str, dtype: str, tmp_path: Pa
     """Against the files of a run."""
     model = checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=512)
     file = recipe_file(tmp_path, model, documents(tmp_path / "text"), deepspeed=stage)
-    settings = ("optimisation.steps=1", "monitor.save_every=1", f"optimisation.train={train}", f"model.dtype={dtype}")
+    settings = ("training.steps=1", "monitor.save_steps=1", f"training.trainable={train}", f"model.dtype={dtype}")
     finish(start(file, *settings))
     made = make_plan(load_recipe(file, settings))
     sizes = {name: written(tmp_path / "out" / name) for name in ("checkpoint-1", "final")}
@@ -176,11 +178,11 @@ def written(folder: Path) -> int:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write_recipe(tmp_path))
-    assert cli.main(["plan", file, "--set", "optimisation.steps=5", "--json"]) == 0
+    assert cli.main(["plan", file, "--set", "training.steps=5", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == 5 and result["tokens"] == 5 * 64 and result["warnings"] == []
     assert result["per_device_bytes"]["total"] == sum(value for key, value in result["per_device_bytes"].items() if key != "total")
-    assert cli.main(["plan", file, "--device-memory", "10KB", "--set", "surgery.eta=0"]) == 0
+    assert cli.main(["plan", file, "--device-memory", "10KB", "--set", "ttt.eta=0"]) == 0
     text = capsys.readouterr().out
     for part in (
         "mistral",
@@ -199,7 +201,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["plan"], "required: RECIPE"),
         (["plan", "nowhere.yaml"], "cannot read nowhere.yaml"),
-        (["plan", "FILE", "--set", "optimisation.step=1"], "--set, optimisation.step: there is no such setting"),
+        (["plan", "FILE", "--set", "training.step=1"], "--set, training.step: there is no such setting"),
         (["plan", "FILE", "--device-memory", "much"], "--device-memory must be a size such as 80GB or 24GiB, got 'much'"),
         (["plan", "FILE", "--set", "model.config.model_type=perceptron"], "is not one that transformers knows"),
     ],
@@ -224,7 +226,9 @@ def test_more_ranks_than_key_heads_repeat_them(tmp_path: Path) -> None:
     config = {"config": CONFIG, "tokenizer": "x", "dtype": "float32"}
     made = {
         ranks: make_plan(
-            tiny_recipe(tmp_path, parallel={"processes": ranks, "sequence_parallel": ranks}, model=config, monitor={"save_every": 4})
+            tiny_recipe(
+                tmp_path, parallel={"nproc_per_node": ranks, "sequence_parallel_size": ranks}, model=config, monitor={"save_steps": 4}
+            )
         )
         for ranks in (2, 4)
     }

@@ -169,7 +169,7 @@ def test_settings_are_checked(override: str, says: str, tmp_path: Path) -> None:
 
 
 def test_a_preset_that_measures_is_converted_first(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, "surgery.preset=ridge")
+    recipe = tiny_recipe(tmp_path, "ttt.preset=ridge")
     with pytest.raises(InPlaceTTTError, match="convert MODEL OUT --calibrate TEXT"):
         build_model(recipe)
 

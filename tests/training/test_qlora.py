@@ -19,7 +19,7 @@ from .recipes import CONFIG
 from .runs import CHUNK, documents, recipe_file, trained, weights
 
 SURGERY = {"layers": [0, 2], "chunk_size": CHUNK}
-LORA = {"train": "lora", "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}, "steps": 4}
+LORA = {"trainable": "lora", "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}, "steps": 4}
 
 
 @pytest.fixture
@@ -29,16 +29,14 @@ def recipe(tmp_path: Path) -> Path:
     base = MistralForCausalLM(MistralConfig(**{**CONFIG, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}))
     base.save_pretrained(tmp_path / "base")
     word_level(f"t{i}" for i in range(3, CONFIG["vocab_size"])).save_pretrained(tmp_path / "base")
-    monitor = {"save_every": 2}
-    return recipe_file(
-        tmp_path, tmp_path / "base", documents(tmp_path / "text"), surgery=SURGERY, optimisation=LORA, monitor=monitor, deepspeed=2
-    )
+    monitor = {"save_steps": 2}
+    return recipe_file(tmp_path, tmp_path / "base", documents(tmp_path / "text"), ttt=SURGERY, training=LORA, monitor=monitor, deepspeed=2)
 
 
 @pytest.mark.parametrize(("bits", "dtype", "processes"), [("4bit", "float32", 1), ("4bit", "bfloat16", 2), ("8bit", "bfloat16", 1)])
 def test_it_trains_and_resumes(recipe: Path, tmp_path: Path, bits: str, dtype: str, processes: int) -> None:
     """A resumed run gives the same adapter bit for bit, and it goes onto the quantised base."""
-    settings = (f"model.quantise={bits}", f"model.dtype={dtype}", f"parallel.processes={processes}")
+    settings = (f"model.load_in={bits}", f"model.dtype={dtype}", f"parallel.nproc_per_node={processes}")
     report, _ = trained(recipe, *settings)
     whole = weights(tmp_path / "out" / "final")
     names = " ".join(whole)
@@ -62,10 +60,10 @@ def test_it_trains_and_resumes(recipe: Path, tmp_path: Path, bits: str, dtype: s
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (("model.quantise=4bit", "optimisation.train=all", "optimisation.lora=null"), "frozen"),
-        (("model.quantise=4bit", "deepspeed=3"), "ZeRO-3"),
-        (("model.quantise=3bit",), r"model\.quantise"),
-        (("model.quantise=4bit", "optimisation.train=ttt", "optimisation.lora=null"), "train: lora"),
+        (("model.load_in=4bit", "training.trainable=all", "training.lora=null"), "frozen"),
+        (("model.load_in=4bit", "deepspeed=3"), "ZeRO-3"),
+        (("model.load_in=3bit",), r"model\.load_in"),
+        (("model.load_in=4bit", "training.trainable=ttt", "training.lora=null"), "trainable: lora"),
     ],
 )
 def test_what_cannot_be(recipe: Path, settings: tuple[str, ...], reason: str) -> None:
@@ -76,7 +74,7 @@ def test_what_cannot_be(recipe: Path, settings: tuple[str, ...], reason: str) ->
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_its_plan_knows_what_is_packed(recipe: Path, bits: str) -> None:
     """Bytes of the parameters, with the scales of their blocks."""
-    planned = load_recipe(recipe, [f"model.quantise={bits}", "model.dtype=bfloat16"])
+    planned = load_recipe(recipe, [f"model.load_in={bits}", "model.dtype=bfloat16"])
     model = build_model(planned)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
     held = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())

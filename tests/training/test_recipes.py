@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from inplace_ttt.ttt import config_of, fast_weights, is_converted
 from models import random_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training import plan
 from inplace_ttt.training.audit import gate
 from inplace_ttt.training.meta_step import StepCost
@@ -82,7 +82,7 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
 def at_toy_size(run: Run, folder: Path) -> Recipe:
     """The recipe with a toy model of the same structure, in the forms that run on a CPU without more packages."""
     recipe = run.load()
-    changes = ["model.attention=sdpa", "optimisation.liger=false", "model.dtype=float32", "model.quantise=null"]
+    changes = ["model.attn_implementation=sdpa", "training.liger=false", "model.dtype=float32", "model.load_in=null"]
     values = architecture_of(recipe)
     if values is None:
         small = shrunk(recipe.model.config or {}) if recipe.data.recall is None else recipe.model.config
@@ -103,19 +103,19 @@ def test_it_builds_at_toy_size(run: Run, tmp_path: Path) -> None:
     recipe = at_toy_size(run, tmp_path)
     model = build_model(recipe)
     written = run.load()
-    base = model.get_base_model() if written.optimisation.train == "lora" else model
+    base = model.get_base_model() if written.training.trainable == "lora" else model
     text = base.config
     assert is_converted(model)
     layers = fast_weights(model)
     assert max(layers) < text.num_hidden_layers and len(layers) < text.num_hidden_layers
-    settings = written.surgery or earlier(written).surgery
+    settings = written.ttt or earlier(written).ttt
     assert settings is not None and config_of(model) == settings.resolve(text.num_hidden_layers)
     for key, value in written.model.overrides.items():
         found = getattr(text, key)
         assert found == ({**found, **value} if isinstance(value, dict) else value)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert (len(trained) == 2 * len(layers)) == (written.optimisation.train == "ttt")
-    assert any("lora_A" in name for name in trained) == (written.optimisation.train == "lora")
+    assert (len(trained) == 2 * len(layers)) == (written.training.trainable == "ttt")
+    assert any("lora_A" in name for name in trained) == (written.training.trainable == "lora")
     ids = random_ids(1, 40)
     loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
@@ -130,8 +130,8 @@ def test_its_plan_warns_of_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, tm
     made = plan.make_plan(recipe)
     assert made.warnings == []
     assert made.chunks_per_row >= 4 and made.steps >= 1
-    if recipe.optimisation.tokens:
-        assert 0 <= made.tokens - recipe.optimisation.tokens < made.tokens_per_step
+    if recipe.training.tokens:
+        assert 0 <= made.tokens - recipe.training.tokens < made.tokens_per_step
     size = {"500m": 0.4, "1.5b": 1.5, "135m": 0.135, "demo": 0.135, "360m": 0.37, "1.7b": 1.75, "4b": 4.06, "8b": 8.2, "14b": 14.95}
     name = next((name for name in size if name in run.name.split("-")), None)
     if name is not None:
@@ -143,7 +143,7 @@ def full_size(run: Run, folder: Path) -> Recipe:
     recipe = run.load()
     path = recipe.model.path or ""
     if path.startswith("runs/"):
-        return run.load(f"model.path={earlier(recipe).model.path}", f"surgery={json.dumps(earlier(recipe).surgery.to_dict())}")
+        return run.load(f"model.path={earlier(recipe).model.path}", f"ttt={json.dumps(earlier(recipe).ttt.to_dict())}")
     if path.startswith(".cache/"):
         (folder / "config.json").write_text(SMOLLM2.read_text())
         return run.load(f"model.path={folder}")
@@ -166,12 +166,12 @@ PAPER = {
 def test_the_papers_runs_follow_the_paper(name: str) -> None:
     """Table 6, 7 and 8: rule, length, learning rate, weight decay, tokens; and the scratch models' own sizes."""
     (recipe,) = (run.load() for run in RUNS if run.name == name)
-    settings = recipe.surgery or earlier(recipe).surgery
+    settings = recipe.ttt or earlier(recipe).ttt
     assert settings is not None
     assert (settings.layers, settings.target, settings.kernel_size, settings.conv) == ("every:6", "embeddings", 5, "lookahead")
-    o = recipe.optimisation
+    o = recipe.training
     assert (recipe.data.sequence_length, (o.tokens or 0) / 1e9, o.learning_rate) == PAPER[name]
-    assert (o.train, o.weight_decay, o.max_grad_norm) == ("all", 0.1, 1.0)
+    assert (o.trainable, o.weight_decay, o.max_grad_norm) == ("all", 0.1, 1.0)
     if name.startswith("scratch"):
         big = "1.5b" in name
         config = recipe.model.config or {}
@@ -185,7 +185,7 @@ def test_the_public_codes_runs_follow_it() -> None:
     official = [run.load() for run in RUNS if "official" in run.name]
     assert len(official) == 2
     for recipe in official:
-        settings, o = recipe.surgery, recipe.optimisation
+        settings, o = recipe.ttt, recipe.training
         assert settings is not None and (settings.target, settings.eta, settings.chunk_size) == ("hidden_states", 3.0, 4096)
         assert (recipe.data.sequence_length, o.steps, recipe.rows_per_step) == (65536, 5000, 64)
         assert (o.learning_rate, o.weight_decay, o.conv_weight_decay, o.proj_weight_decay, o.warmup_steps) == (5e-6, 0.1, 0.1, 0.1, 100)
@@ -216,7 +216,7 @@ def test_hub_models_are_described_without_a_network(monkeypatch: pytest.MonkeyPa
 def test_the_documentation_names_every_setting() -> None:
     text = (FOLDER.parent / "docs" / "train.md").read_text(encoding="utf-8")
     sections = get_type_hints(Recipe)
-    for name in ("model", "data", "optimisation", "parallel", "monitor", "audit"):
+    for name in ("model", "data", "training", "parallel", "monitor", "audit"):
         assert f"### {name}\n" in text
         part = text.partition(f"### {name}\n")[2].partition("\n##")[0]
         missing = [field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part]

@@ -19,9 +19,9 @@ UNIVERSAL = "deepspeed={zero_optimization: {stage: 2}, checkpoint: {load_univers
 
 def test_two_processes_go_on_as_one(tmp_path: Path) -> None:
     """With as many rows a step; the optimiser's state and the rows to come are those of the run that was not stopped."""
-    optimisation = {"steps": 4, "learning_rate": 1e-2}
-    recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), optimisation=optimisation, deepspeed=2)
-    two = ("parallel.processes=2", "optimisation.accumulation=1", "monitor.save_every=2", "data.streaming=true")
+    training = {"steps": 4, "learning_rate": 1e-2}
+    recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), training=training, deepspeed=2)
+    two = ("parallel.nproc_per_node=2", "training.gradient_accumulation_steps=1", "monitor.save_steps=2", "data.streaming=true")
     trained(recipe, *two)
     out = tmp_path / "out"
     whole = weights(out / "final")
@@ -29,7 +29,7 @@ def test_two_processes_go_on_as_one(tmp_path: Path) -> None:
         shutil.rmtree(out / later)
     code, log = Forked(functools.partial(make_universal, str(out / "checkpoint-2" / "global_step2")), [{}]).wait()
     assert code == 0, log
-    report, _ = trained(recipe, "optimisation.accumulation=2", "data.streaming=true", UNIVERSAL)
+    report, _ = trained(recipe, "training.gradient_accumulation_steps=2", "data.streaming=true", UNIVERSAL)
     assert report["resumed_from"] == str(out / "checkpoint-2") and report["steps"] == 4
     for name, tensor in weights(out / "final").items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

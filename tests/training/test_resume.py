@@ -24,7 +24,7 @@ from inplace_ttt.training.run_state import held, last_checkpoint
 
 from .runs import CHUNK, checkpoint, documents, finish, logged, recipe_file, start, trained, weights
 
-STEPS = {"steps": 32, "learning_rate": 1e-3, "eta_warmup_steps": 16, "warmup_steps": 5, "accumulation": 1}
+STEPS = {"steps": 32, "learning_rate": 1e-3, "eta_warmup_steps": 16, "warmup_steps": 5, "gradient_accumulation_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         checkpoint(folder / "model", RIDGE, attention_dropout=0.1),  # so that the generators' states matter
         documents(folder / "text"),
-        optimisation=STEPS,
+        training=STEPS,
         data={"validation_documents": 2},
-        monitor={"log_every": 1, "save_every": 4, "keep": 2},
-        parallel={"processes": 2},
+        monitor={"logging_steps": 1, "save_steps": 4, "save_total_limit": 2},
+        parallel={"nproc_per_node": 2},
         output=str(folder / "whole"),
     )
     finish(start(recipe))
@@ -112,14 +112,14 @@ def test_a_finished_run_is_left_as_it_is(unbroken: Path, tmp_path: Path, capsys:
     output, recipe = tmp_path / "out", str(unbroken / "recipe.yaml")
     shutil.copytree(unbroken / "whole", output)
     files = {file: file.stat().st_mtime_ns for file in output.rglob("*") if file.is_file()}
-    options = ["--set", f"output={output}", "--set", "monitor.log_every=3"]  # of no effect on what was trained
+    options = ["--set", f"output={output}", "--set", "monitor.logging_steps=3"]  # of no effect on what was trained
     assert cli.main(["train", recipe, "--json", *options]) == 0
     assert json.loads(capsys.readouterr().out)["finished_before"]
     assert "is finished; nothing was run" in finish(start(Path(recipe), f"output={output}"))
-    assert cli.main(["train", recipe, *options, "--set", "optimisation.learning_rate=1e-9"]) == 2
-    assert "holds a finished run with optimisation.learning_rate 0.001, not 1e-09" in capsys.readouterr().err
-    assert cli.main(["train", recipe, *options, "--set", "optimisation.steps=31"]) == 2
-    assert "has run 32 steps already, and the recipe asks for 31; raise optimisation.steps" in capsys.readouterr().err
+    assert cli.main(["train", recipe, *options, "--set", "training.learning_rate=1e-9"]) == 2
+    assert "holds a finished run with training.learning_rate 0.001, not 1e-09" in capsys.readouterr().err
+    assert cli.main(["train", recipe, *options, "--set", "training.steps=31"]) == 2
+    assert "has run 32 steps already, and the recipe asks for 31; raise training.steps" in capsys.readouterr().err
     assert files == {file: file.stat().st_mtime_ns for file in output.rglob("*") if file.is_file()}
 
 
@@ -152,33 +152,33 @@ def test_from_scratch(unbroken: Path, tmp_path: Path) -> None:
     finish(start(recipe, f"output={output}", "data.train=nothing.txt", flags=("--from-scratch",)), code=2)
     assert last_checkpoint(output) is not None and (output / "train_report.json").exists()
     (output / ".from-scratch").touch()  # a kill while old checkpoints are being removed; then without the flag
-    short = ("optimisation.steps=2", "monitor.save_every=1")
+    short = ("training.steps=2", "monitor.save_steps=1")
     report, _ = trained(recipe, f"output={output}", *short)
     assert report["resumed_from"] is None and {file.name for file in output.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
     assert len(logged(output, "loss")) == 2 and not (output / ".from-scratch").exists()
     log = output / "log.jsonl"
     log.write_text(f'{{"step": 0, "comparison": "before the first step"}}\n{log.read_text()}')
-    report, _ = trained(recipe, f"output={output}", *short, "optimisation.seed=7", flags=("--from-scratch",))
+    report, _ = trained(recipe, f"output={output}", *short, "training.seed=7", flags=("--from-scratch",))
     assert report["resumed_from"] is None and report["steps"] == 2 and "before the first step" not in log.read_text()
 
 
 def test_what_may_change_takes_effect(unbroken: Path, tmp_path: Path) -> None:
     """1e-9 is given at a resume: 1e-9 is used, and reported. So are η, the length of the run, and what the monitor does."""
     output = without_final(unbroken, tmp_path / "out")
-    surgery = "surgery=null", f"model.path={other_eta(unbroken, tmp_path)}"
-    settings = "optimisation.learning_rate=1e-9", "optimisation.schedule=constant", "optimisation.steps=34", "monitor.save_every=1"
+    surgery = "ttt=null", f"model.path={other_eta(unbroken, tmp_path)}"
+    settings = "training.learning_rate=1e-9", "training.lr_scheduler=constant", "training.steps=34", "monitor.save_steps=1"
     report, _ = trained(unbroken / "recipe.yaml", f"output={output}", *settings, *surgery)
     assert logged(output, "learning_rate")[32:] == [1e-9, 1e-9] and (output / "checkpoint-33").exists()
     before, after = weights(unbroken / "whole" / "final"), weights(output / "final")
     assert all(torch.allclose(before[name], after[name], rtol=0, atol=1e-7) for name in before)
     changed = {change["setting"]: (change["from"], change["to"]) for change in report["changes"]}
     assert changed == {
-        "optimisation.learning_rate": (1e-3, 1e-9),
-        "optimisation.schedule": ("linear", "constant"),
-        "optimisation.steps": (32, 34),
-        "surgery.eta": (RIDGE["eta"], 0.5),
+        "training.learning_rate": (1e-3, 1e-9),
+        "training.lr_scheduler": ("linear", "constant"),
+        "training.steps": (32, 34),
+        "ttt.eta": (RIDGE["eta"], 0.5),
     }
-    assert all(change["after_step"] == 32 for change in report["changes"]) and report["recipe"]["optimisation"]["learning_rate"] == 1e-9
+    assert all(change["after_step"] == 32 for change in report["changes"]) and report["recipe"]["training"]["learning_rate"] == 1e-9
     assert config_of(AutoModelForCausalLM.from_pretrained(output / "final")).eta == 0.5
 
 
@@ -194,14 +194,14 @@ def other_eta(unbroken: Path, folder: Path) -> Path:
 
 
 FIXED = {
-    "parallel.processes=1": "parallel.processes x nodes 2, not 1",
+    "parallel.nproc_per_node=1": "parallel.nproc_per_node x nodes 2, not 1",
     "model.dtype=bfloat16": "model.dtype 'float32', not 'bfloat16'",
-    "optimisation.train=ttt": "optimisation.train 'all', not 'ttt'",
-    "optimisation.seed=1": "optimisation.seed 0, not 1",
+    "training.trainable=ttt": "training.trainable 'all', not 'ttt'",
+    "training.seed=1": "training.seed 0, not 1",
     "data.seed=1": "data.seed 0, not 1",
     "data.sequence_length=64": "data.sequence_length 128, not 64",
     "data.validation_documents=3": "data.train.sha256 ",
-    "optimisation.batch_size=2": "optimisation.batch_size 1, not 2",
+    "training.batch_size=2": "training.batch_size 1, not 2",
     "deepspeed=2": "deepspeed.zero_optimization.stage 1, not 2",
     "model.window={size: 32}": "model.window.sinks None, not 4, model.window.size None, not 32",
 }
@@ -211,7 +211,7 @@ FIXED = {
 def test_what_may_not_change_is_refused(setting: str, said: str, unbroken: Path, tmp_path: Path) -> None:
     output = without_final(unbroken, tmp_path / "out")
     before = sorted(output.rglob("*"))
-    log = finish(start(unbroken / "recipe.yaml", f"output={output}", "optimisation.steps=40", setting), code=2)
+    log = finish(start(unbroken / "recipe.yaml", f"output={output}", "training.steps=40", setting), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert f"checkpoint-32 was trained with {said}" in line and "that cannot change within a run; put it back" in line
     assert sorted(output.rglob("*")) == before

@@ -36,9 +36,9 @@ def test_ttt_alone_leaves_the_base_as_it_was(
     ports: list[int] = []
     monkeypatch.setattr(launch, "_free_port", lambda any_port=launch._free_port: ports.append(any_port()) or ports[-1])
     sections = {
-        "optimisation": {"train": "ttt", "conv_learning_rate": 1e-2},
+        "training": {"trainable": "ttt", "conv_learning_rate": 1e-2},
         "data": {"validation_documents": 2},
-        "monitor": {"evaluate_every": 2},
+        "monitor": {"eval_steps": 2},
     }
     recipe = recipe_file(tmp_path, made / "model", made / "text", **sections)
     code = cli.main(["train", str(recipe), "--json", "--num-processes", "2"])
@@ -59,7 +59,7 @@ def test_ttt_alone_leaves_the_base_as_it_was(
 
 
 def test_lora_leaves_an_adapter_that_reloads(made: Path, tmp_path: Path) -> None:
-    sections = {"optimisation": {"train": "lora", "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}}
+    sections = {"training": {"trainable": "lora", "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}}
     report, _ = trained(recipe_file(tmp_path, made / "model", made / "text", **sections))
     saved = weights(Path(report["output"]))
     assert {name.split(".")[-2] for name in saved if "lora" in name} == {"lora_A", "lora_B"} and any(".ttt.conv" in name for name in saved)
@@ -82,7 +82,7 @@ def test_a_lora_over_a_base_brings_its_conversion(made: Path, tmp_path: Path, ca
     base, surgery = tmp_path / "base", {"layers": [0, 2], "chunk_size": CHUNK}
     revert(load(made / "model")).save_pretrained(base)
     AutoTokenizer.from_pretrained(made / "model").save_pretrained(base)
-    recipe = recipe_file(tmp_path, base, made / "text", surgery=surgery, optimisation={"train": "lora"})
+    recipe = recipe_file(tmp_path, base, made / "text", ttt=surgery, training={"trainable": "lora"})
     final, ids = Path(trained(recipe)[0]["output"]), torch.arange(3, 90)[None]
     expected = logits(PeftModel.from_pretrained(convert(load_base(base), InPlaceTTTConfig(**surgery)), final).eval(), ids)
     assert (expected - logits(load_base(base), ids)).abs().max() > 1e-3 and 'load("final")' in (final / "README.md").read_text()
@@ -116,7 +116,7 @@ def assert_only_on_its_base(final: Path, base: Path, folder: Path) -> None:
 
 def test_a_lora_is_evaluated_as_any_run(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what cannot be loaded says why."""
-    final = Path(trained(recipe_file(tmp_path, made / "model", made / "text", optimisation={"train": "lora"}))[0]["output"])
+    final = Path(trained(recipe_file(tmp_path, made / "model", made / "text", training={"trainable": "lora"}))[0]["output"])
     book = tmp_path / "book.txt"
     book.write_text(" ".join(str(number) for number in range(400)))
     capsys.readouterr()
@@ -161,7 +161,7 @@ def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_
     tensors["model.embed_tokens.weight"][50] = float("nan")
     save_file(tensors, shard, {"format": "pt"})
     recipe = recipe_file(tmp_path, broken, made / "text")
-    log = finish(start(recipe, f"parallel.processes={processes}"), code=1)
+    log = finish(start(recipe, f"parallel.nproc_per_node={processes}"), code=1)
     assert "inplace-ttt train: the loss is not finite at step 1; the weights are as before it" in log
     assert "the last checkpoint is none: nothing has learnt yet, so look for" in log
     assert not (tmp_path / "out" / "final").exists()
@@ -171,7 +171,7 @@ def test_a_loss_that_is_no_number_stops_the_run(processes: int, made: Path, tmp_
 def test_a_gradient_that_is_not_finite(stage: int, dtype: str, unstable: Path, made: Path, tmp_path: Path) -> None:
     """The loss is finite. DeepSpeed skips such steps and ends well; here the run says so, and stops. (ZeRO-3 has a norm in float64.)"""
     recipe = recipe_file(tmp_path, unstable, made / "text", deepspeed=stage)
-    log = finish(start(recipe, f"model.dtype={dtype}", "optimisation.steps=6", "optimisation.accumulation=1"), code=1)
+    log = finish(start(recipe, f"model.dtype={dtype}", "training.steps=6", "training.gradient_accumulation_steps=1"), code=1)
     (line,) = re.findall("inplace-ttt train: (.*)", log)
     assert "the gradient" in line and "not finite" in line and "the weights are as before" in line
     assert log.count("was skipped, since its gradient is not finite") == (0 if (stage, dtype) == (0, "float32") else MOST_SKIPPED)
@@ -204,14 +204,14 @@ def test_skipped_steps_are_counted_in_the_report() -> None:
 REFUSED = [
     (("model.path=nowhere/at/all",), "nowhere/at/all does not exist"),
     (("data.train=nothing.txt",), "nothing.txt"),
-    (("surgery={layers: [0]}",), "is converted already"),
+    (("ttt={layers: [0]}",), "is converted already"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda value: value[0] if isinstance(value, tuple) else "")
 def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Path, tmp_path: Path) -> None:
     """What only the run itself finds."""
-    log = finish(start(recipe_file(tmp_path, made / "model", made / "text"), *settings, "parallel.processes=2"), code=2)
+    log = finish(start(recipe_file(tmp_path, made / "model", made / "text"), *settings, "parallel.nproc_per_node=2"), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt"))
     assert message in line and "Traceback" not in log, log
 
@@ -219,9 +219,9 @@ def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("optimisation.stepz=3",), "--set, optimisation.stepz: there is no such setting"),
+        (("training.stepz=3",), "--set, training.stepz: there is no such setting"),
         (
-            ("deepspeed=0", "parallel.processes=2", "parallel.sequence_parallel=2", "monitor.save_every=4"),
+            ("deepspeed=0", "parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "monitor.save_steps=4"),
             "sequence_parallel needs ZeRO stage 1, 2 or 3",
         ),
     ],
@@ -246,4 +246,4 @@ def test_an_undeclared_deviation_stops_the_run_before_it_starts(made: Path, tmp_
     declared = [{"id": name, "why": "a test"} for name in ids]
     report, _ = trained(recipe, f"audit.deviations={json.dumps(declared)}", f"output={tmp_path}/declared")
     assert report["steps"] == 3 and (tmp_path / "declared" / "audit.html").exists()
-    finish(start(recipe, "optimisation.steps=1", flags=("--no-audit",)))
+    finish(start(recipe, "training.steps=1", flags=("--no-audit",)))

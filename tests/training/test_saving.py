@@ -24,13 +24,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_removes_and_replaces_its_own_files_alone(made: Path, tmp_path: Path) -> None:
-    recipe = recipe_file(tmp_path, made / "model", made / "text", optimisation={"steps": 2}, monitor={"save_every": 1, "keep": 1})
+    recipe = recipe_file(tmp_path, made / "model", made / "text", training={"steps": 2}, monitor={"save_steps": 1, "save_total_limit": 1})
     output = tmp_path / "out"
     trained(recipe)
     assert [folder.name for folder in output.glob("checkpoint-*")] == ["checkpoint-2"] and not (output / ".saving").exists()
     (output / "checkpoint-2" / "notes.md").write_text("mine")
     (output / "mine.txt").write_text("mine")
-    longer = ("optimisation.steps=4",)
+    longer = ("training.steps=4",)
     report, log = trained(recipe, *longer)
     assert report["resumed_from"].endswith("checkpoint-2") and "is not removed whole: it holds notes.md" in log
     assert [file.name for file in (output / "checkpoint-2").iterdir()] == ["notes.md"], "all that the run wrote is gone"
@@ -38,12 +38,12 @@ def test_a_run_removes_and_replaces_its_own_files_alone(made: Path, tmp_path: Pa
     shutil.copy(output / "mine.txt", output / "final" / "mine.txt")
     before = {file: file.stat().st_mtime_ns for file in output.rglob("*") if file.is_file()}
     for flags in ((), ("--from-scratch",)):
-        log = finish(start(recipe, "optimisation.steps=6", flags=flags), code=2)
+        log = finish(start(recipe, "training.steps=6", flags=flags), code=2)
         assert "final holds mine.txt, which inplace-ttt did not write" in log
         assert {file: file.stat().st_mtime_ns for file in output.rglob("*") if file.is_file()} == before
     (output / "final" / "mine.txt").unlink()
     shutil.rmtree(output / "checkpoint-2")
-    assert trained(recipe, "optimisation.steps=6")[0]["resumed_from"].endswith("checkpoint-4"), "and an earlier end is replaced"
+    assert trained(recipe, "training.steps=6")[0]["resumed_from"].endswith("checkpoint-4"), "and an earlier end is replaced"
 
 
 def broken_temperature(model: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(made: Path, tmp_p
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_tied_weight_is_saved_once(made: Path, tmp_path: Path, stage: int) -> None:
     tied = checkpoint(tmp_path / "tied", tie_word_embeddings=True)
-    recipe = recipe_file(tmp_path, tied, made / "text", optimisation={"steps": 1}, monitor={"save_every": 1}, deepspeed=stage)
+    recipe = recipe_file(tmp_path, tied, made / "text", training={"steps": 1}, monitor={"save_steps": 1}, deepspeed=stage)
     report, _ = trained(recipe)
     for folder in (tmp_path / "out" / "checkpoint-1", Path(report["output"])):
         assert "lm_head.weight" not in weights(folder) and "model.embed_tokens.weight" in weights(folder)

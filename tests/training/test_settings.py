@@ -14,12 +14,12 @@ from .recipes import tiny_recipe, write_recipe
 RECIPE = """\
 model:
   path: somewhere
-surgery:
+ttt:
   chunk_size: 16
 data:
   train: book.txt
   sequence_length: 64
-optimisation:
+training:
   steps: 3
 output: out
 """
@@ -45,7 +45,7 @@ def changed(old: str, new: str) -> str:
 
 def test_the_plain_recipe(tmp_path: Path) -> None:
     recipe = load(tmp_path, RECIPE)
-    assert (recipe.model.path, recipe.data.train, recipe.optimisation.steps) == ("somewhere", ["book.txt"], 3)
+    assert (recipe.model.path, recipe.data.train, recipe.training.steps) == ("somewhere", ["book.txt"], 3)
     assert recipe.path == tmp_path / "recipe.yaml"
     again = yaml.safe_dump(recipe.to_dict())
     assert load(tmp_path, again) == recipe, "every default written out gives the same recipe"
@@ -59,43 +59,47 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         ("", "recipe.yaml", "is not a table of settings"),
         (
             changed("  steps: 3", "  steps: 3\n  stepz: 4"),
-            "line 10, optimisation.stepz",
-            "there is no such setting; known here: train, steps",
+            "line 10, training.stepz",
+            "there is no such setting; known here: trainable, steps",
         ),
         (changed("output: out", "outputs: out"), "line 10, outputs", "there is no such setting; known here: model, data"),
         (changed("output: out\n", ""), "recipe.yaml, output", "this setting is missing"),
-        (changed("optimisation:\n  steps: 3\n", ""), "recipe.yaml, optimisation", "this setting is missing"),
+        (changed("training:\n  steps: 3\n", ""), "recipe.yaml, training", "this setting is missing"),
         (changed("model:\n  path: somewhere\n", "model: somewhere\n"), "line 1, model", "must be a table of settings, got 'somewhere'"),
-        (changed("  steps: 3", "  steps: many"), "line 9, optimisation.steps", "must be a whole number or nothing, got 'many'"),
-        (changed("  steps: 3", "  steps: 3.5"), "line 9, optimisation.steps", "must be a whole number or nothing, got 3.5"),
-        (changed("  steps: 3", "  steps: .inf"), "line 9, optimisation.steps", "must be a whole number or nothing, got inf"),
-        (changed("  steps: 3", "  steps: true"), "line 9, optimisation.steps", "must be a whole number or nothing, got True"),
-        (changed("  steps: 3", "  steps: 0"), "line 9, optimisation.steps", "must be at least 1"),
-        (changed("  steps: 3", "  steps: 1:30"), "line 9, optimisation.steps", "must be a whole number or nothing, got '1:30'"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: 1:30.5"), "line 10, optimisation.learning_rate", "a number, got '1:30.5'"),
-        (changed("  steps: 3", "  steps: 3\n  tokens: 5"), "line 9, optimisation.steps", "give either steps or tokens"),
-        (changed("  steps: 3", "  steps: 3\n  steps: 4"), "line 10, optimisation.steps", "the key stands there twice"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: high"), "line 10, optimisation.learning_rate", "must be a number, got 'high'"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: .nan"), "line 10, optimisation.learning_rate", "must be a number"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: 0"), "line 10, optimisation.learning_rate", "must be above 0"),
-        (changed("  steps: 3", "  steps: 3\n  train: some"), "line 10, optimisation.train", "must be one of all, ttt, lora, got 'some'"),
-        (changed("  steps: 3", "  steps: 3\n  liger: 1"), "line 10, optimisation.liger", "must be true or false, got 1"),
-        (changed("  steps: 3", "  steps: 3\n  betas: [0.9]"), "line 10, optimisation.betas", "must be two numbers"),
-        (changed("  steps: 3", "  steps: 3\n  betas: [0.9, x]"), "line 10, optimisation.betas.1", "must be a number, got 'x'"),
-        (changed("  steps: 3", "  steps: 3\n  lora: {rank: 2}"), "line 10, optimisation.lora", "has no effect without train: lora"),
-        (changed("  steps: 3", "  steps: 3\n  train: lora\n  lora: {rnk: 2}"), "line 11, optimisation.lora.rnk", "known here: rank, alpha"),
-        (changed("chunk_size: 16", "chunk_size: 0"), "line 3, surgery", "chunk_size must be an integer of at least 1, got 0"),
+        (changed("  steps: 3", "  steps: many"), "line 9, training.steps", "must be a whole number or nothing, got 'many'"),
+        (changed("  steps: 3", "  steps: 3.5"), "line 9, training.steps", "must be a whole number or nothing, got 3.5"),
+        (changed("  steps: 3", "  steps: .inf"), "line 9, training.steps", "must be a whole number or nothing, got inf"),
+        (changed("  steps: 3", "  steps: true"), "line 9, training.steps", "must be a whole number or nothing, got True"),
+        (changed("  steps: 3", "  steps: 0"), "line 9, training.steps", "must be at least 1"),
+        (changed("  steps: 3", "  steps: 1:30"), "line 9, training.steps", "must be a whole number or nothing, got '1:30'"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: 1:30.5"), "line 10, training.learning_rate", "a number, got '1:30.5'"),
+        (changed("  steps: 3", "  steps: 3\n  tokens: 5"), "line 9, training.steps", "give either steps or tokens"),
+        (changed("  steps: 3", "  steps: 3\n  steps: 4"), "line 10, training.steps", "the key stands there twice"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: high"), "line 10, training.learning_rate", "must be a number, got 'high'"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: .nan"), "line 10, training.learning_rate", "must be a number"),
+        (changed("  steps: 3", "  steps: 3\n  learning_rate: 0"), "line 10, training.learning_rate", "must be above 0"),
+        (
+            changed("  steps: 3", "  steps: 3\n  trainable: some"),
+            "line 10, training.trainable",
+            "must be one of all, ttt, lora, got 'some'",
+        ),
+        (changed("  steps: 3", "  steps: 3\n  liger: 1"), "line 10, training.liger", "must be true or false, got 1"),
+        (changed("  steps: 3", "  steps: 3\n  betas: [0.9]"), "line 10, training.betas", "must be two numbers"),
+        (changed("  steps: 3", "  steps: 3\n  betas: [0.9, x]"), "line 10, training.betas.1", "must be a number, got 'x'"),
+        (changed("  steps: 3", "  steps: 3\n  lora: {rank: 2}"), "line 10, training.lora", "has no effect without trainable: lora"),
+        (changed("  steps: 3", "  steps: 3\n  trainable: lora\n  lora: {rnk: 2}"), "line 11, training.lora.rnk", "known here: rank, alpha"),
+        (changed("chunk_size: 16", "chunk_size: 0"), "line 3, ttt", "chunk_size must be an integer of at least 1, got 0"),
         (
             changed("chunk_size: 16", "chunksize: 16"),
-            "line 4, surgery.chunksize",
+            "line 4, ttt.chunksize",
             "no such setting; known here: preset, layers",
         ),
-        (changed("chunk_size: 16", "chunk_size: many"), "line 4, surgery.chunk_size", "must be a whole number, got 'many'"),
-        (changed("chunk_size: 16", "target: words"), "line 4, surgery.target", "must be one of embeddings, hidden_states, got 'words'"),
-        (changed("chunk_size: 16", "clip: {}"), "line 4, surgery.clip.max_norm", "this setting is missing"),
-        (changed("chunk_size: 16", "clip: {max_norm: -1}"), "line 4, surgery.clip", "tau must be a number above 0, got -1.0"),
-        (changed("chunk_size: 16", "layers: [0, x]"), "line 4, surgery.layers", "must be text or a list (a whole number), got"),
-        (changed("chunk_size: 16", "preset: best"), "line 3, surgery", "preset 'best' does not exist"),
+        (changed("chunk_size: 16", "chunk_size: many"), "line 4, ttt.chunk_size", "must be a whole number, got 'many'"),
+        (changed("chunk_size: 16", "target: words"), "line 4, ttt.target", "must be one of embeddings, hidden_states, got 'words'"),
+        (changed("chunk_size: 16", "clip: {}"), "line 4, ttt.clip.max_norm", "this setting is missing"),
+        (changed("chunk_size: 16", "clip: {max_norm: -1}"), "line 4, ttt.clip", "max_norm must be a number above 0, got -1.0"),
+        (changed("chunk_size: 16", "layers: [0, x]"), "line 4, ttt.layers", "must be text or a list (a whole number), got"),
+        (changed("chunk_size: 16", "preset: best"), "line 3, ttt", "preset 'best' does not exist"),
         (
             changed("  path: somewhere", "  path: somewhere\n  config: {model_type: llama}"),
             "line 2, model.path",
@@ -107,24 +111,24 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
         (changed("output: out", "output: out\ndeepspeed: 4"), "line 11, deepspeed", "there is no ZeRO stage 4"),
         (changed("output: out", "output: out\ndeepspeed: zero9.json"), "line 11, deepspeed", "zero9.json: No such file"),
         (
-            changed("output: out", "output: out\nparallel: {sequence_parallel: 2}"),
-            "line 11, parallel.sequence_parallel",
+            changed("output: out", "output: out\nparallel: {sequence_parallel_size: 2}"),
+            "line 11, parallel.sequence_parallel_size",
             "2 does not divide 1 processes",
         ),
         (
-            changed("output: out", "output: out\nparallel: {processes: 4, sequence_parallel: 3}"),
-            "line 11, parallel.sequence_parallel",
+            changed("output: out", "output: out\nparallel: {nproc_per_node: 4, sequence_parallel_size: 3}"),
+            "line 11, parallel.sequence_parallel_size",
             "3 does not divide 4 processes",
         ),
         (
-            changed("sequence_length: 64", "sequence_length: 65") + "parallel: {processes: 2, sequence_parallel: 2}\n",
+            changed("sequence_length: 64", "sequence_length: 65") + "parallel: {nproc_per_node: 2, sequence_parallel_size: 2}\n",
             "line 5, data",
             "sequence_length 65 does not divide by 2 ranks",
         ),
         (
-            changed("output: out", "output: out\ndeepspeed: 0\nparallel: {processes: 2, sequence_parallel: 2}"),
+            changed("output: out", "output: out\ndeepspeed: 0\nparallel: {nproc_per_node: 2, sequence_parallel_size: 2}"),
             "line 11, deepspeed",
-            "sequence_parallel needs ZeRO stage 1, 2 or 3",
+            "sequence_parallel_size above 1 needs ZeRO stage 1, 2 or 3",
         ),
     ],
 )
@@ -146,15 +150,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelled", ["1e-5", "1.0e-5", "1E-05", "0.00001", "+1e-5"])
 def test_numbers_as_people_spell_them(spelled: str, tmp_path: Path) -> None:
     recipe = load(tmp_path, changed("  steps: 3", f"  steps: 1e3\n  learning_rate: {spelled}"))
-    assert (recipe.optimisation.learning_rate, recipe.optimisation.steps) == (1e-5, 1000)
-    assert load(tmp_path, RECIPE, f"optimisation.learning_rate={spelled}").optimisation.learning_rate == 1e-5
-    assert load(tmp_path, changed("  steps: 3", "  tokens: 20_000_000_000")).optimisation.tokens == 20_000_000_000
+    assert (recipe.training.learning_rate, recipe.training.steps) == (1e-5, 1000)
+    assert load(tmp_path, RECIPE, f"training.learning_rate={spelled}").training.learning_rate == 1e-5
+    assert load(tmp_path, changed("  steps: 3", "  tokens: 20_000_000_000")).training.tokens == 20_000_000_000
 
 
 @pytest.mark.parametrize(("spelled", "steps"), [("010", 10), ("+0_10", 10), ("08", 8), ("0x10", 16)])
 def test_leading_zeros_mean_nothing(spelled: str, steps: int, tmp_path: Path) -> None:
-    assert load(tmp_path, changed("  steps: 3", f"  steps: {spelled}")).optimisation.steps == steps
-    assert load(tmp_path, RECIPE, f"optimisation.steps={spelled}").optimisation.steps == steps
+    assert load(tmp_path, changed("  steps: 3", f"  steps: {spelled}")).training.steps == steps
+    assert load(tmp_path, RECIPE, f"training.steps={spelled}").training.steps == steps
 
 
 def test_names_stay_names(tmp_path: Path) -> None:
@@ -165,12 +169,12 @@ def test_names_stay_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "section", "name", "value"),
     [
-        ("optimisation.steps=7", "optimisation", "steps", 7),
-        ("optimisation.betas=[0.8, 0.9]", "optimisation", "betas", [0.8, 0.9]),
-        ("optimisation.liger=true", "optimisation", "liger", True),
+        ("training.steps=7", "training", "steps", 7),
+        ("training.betas=[0.8, 0.9]", "training", "betas", [0.8, 0.9]),
+        ("training.liger=true", "training", "liger", True),
         ("data.train=[a.txt, b.txt]", "data", "train", ["a.txt", "b.txt"]),
         ("data.cache=null", "data", "cache", None),
-        ("parallel.processes=4", "parallel", "processes", 4),
+        ("parallel.nproc_per_node=4", "parallel", "nproc_per_node", 4),
         ("model.overrides.rope_parameters.factor=2.0", "model", "overrides", {"rope_parameters": {"factor": 2.0}}),
     ],
 )
@@ -181,15 +185,15 @@ def test_overrides(override: str, section: str, name: str, value: Any, tmp_path:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimisation.steps", "--set optimisation.steps: write it as section.key=value"),
+        ("training.steps", "--set training.steps: write it as section.key=value"),
         ("=3", "write it as section.key=value"),
-        ("optimisation..steps=3", "write it as section.key=value"),
-        ("optimisation.steps=[", "--set optimisation.steps=[: '[' is not a YAML value"),
-        ("optimisation.steps=x", "--set, optimisation.steps: must be a whole number"),
-        ("surgery.chunks=1", "--set, surgery.chunks: there is no such setting"),
-        ("surgery.eta=-1", "recipe.yaml line 3, surgery: eta must be a number of at least 0"),
-        ("optimisation.stepz=1", "--set, optimisation.stepz: there is no such setting"),
-        ("parallel.sequence_parallel=2", "--set, parallel.sequence_parallel: 2 does not divide 1 processes"),
+        ("training..steps=3", "write it as section.key=value"),
+        ("training.steps=[", "--set training.steps=[: '[' is not a YAML value"),
+        ("training.steps=x", "--set, training.steps: must be a whole number"),
+        ("ttt.chunks=1", "--set, ttt.chunks: there is no such setting"),
+        ("ttt.eta=-1", "recipe.yaml line 3, ttt: eta must be a number of at least 0"),
+        ("training.stepz=1", "--set, training.stepz: there is no such setting"),
+        ("parallel.sequence_parallel_size=2", "--set, parallel.sequence_parallel_size: 2 does not divide 1 processes"),
         ("output.folder=x", "--set output.folder=x: output is not a section"),
     ],
 )
@@ -200,10 +204,10 @@ def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("monitor.evaluate_every=2", "monitor: evaluate_every needs held-out documents; set data.validation"),
+        ("monitor.eval_steps=2", "monitor: eval_steps needs held-out documents; set data.validation"),
         ("monitor.stop_write_ratio=0", "monitor.stop_write_ratio: must be above 0"),
-        ("optimisation.ttt_warmup_steps=-5", "optimisation.ttt_warmup_steps: must be at least 0"),
-        ("optimisation={steps: 1, schedule: constant, final_ratio: 0.5}", "final_ratio: has no effect with schedule: constant"),
+        ("training.ttt_warmup_steps=-5", "training.ttt_warmup_steps: must be at least 0"),
+        ("training={steps: 1, lr_scheduler: constant, min_lr_ratio: 0.5}", "min_lr_ratio: has no effect with lr_scheduler: constant"),
         ("audit={profile: null, deviations: [{id: a, why: b}]}", "audit.deviations: have no effect without a profile"),
         ("data={recall: {}, validation: [a.txt]}", "data.validation: has no effect on recall"),
         ("data={recall: {}, streaming: true}", "data.streaming: has no effect on recall"),
@@ -221,12 +225,12 @@ def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_or_have_no_effect(override: str, message: str, tmp_path: Path) -> None:
     lora = "=" not in override
-    assert message in refused(tmp_path, RECIPE, f"optimisation={{steps: 1, train: lora, lora: {{{override}}}}}" if lora else override)
+    assert message in refused(tmp_path, RECIPE, f"training={{steps: 1, trainable: lora, lora: {{{override}}}}}" if lora else override)
 
 
 def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> None:
-    assert load(tmp_path, RECIPE, "optimisation.steps=4", "optimisation.steps=5").optimisation.steps == 5
-    assert load(tmp_path, RECIPE, "surgery=null").surgery is None
+    assert load(tmp_path, RECIPE, "training.steps=4", "training.steps=5").training.steps == 5
+    assert load(tmp_path, RECIPE, "ttt=null").ttt is None
 
 
 @pytest.mark.parametrize(
@@ -246,14 +250,14 @@ def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> N
 )
 def test_surgery_is_a_config_with_a_preset_for_the_rest(section: str, expected: InPlaceTTTConfig, tmp_path: Path) -> None:
     recipe = load(tmp_path, changed("chunk_size: 16", section))
-    assert recipe.surgery == expected
+    assert recipe.ttt == expected
     assert load(tmp_path, yaml.safe_dump(recipe.to_dict())) == recipe
 
 
 def test_steps_follow_from_tokens(tmp_path: Path) -> None:
-    parallel = {"processes": 4, "sequence_parallel": 2}
+    parallel = {"nproc_per_node": 4, "sequence_parallel_size": 2}
     recipe = tiny_recipe(
-        tmp_path, parallel=parallel, optimisation={"tokens": 1000, "batch_size": 2, "accumulation": 3}, monitor={"save_every": 2}
+        tmp_path, parallel=parallel, training={"tokens": 1000, "batch_size": 2, "gradient_accumulation_steps": 3}, monitor={"save_steps": 2}
     )
     assert recipe.rows_per_step == 2 * 3 * 4 // 2
     assert recipe.steps == 2  # 768 tokens a step
@@ -267,4 +271,4 @@ def test_deepspeed_settings_come_as_a_stage_a_file_or_a_table(tmp_path: Path) ->
 
 
 def test_the_test_recipe_is_one(tmp_path: Path) -> None:
-    assert load_recipe(write_recipe(tmp_path)).surgery == InPlaceTTTConfig(layers=(0, 2), chunk_size=16)
+    assert load_recipe(write_recipe(tmp_path)).ttt == InPlaceTTTConfig(layers=(0, 2), chunk_size=16)

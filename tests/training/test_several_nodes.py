@@ -42,8 +42,8 @@ def start(file: Path, nodes: list[Path], *settings: str, flags: tuple[str, ...] 
 @pytest.fixture(params=[1, 3], ids=["zero1", "zero3"])
 def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Eight steps, whose output is a folder of each node."""
-    sections = {"optimisation": {"steps": 8}, "parallel": {"processes": 2}, "output": "out", "deepspeed": request.param}
-    monitor = {"save_every": 2, "keep": 2}
+    sections = {"training": {"steps": 8}, "parallel": {"nproc_per_node": 2}, "output": "out", "deepspeed": request.param}
+    monitor = {"save_steps": 2, "save_total_limit": 2}
     return recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), monitor=monitor, **sections)
 
 
@@ -79,7 +79,7 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     assert (
         "checkpoint-8 is not whole, nor is any other checkpoint: on " in line and "which process 1 reads from, it lacks rng_state_1" in line
     )
-    finish(start(recipe, nodes, "optimisation.steps=1", flags=("--from-scratch",)))
+    finish(start(recipe, nodes, "training.steps=1", flags=("--from-scratch",)))
     assert all(last_checkpoint(node / "out") == node / "out" / "checkpoint-1" for node in nodes)
 
 
@@ -89,7 +89,7 @@ def test_a_refusal_on_another_node_is_said(tmp_path: Path) -> None:
     for node in nodes:
         node.mkdir()
     documents(nodes[0] / "text")
-    recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), Path("text"), output="out", parallel={"processes": 2})
+    recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), Path("text"), output="out", parallel={"nproc_per_node": 2})
     log = finish(start(recipe, nodes), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert "text" in line and "Traceback" not in log, log
@@ -109,8 +109,8 @@ def test_torchrun_on_each_node(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
     model, text = checkpoint(tmp_path / "model"), documents(tmp_path / "text")
-    finish(run(recipe_file(tmp_path, model, text, parallel={"processes": 2}, output=str(tmp_path / "one"))))
-    parallel = {"nodes": 2, "launcher": "torchrun", "rendezvous": rendezvous}
+    finish(run(recipe_file(tmp_path, model, text, parallel={"nproc_per_node": 2}, output=str(tmp_path / "one"))))
+    parallel = {"nnodes": 2, "launcher": "torchrun", "rdzv_endpoint": rendezvous}
     recipe = recipe_file(tmp_path, model, text, parallel=parallel, output="out")
     for finished_before in (False, True):
         nodes = [tmp_path / "0", tmp_path / "1"]
@@ -130,9 +130,9 @@ def test_torchrun_on_each_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parallel", "reason"),
     [
-        ({"nodes": 2, "launcher": "torchrun"}, r"several nodes need parallel\.rendezvous"),
-        ({"launcher": "torchrun", "rendezvous": "node1"}, r"parallel\.rendezvous: must be HOST:PORT"),
-        ({"rendezvous": "node1:29500"}, r"parallel\.rendezvous: has no effect without launcher: torchrun"),
+        ({"nnodes": 2, "launcher": "torchrun"}, r"several nodes need parallel\.rdzv_endpoint"),
+        ({"launcher": "torchrun", "rdzv_endpoint": "node1"}, r"parallel\.rdzv_endpoint: must be HOST:PORT"),
+        ({"rdzv_endpoint": "node1:29500"}, r"parallel\.rdzv_endpoint: has no effect without launcher: torchrun"),
         ({"launcher": "torchrun", "hostfile": "hosts"}, r"parallel\.hostfile: has no effect with launcher: torchrun"),
         ({"launcher": "slurm"}, "parallel.launcher"),
     ],

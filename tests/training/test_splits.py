@@ -25,28 +25,28 @@ from .runs import checkpoint, documents, logged, recipe_file, trained, weights
 
 SPLITS = {
     "two micro-steps": (),
-    "two processes, ZeRO 1": ("parallel.processes=2", "optimisation.accumulation=1"),
+    "two processes, ZeRO 1": ("parallel.nproc_per_node=2", "training.gradient_accumulation_steps=1"),
     "two processes, ZeRO 2, recomputed": (
-        "parallel.processes=2",
-        "optimisation.accumulation=1",
+        "parallel.nproc_per_node=2",
+        "training.gradient_accumulation_steps=1",
         "deepspeed=2",
-        "optimisation.gradient_checkpointing=true",
+        "training.gradient_checkpointing=true",
     ),
-    "two processes, ZeRO 3": ("parallel.processes=2", "optimisation.accumulation=1", "deepspeed=3"),
+    "two processes, ZeRO 3": ("parallel.nproc_per_node=2", "training.gradient_accumulation_steps=1", "deepspeed=3"),
     "two processes, ZeRO 3, offloaded": (
-        "parallel.processes=2",
-        "optimisation.accumulation=1",
+        "parallel.nproc_per_node=2",
+        "training.gradient_accumulation_steps=1",
         "deepspeed={zero_optimization: {stage: 3, offload_optimizer: {device: cpu}}}",
     ),
-    "two ranks share rows": ("parallel.processes=2", "parallel.sequence_parallel=2"),
+    "two ranks share rows": ("parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2"),
     "two ranks share rows, ZeRO 3, recomputed": (
-        "parallel.processes=2",
-        "parallel.sequence_parallel=2",
+        "parallel.nproc_per_node=2",
+        "parallel.sequence_parallel_size=2",
         "deepspeed=3",
-        "optimisation.gradient_checkpointing=true",
+        "training.gradient_checkpointing=true",
     ),
-    "four ranks share rows": ("parallel.processes=4", "parallel.sequence_parallel=4"),
-    "two pairs share rows": ("parallel.processes=4", "parallel.sequence_parallel=2", "optimisation.accumulation=1"),
+    "four ranks share rows": ("parallel.nproc_per_node=4", "parallel.sequence_parallel_size=4"),
+    "two pairs share rows": ("parallel.nproc_per_node=4", "parallel.sequence_parallel_size=2", "training.gradient_accumulation_steps=1"),
 }
 
 
@@ -80,7 +80,7 @@ def plain(recipe: Path) -> Run:
 
 def plain_run(recipe: Recipe) -> Run:
     """A recipe's run as a few lines of torch."""
-    path, settings = str(recipe.model.path), recipe.optimisation
+    path, settings = str(recipe.model.path), recipe.training
     data = build_data(recipe, AutoTokenizer.from_pretrained(path), 16)
     rows = rows_to_come(data.train, recipe)
     model = load(path, dtype=torch.float32).train()
@@ -137,8 +137,8 @@ def test_every_split_is_the_same_run_by_least_squares(split: str, recipe: Path, 
 
 def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
     """As the recipes for GPUs read: the first process hands out every row. Taken up from a checkpoint it goes on, bit for bit."""
-    settings = ("parallel.processes=2", "optimisation.accumulation=1", "data.shuffle=false")
-    streamed, out = (*settings, "data.streaming=true", "monitor.save_every=2"), tmp_path / "out"
+    settings = ("parallel.nproc_per_node=2", "training.gradient_accumulation_steps=1", "data.shuffle=false")
+    streamed, out = (*settings, "data.streaming=true", "monitor.save_steps=2"), tmp_path / "out"
     agree(recipe, plain_run(load_recipe(recipe, settings)), out, streamed)
     whole = weights(out / "final")
     assert json.loads((out / "checkpoint-2" / "rows.json").read_text())["rows"] == 4
@@ -153,8 +153,8 @@ def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_micro_steps_add_up_in_float32(stage: int, recipe: Path, tmp_path: Path) -> None:
     """The norm of four micro-steps' bfloat16 gradients, summed in float32; each sum in bfloat16 would lose up to 2⁻⁹ of itself."""
-    settings = ("model.dtype=bfloat16", "optimisation.accumulation=4", "optimisation.steps=1", f"deepspeed={stage}")
-    trained(recipe, f"output={tmp_path}/out", "monitor.evaluate_every=0", *settings)
+    settings = ("model.dtype=bfloat16", "training.gradient_accumulation_steps=4", "training.steps=1", f"deepspeed={stage}")
+    trained(recipe, f"output={tmp_path}/out", "monitor.eval_steps=0", *settings)
     given = load_recipe(recipe, settings)
     data = build_data(given, AutoTokenizer.from_pretrained(str(given.model.path)), 16)
     rows, model = rows_to_come(data.train, given), load(str(given.model.path), dtype=torch.bfloat16).train()
@@ -173,12 +173,16 @@ def test_micro_steps_add_up_in_float32(stage: int, recipe: Path, tmp_path: Path)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_odd_documents_across_ranks(ranks: int, recipe: Path, tmp_path: Path) -> None:
     """Documents of any length, which the packer sets on the chunk grid."""
-    settings = (f"parallel.processes={ranks}", f"parallel.sequence_parallel={ranks}", f"data.train={documents(tmp_path / 'text')}")
-    agree(recipe, plain_run(load_recipe(recipe, [*settings, "monitor.save_every=4"])), tmp_path / "out", settings)
+    settings = (
+        f"parallel.nproc_per_node={ranks}",
+        f"parallel.sequence_parallel_size={ranks}",
+        f"data.train={documents(tmp_path / 'text')}",
+    )
+    agree(recipe, plain_run(load_recipe(recipe, [*settings, "monitor.save_steps=4"])), tmp_path / "out", settings)
 
 
 def agree(recipe: Path, plain: Run, output: Path, settings: Sequence[str]) -> None:
-    report, _ = trained(recipe, f"output={output}", "monitor.save_every=4", *settings)
+    report, _ = trained(recipe, f"output={output}", "monitor.save_steps=4", *settings)
     torch.testing.assert_close(torch.tensor(logged(output, "loss")), torch.tensor(plain.losses), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.tensor(logged(output, "grad_norm")), torch.tensor(plain.norms), rtol=1e-5, atol=1e-5)
     assert {name: report["evaluation"][name] for name in plain.evaluation} == pytest.approx(plain.evaluation, rel=1e-5)

@@ -14,8 +14,8 @@ from .recipes import tiny_recipe
 
 
 def shared_by(ranks: int, folder: Path) -> Recipe:
-    parallel = {"processes": ranks, "sequence_parallel": ranks}
-    return tiny_recipe(folder, f"data.sequence_length={16 * ranks}", parallel=parallel, monitor={"save_every": ranks})
+    parallel = {"nproc_per_node": ranks, "sequence_parallel_size": ranks}
+    return tiny_recipe(folder, f"data.sequence_length={16 * ranks}", parallel=parallel, monitor={"save_steps": ranks})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 12])

@@ -21,7 +21,7 @@ def test_it_trains_and_keeps_its_vision_tower(name: str, tmp_path: Path) -> None
     build(name).save_pretrained(base)
     word_level(f"t{i}" for i in range(3, TEXT["vocab_size"])).save_pretrained(base)
     surgery = {"layers": [0, 2], "chunk_size": CHUNK}
-    report, _ = trained(recipe_file(tmp_path, base, documents(tmp_path / "text"), surgery=surgery))
+    report, _ = trained(recipe_file(tmp_path, base, documents(tmp_path / "text"), ttt=surgery))
     model = load(tmp_path / "out" / "final")
     assert report["steps"] == 3 and all(layer.ttt.conv.any() for layer in fast_weights(model).values())
     untrained = AutoModelForImageTextToText.from_pretrained(base)

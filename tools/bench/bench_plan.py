@@ -24,19 +24,19 @@ ZERO = {"reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000, "ov
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32, every parameter, ZeRO 1": {"model": {"dtype": "float32"}, "deepspeed": 1},
     "bfloat16, every parameter recomputed, ZeRO 2 on two processes": {
-        "optimisation": {"gradient_checkpointing": True, "accumulation": 2},
-        "parallel": {"processes": 2},
+        "training": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        "parallel": {"nproc_per_node": 2},
         "deepspeed": 2,
     },
-    "bfloat16, conv and P alone, two rows, ZeRO 0": {"optimisation": {"train": "ttt", "batch_size": 2}, "deepspeed": 0},
+    "bfloat16, conv and P alone, two rows, ZeRO 0": {"training": {"trainable": "ttt", "batch_size": 2}, "deepspeed": 0},
     "float32, every parameter recomputed, ZeRO 3 on two processes": {
         "model": {"dtype": "float32"},
-        "optimisation": {"gradient_checkpointing": True},
-        "parallel": {"processes": 2},
+        "training": {"gradient_checkpointing": True},
+        "parallel": {"nproc_per_node": 2},
         "deepspeed": 3,
     },
     "bfloat16, LoRA, rows of 2,048, ZeRO 2": {
-        "optimisation": {"train": "lora", "lora": {"rank": 8}},
+        "training": {"trainable": "lora", "lora": {"rank": 8}},
         "data": {"sequence_length": 2048},
         "deepspeed": 2,
     },
@@ -94,10 +94,10 @@ def peaks(values: dict[str, Any], args: argparse.Namespace, toy: bool) -> tuple[
     with tempfile.TemporaryDirectory() as folder:
         sections: dict[str, Any] = {
             "model": {"path": args.model, "dtype": "bfloat16"},
-            "surgery": {"layers": [12, 18, 24], "chunk_size": 128},
+            "ttt": {"layers": [12, 18, 24], "chunk_size": 128},
             "data": {"train": args.text[0], "validation": args.text[1], "sequence_length": 1024, "cache": f"{folder}/cache"},
-            "optimisation": {"steps": 3, "learning_rate": 1e-5},
-            "monitor": {"log_every": 100, "save_every": 100, "evaluate_rows": 4},
+            "training": {"steps": 3, "learning_rate": 1e-5},
+            "monitor": {"logging_steps": 100, "save_steps": 100, "evaluate_rows": 4},
             "audit": {"profile": None},
             "output": f"{folder}/out",
         }

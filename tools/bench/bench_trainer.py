@@ -61,10 +61,10 @@ def run(form: str, args: argparse.Namespace, folder: Path) -> float:
     """The median seconds of a step, in a process of its own."""
     sections: dict[str, Any] = {
         "model": {"path": args.model, "dtype": args.dtype},
-        "surgery": {"layers": "every:6", "chunk_size": 128},
+        "ttt": {"layers": "every:6", "chunk_size": 128},
         "data": {"train": args.text, "sequence_length": args.length, "cache": f"{folder}/cache"},
-        "optimisation": {"steps": args.steps, "learning_rate": 1e-5},
-        "monitor": {"log_every": 10, "save_every": 1000},
+        "training": {"steps": args.steps, "learning_rate": 1e-5},
+        "monitor": {"logging_steps": 10, "save_steps": 1000},
         "audit": {"profile": None},
         "deepspeed": {"zero_optimization": {"stage": args.stage, "reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}},
         "output": f"{folder}/out",

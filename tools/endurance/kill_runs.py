@@ -50,11 +50,11 @@ RECIPE: dict[str, Any] = {
         },
         "dtype": "float32",
     },
-    "surgery": {"layers": [0], "chunk_size": 16},
+    "ttt": {"layers": [0], "chunk_size": 16},
     "data": {"recall": {"pairs": 4, "vocabulary": 64, "rows": 64}, "sequence_length": 64, "validation_documents": 4},
-    "optimisation": {"steps": 40, "learning_rate": 1e-3, "warmup_steps": 2, "eta_warmup_steps": 8},
-    "parallel": {"processes": 2},
-    "monitor": {"log_every": 1, "save_every": 3, "keep": 2},
+    "training": {"steps": 40, "learning_rate": 1e-3, "warmup_steps": 2, "eta_warmup_steps": 8},
+    "parallel": {"nproc_per_node": 2},
+    "monitor": {"logging_steps": 1, "save_steps": 3, "save_total_limit": 2},
     "audit": {"profile": None},
 }
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -119,7 +119,7 @@ def kill_series(seed: int, recipe: Path, output: Path, whole: str, seconds: floa
     victims, pause, wait = draw.choice(([0], [1], [0, 1])), draw.uniform(0, 0.3), draw.uniform(0, seconds)
     run, log, started = Run(recipe, output), output / "log.jsonl", time.monotonic()
     if draw.random() < 0.8:
-        lines, wait = draw.randint(1, RECIPE["optimisation"]["steps"] + 2), draw.uniform(0, 0.1)
+        lines, wait = draw.randint(1, RECIPE["training"]["steps"] + 2), draw.uniform(0, 0.1)
         while run.is_running() and (not log.exists() or log.read_text().count("\n") < lines):
             time.sleep(0.002)
     time.sleep(wait)
@@ -190,7 +190,7 @@ def state(output: Path) -> str:
         return "finished"
     steps = [int(mark.parent.name.rpartition("-")[2]) for mark in output.glob("checkpoint-*/complete")]
     unfinished = any((output / ".saving").glob("checkpoint-*"))
-    last = "no checkpoint" if not steps else "all steps" if max(steps) == RECIPE["optimisation"]["steps"] else "a checkpoint"
+    last = "no checkpoint" if not steps else "all steps" if max(steps) == RECIPE["training"]["steps"] else "a checkpoint"
     return f"{last}, and one half written" if unfinished else last
 
 

@@ -63,7 +63,7 @@ RUNS = {
     "gated": Run(GATED),
     "gate held at 1": Run(GATED, without_gate_of="gated"),
     "no gate": Run(RIDGE),
-    "paper": Run(RULES["paper"].convert, ("optimisation.conv_learning_rate=1e-3",)),
+    "paper": Run(RULES["paper"].convert, ("training.conv_learning_rate=1e-3",)),
     "no writes": Run((*RIDGE, "--set", "eta=0")),
     "untrained": Run(GATED, trained=False),
 }

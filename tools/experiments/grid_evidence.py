@@ -54,7 +54,7 @@ def paper(*changed: str, rate: str = "1e-3", start: float = 1.0) -> Point:
 def every_parameter(eta: str, base: str | None = None) -> Point:
     """conv and P at the rates of the others; the base's own weights at one that moves them without harm."""
     rule = rules.papers("paper", f"eta={eta}")
-    own = ("optimisation.train=all", "optimisation.learning_rate=2e-5", "optimisation.proj_learning_rate=1e-3")
+    own = ("training.trainable=all", "training.learning_rate=2e-5", "training.proj_learning_rate=1e-3")
     return Point(rules.Rule(rule.convert, (*rule.settings, *own)), base=base)
 
 
@@ -138,7 +138,7 @@ def train(name: str) -> Path:
         kept_runs.command("convert", str(evidence.MODEL), str(unscaled), *how)
         scale_start(unscaled / "inplace_ttt.safetensors", point.start)
         unscaled.rename(converted)
-    kept_runs.train(converted, run, 0, f"optimisation.steps={STEPS}", NO_STOP, *point.rule.settings)
+    kept_runs.train(converted, run, 0, f"training.steps={STEPS}", NO_STOP, *point.rule.settings)
     return run
 
 

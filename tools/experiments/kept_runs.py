@@ -95,7 +95,7 @@ def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = 
     made_by(run, model=stamp_of(converted), seed=seed, settings=same_in_any, **digests(recipe))
     if (run / "final").exists():
         return
-    settings = (f"model.path={converted}", f"data.train={TRAIN}", f"output={run}", f"optimisation.seed={seed}", *settings)
+    settings = (f"model.path={converted}", f"data.train={TRAIN}", f"output={run}", f"training.seed={seed}", *settings)
     words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
     timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "runs" / "memory"
-ONE_PROCESS = ("parallel.processes=1", "optimisation.accumulation=2")
+ONE_PROCESS = ("parallel.nproc_per_node=1", "training.gradient_accumulation_steps=2")
 """Where logits are large, the same batch as two processes have."""
 
 
@@ -33,13 +33,13 @@ def without_writes(*settings: str) -> Rule:
 
 def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
     """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one learning rate for conv and P."""
-    rates = (f"optimisation.learning_rate={rate}", f"optimisation.conv_learning_rate={rate}")
+    rates = (f"training.learning_rate={rate}", f"training.conv_learning_rate={rate}")
     return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
 
 
 def ttt_ntp(*changed: str) -> Rule:
     """TTT-NTP's training form, which has no conv."""
-    return papers("ttt_ntp", *changed).trained("optimisation.conv_learning_rate=null")
+    return papers("ttt_ntp", *changed).trained("training.conv_learning_rate=null")
 
 
 def ridge(*changed: str) -> Rule:
@@ -52,7 +52,7 @@ def _set(settings: Iterable[str]) -> Iterator[str]:
 
 
 _TARGETS = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj]"
-LORA = ("optimisation.train=lora", f"optimisation.lora.targets={_TARGETS}", "optimisation.lora.rank=4")
+LORA = ("training.trainable=lora", f"training.lora.targets={_TARGETS}", "training.lora.rank=4")
 """It has 968 thousand parameters; conv and P of three layers have 1,004 thousand."""
 
 RULES = {
@@ -63,16 +63,16 @@ RULES = {
     "ttt_ntp": ttt_ntp(),
     "ttt_ntp, eta 0.01": ttt_ntp("eta=0.01"),
     "LoRA, eta 0": without_writes(*LORA),
-    "every parameter, eta 0": without_writes("optimisation.train=all", "optimisation.learning_rate=2e-5"),
+    "every parameter, eta 0": without_writes("training.trainable=all", "training.learning_rate=2e-5"),
     "ridge, rank 0.5": ridge("whitening.rank=0.5"),
     "ridge, rank 1.0": ridge("whitening.rank=1.0"),
     **{f"ridge, eta {eta}": ridge(f"eta={eta}") for eta in (0.3, 1, 2, 4)},
     "ridge, gated": ridge("write_gate=true"),
     **{f"ridge, λ 0.1, eta {eta}": ridge("ridge=0.1", f"eta={eta}") for eta in (2, 3)},
-    **{f"ridge, {steps} steps": ridge().trained(f"optimisation.steps={steps}") for steps in (96, 192, 384)},
+    **{f"ridge, {steps} steps": ridge().trained(f"training.steps={steps}") for steps in (96, 192, 384)},
     **{
         f"paper, {steps} rows of 8192": papers("paper", "eta=1").trained(
-            "data.sequence_length=8192", f"optimisation.steps={steps // 2}", *ONE_PROCESS
+            "data.sequence_length=8192", f"training.steps={steps // 2}", *ONE_PROCESS
         )
         for steps in (24, 48)
     },

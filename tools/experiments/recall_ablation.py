@@ -49,16 +49,16 @@ class Variant:
 
 
 VARIANTS = (
-    *(Variant(f"chunks of {size}", (f"surgery.chunk_size={size}",)) for size in (8, 16)),
+    *(Variant(f"chunks of {size}", (f"ttt.chunk_size={size}",)) for size in (8, 16)),
     Variant("chunks of 32 (the recipe)"),
-    *(Variant(f"chunks of {size}", (f"surgery.chunk_size={size}",)) for size in (64, 128)),
+    *(Variant(f"chunks of {size}", (f"ttt.chunk_size={size}",)) for size in (64, 128)),
     Variant("no conv", identity=("conv",)),
     Variant("no P", identity=("proj",)),
     Variant("neither", identity=("conv", "proj")),
-    Variant("conv without look-ahead", ("surgery.conv=causal",)),
-    Variant("target: hidden states", ("surgery.target=hidden_states",)),
+    Variant("conv without look-ahead", ("ttt.conv=causal",)),
+    Variant("target: hidden states", ("ttt.target=hidden_states",)),
     Variant("state in bfloat16", state="bfloat16"),
-    Variant("no writes (η 0)", ("surgery.eta=0",)),
+    Variant("no writes (η 0)", ("ttt.eta=0",)),
 )
 
 
@@ -99,9 +99,9 @@ def main() -> None:
 
 def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train and score one variant."""
-    common = [f"optimisation.seed={seed}", f"data.seed={seed}", f"optimisation.steps={args.steps}"]
+    common = [f"training.seed={seed}", f"data.seed={seed}", f"training.steps={args.steps}"]
     recipe = load_recipe(RECIPE, [*args.set, *common, *variant.settings])
-    settings, data, task = recipe.optimisation, recipe.data, recipe.data.recall
+    settings, data, task = recipe.training, recipe.data, recipe.data.recall
     assert task is not None
     make = functools.partial(recall_data, pairs=task.pairs, vocabulary=task.vocabulary, length=data.sequence_length, seed=data.seed)
     rows, held_out = make(settings.batch_size * args.steps), make(data.validation_documents, held_out=True)

@@ -86,8 +86,8 @@ def main() -> int:
 def measure(seed: int, rate: float) -> dict[str, Any]:
     """Train one, and read the held-out documents with and without it."""
     began = time.perf_counter()
-    settings = (f"data.train={TRAIN}", f"optimisation.seed={seed}", f"data.seed={seed}")
-    recipe = load_recipe(RECIPE, [*settings, f"optimisation.learning_rate={rate}"])
+    settings = (f"data.train={TRAIN}", f"training.seed={seed}", f"data.seed={seed}")
+    recipe = load_recipe(RECIPE, [*settings, f"training.learning_rate={rate}"])
     model, tokenizer = load_base(MODEL, dtype=torch.bfloat16).eval().requires_grad_(False), AutoTokenizer.from_pretrained(MODEL)
     prompt, losses = trained(model, recipe, rows_to_come(build_data(recipe, tokenizer, CHUNK).train, recipe))
     between = time.perf_counter()
@@ -107,7 +107,7 @@ def measure(seed: int, rate: float) -> dict[str, Any]:
 
 def trained(model: PreTrainedModel, recipe: Recipe, rows: Any) -> tuple[SoftPrompt, list[float]]:
     """By AdamW over the recipe's steps, and each step's loss."""
-    o, batch = recipe.optimisation, recipe.optimisation.batch_size * recipe.parallel.world
+    o, batch = recipe.training, recipe.training.batch_size * recipe.parallel.world
     prompt = SoftPrompt(model, torch.tensor([rows[0]["input_ids"]]))
     optimizer = torch.optim.AdamW(prompt.parameters(), lr=o.learning_rate, betas=(o.betas[0], o.betas[1]), eps=o.epsilon, weight_decay=0)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, recipe.steps, "vectors"))

@@ -10,7 +10,7 @@ from ..arguments import path
 
 EXAMPLES = """examples:
   inplace-ttt plan recipes/smollm2-demo-cpu.yaml
-  inplace-ttt plan recipes/qwen3-4b-stage1-32k-8gpu.yaml --device-memory 80GB --set optimisation.liger=false"""
+  inplace-ttt plan recipes/qwen3-4b-stage1-32k-8gpu.yaml --device-memory 80GB --set training.liger=false"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ RECIPE: tuple[Item, ...] = (
         "trained-parameters", "Every parameter is trained", "§4.1",
         "Base and TTT model go through the same curriculum; nothing is said to be frozen.", "medium", "All parameters.",
         "A frozen base cannot adapt to being written to, and the comparison with the baseline is another one.",
-        "train: all, or declare what is trained.",
+        "trainable: all, or declare what is trained.",
         probes.trained_parameters,
     ),
     Item(

@@ -50,13 +50,13 @@ def trained_parameters(run: Run, expected: Any) -> Outcome:
     counts = [(p.numel() or int(getattr(p, "ds_numel", 0)), p.requires_grad) for p in run.model.parameters()]
     total, trained = sum(n for n, _ in counts), sum(n for n, on in counts if on)
     generators = sum(p.numel() for layer in fast_weights(run.model).values() for p in layer.ttt.parameters())
-    found = "all parameters" if trained == total else f"{trained / total:.2%} of the parameters ({run.recipe.optimisation.train})"
+    found = "all parameters" if trained == total else f"{trained / total:.2%} of the parameters ({run.recipe.training.trainable})"
     return judged(trained == total, found, {"trained": trained, "of": total, "of them conv and P": generators}, 0)
 
 
 def learning_rate(run: Run, expected: Any) -> Outcome:
     """The recipe's rates."""
-    o = run.recipe.optimisation
+    o = run.recipe.training
     continual, scratch = expected
     wanted = scratch if run.from_scratch else (continual,)
     rates = {"matrices": o.learning_rate, "conv": o.conv_learning_rate or o.learning_rate, "P": o.proj_learning_rate or o.learning_rate}
@@ -75,21 +75,21 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
 
 def weight_decay(run: Run, expected: Any) -> Outcome:
     """The recipe's decays; for conv and P a choice."""
-    o = run.recipe.optimisation
+    o = run.recipe.training
     numbers = {"matrices": o.weight_decay, "conv": o.conv_weight_decay, "P": o.proj_weight_decay}
     return judged(o.weight_decay == expected, f"{o.weight_decay:g}; conv {o.conv_weight_decay:g}, P {o.proj_weight_decay:g}", numbers, 0)
 
 
 def schedule(run: Run, expected: Any) -> Outcome:
     """Shape, warm-up, end."""
-    o = run.recipe.optimisation
-    numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.final_ratio}
-    text = f"{o.schedule} to {o.final_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
+    o = run.recipe.training
+    numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.min_lr_ratio}
+    text = f"{o.lr_scheduler} to {o.min_lr_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
     factors = {group: [parameters.schedule(o, run.recipe.steps, group)(step) for step in range(run.recipe.steps)] for group in _GROUPS}
     for group, values in factors.items():
         off = max(abs(a - b) for a, b in zip(values, _declared_factors(run, group), strict=True))
         if off > 1e-6:
-            return judged(False, f"the rate of {group} is {off:.0%} of its peak off the {o.schedule} schedule", numbers, 1e-6)
+            return judged(False, f"the rate of {group} is {off:.0%} of its peak off the {o.lr_scheduler} schedule", numbers, 1e-6)
     if wrong := _eta_warmup(run):
         return judged(False, wrong, numbers, 1e-6)
     highest = {group: max(values) for group, values in factors.items()} | {"η": min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))}
@@ -102,20 +102,20 @@ def schedule(run: Run, expected: Any) -> Outcome:
 
 def _declared_factors(run: Run, group: str) -> list[float]:
     """Linear warm-up, then the recipe's decay: the factor of each step."""
-    o, steps = run.recipe.optimisation, run.recipe.steps
+    o, steps = run.recipe.training, run.recipe.steps
     warmup = o.warmup_steps if group not in ("conv", "proj") or o.ttt_warmup_steps is None else o.ttt_warmup_steps
     found = []
     for step in range(steps):
         done = (step - warmup) / max(1, steps - warmup)
-        left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[o.schedule]
-        low = 0.0 if o.schedule == "constant" else o.final_ratio
+        left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[o.lr_scheduler]
+        low = 0.0 if o.lr_scheduler == "constant" else o.min_lr_ratio
         found.append((step + 1) / (warmup + 1) if step < warmup else low + (1 - low) * left)
     return found
 
 
 def _eta_warmup(run: Run) -> str:
     """What the warm-up of η makes of it otherwise than a line from 0 to its own; empty where that is what it does."""
-    warmup, layers = run.recipe.optimisation.eta_warmup_steps, fast_weights(run.model)
+    warmup, layers = run.recipe.training.eta_warmup_steps, fast_weights(run.model)
     own = {index: layer.eta for index, layer in layers.items()}
     callback = EtaWarmup(warmup)
     try:
@@ -133,7 +133,7 @@ def _eta_warmup(run: Run) -> str:
 
 def optimiser(run: Run, expected: Any) -> Outcome:
     """AdamW's settings."""
-    o = run.recipe.optimisation
+    o = run.recipe.training
     text = f"AdamW {tuple(o.betas)}, gradient clipping {o.max_grad_norm:g}"
     numbers = {"betas": o.betas, "epsilon": o.epsilon, "gradient clipping": o.max_grad_norm}
     if wrong := _wrongly_grouped(run):
@@ -143,7 +143,7 @@ def optimiser(run: Run, expected: Any) -> Outcome:
 
 def _wrongly_grouped(run: Run) -> list[str]:
     """Parameters that the optimiser does not have as the recipe says: once each, with their own rate."""
-    o, model = run.recipe.optimisation, run.model
+    o, model = run.recipe.training, run.model
     try:
         groups = parameters.parameter_groups(model, o)
     except InPlaceTTTError as error:
@@ -161,7 +161,7 @@ def _wrongly_grouped(run: Run) -> list[str]:
     wrong = []
     for name, parameter in model.named_parameters():
         kind = own.get(id(parameter), "")
-        if kind or o.train == "all" or (o.train == "lora" and "lora_" in name):
+        if kind or o.trainable == "all" or (o.trainable == "lora" and "lora_" in name):
             rest = (o.learning_rate, o.weight_decay if parameters.dimensions(parameter) > 1 else 0.0)
             found = known.get(id(parameter), [])
             if not parameter.requires_grad or not found:

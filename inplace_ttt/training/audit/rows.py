@@ -95,7 +95,7 @@ def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
 
 def _held_out_otherwise(recipe: Recipe, data: TrainingData) -> str:
     """What of the first held-out batch is not its rows', each token's label the next one; empty where all is."""
-    if data.validation is None or not len(data.validation) or recipe.parallel.sequence_parallel > 1:
+    if data.validation is None or not len(data.validation) or recipe.parallel.sequence_parallel_size > 1:
         return ""
     batch = next(batches.held_out_batches(data.validation, recipe, 0))
     for number in range(min(len(data.validation), len(batch["input_ids"]))):

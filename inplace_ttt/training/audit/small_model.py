@@ -34,7 +34,7 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
     ttt = ttt or InPlaceTTTConfig.from_dict(config.inplace_ttt["config"])
     unmark(config)
     config, factor = _narrowed(config)
-    attention = "eager" if recipe.model.attention == "eager" else "sdpa"
+    attention = "eager" if recipe.model.attn_implementation == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto_class(config).from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention).eval()

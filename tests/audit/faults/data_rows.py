@@ -201,7 +201,7 @@ def faults() -> Iterator[Fault]:
         STEPS,
     )
     yield made("conv and P never warm up", "by setting", None, "schedule learning-rate optimiser", STEPS,
-               "optimisation.ttt_warmup_steps=100000")  # fmt: skip
+               "training.ttt_warmup_steps=100000")  # fmt: skip
 
 
 def made(

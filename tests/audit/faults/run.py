@@ -1,4 +1,4 @@
-"""The training run that faults of data and optimisation are planted in, and its scenes: its rows, and a few of its steps."""
+"""The training run that faults of data and optimization are planted in, and its scenes: its rows, and a few of its steps."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Run:
             folder,
             *self.changes,
             model={"config": {**CONFIG, "num_hidden_layers": 7}, "tokenizer": str(source.parent / "tokenizer"), "dtype": "float32"},
-            surgery={"layers": "every:6", "chunk_size": CHUNK},
+            ttt={"layers": "every:6", "chunk_size": CHUNK},
             data={"train": str(source), "sequence_length": ROW, "cache": str(folder / "cache")},
-            optimisation={"steps": STEPS, "learning_rate": 3e-4, "batch_size": 2},
+            training={"steps": STEPS, "learning_rate": 3e-4, "batch_size": 2},
         )
 
 
@@ -93,7 +93,7 @@ def steps(world: Run, spoil: Spoil | None) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = world.recipe(Path(folder))
         found = rows_of(recipe)
-    settings, model = recipe.optimisation, build_model(recipe)
+    settings, model = recipe.training, build_model(recipe)
     turn_writer_on(model)
     model.train()
     groups = parameters.parameter_groups(model, settings)

@@ -32,9 +32,9 @@ def faults() -> Iterator[Fault]:
                 ("rows",), None, None, Run(lengths=lengths), Run())  # fmt: skip
     rates = "learning-rate optimiser schedule"
     for name in ("learning_rate", "conv_learning_rate", "proj_learning_rate"):
-        yield made("a rate is next to nothing", name, None, rates, STEPS, f"optimisation.{name}=1e-20")
+        yield made("a rate is next to nothing", name, None, rates, STEPS, f"training.{name}=1e-20")
     for steps in (30, 100000):
-        setting = f"optimisation.eta_warmup_steps={steps}"
+        setting = f"training.eta_warmup_steps={steps}"
         yield made("η warms up longer than the run", str(steps), None, "schedule eta in-training", STEPS, setting)
     for name, layers in (("", slice(None)), ("in the second TTT layer", slice(1, 2))):
         also = " every-layer" if name else ""
@@ -42,6 +42,6 @@ def faults() -> Iterator[Fault]:
     for group in ("conv", "proj"):
         plant = grouped(lambda groups, moved=group: with_the_matrices(groups, moved))
         yield made("a group decays with the matrices", group, plant, "weight-decay optimiser learning-rate", STEPS,
-                   needs=(f"optimisation.{group}_learning_rate=1e-2",))  # fmt: skip
+                   needs=(f"training.{group}_learning_rate=1e-2",))  # fmt: skip
     for which, eta in (("the first", "[0.0, 1.0]"), ("the second", "[1.0, 0.0]")):
-        yield made("η is zero in a layer", which, None, "eta writes every-layer every-layer loss-sum", STEPS, f"surgery.eta={eta}")
+        yield made("η is zero in a layer", which, None, "eta writes every-layer every-layer loss-sum", STEPS, f"ttt.eta={eta}")
