@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..config import InPlaceTTTConfig
 from ..converted_class import refuse_lack
@@ -18,7 +19,7 @@ from .adapter import is_adapter, located, read_adapter
 from .fingerprint import fingerprint
 from .lora import merged, standing_on
 from .official import refuse_official
-from .reading import Checkpoint, is_folder, is_peft_adapter, read_config
+from .reading import WEIGHTS, Checkpoint, is_folder, is_peft_adapter, read_config
 from .writing import plan_conversion
 
 _OF_CONFIG = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder")
@@ -85,6 +86,7 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     anyway = kwargs.pop("ignore_mismatched_sizes", False)
     with reported(f"cannot load {path}"):  # transformers' own refusal names neither tensor nor shape
         config = kwargs.get("config") or AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in _OF_CONFIG if key in kwargs})
+        _refuse_more_than_stored(path, config, kwargs.get("trust_remote_code"))
         model, found = auto_class(config).from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
     if (others := sorted(found["mismatched_keys"])) and not anyway:
         name, has, wants = others[0]
@@ -96,3 +98,21 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     refuse_lack(model, found["missing_keys"])
     refuse_official(str(path), found["unexpected_keys"])
     return model.eval()
+
+
+def _refuse_more_than_stored(path: str | os.PathLike[str], config: PreTrainedConfig, trust_remote_code: bool | None) -> None:
+    """Refuse a config.json of a far larger model than the weights beside it.
+
+    transformers would first allocate and initialize every parameter that the files lack.
+    """
+    stored = sum(file.stat().st_size for pattern in WEIGHTS for file in Path(path).glob(pattern)) if os.path.isdir(path) else 0
+    if not stored:
+        return
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters > stored * (8 if getattr(config, "quantization_config", None) else 1):
+        raise InPlaceTTTError(
+            f"cannot load {path}: its config.json describes {parameters:,} parameters, and its weights take {stored:,} bytes; take config "
+            "and weights of one checkpoint."
+        )

@@ -103,6 +103,16 @@ def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_pa
     assert load_base(other, ignore_mismatched_sizes=True) is not None
 
 
+@pytest.mark.parametrize("key", ["vocab_size", "intermediate_size", "head_dim"])
+def test_a_config_of_a_far_larger_model(key: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers would allocate and initialize all of it before it compares shapes."""
+    other = changed(folders["base"], tmp_path / "other", lambda tensors: None)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {key: 10**8}))
+    with pytest.raises(InPlaceTTTError, match=r"its config.json describes [\d,]+ parameters, and its weights take [\d,]+ bytes"):
+        load_base(other)
+
+
 def test_there_is_no_base(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place, said in ((tmp_path / "gone", "gone does not exist"), (tmp_path / "file", "file is a file"), ("", "is empty")):
