@@ -7,15 +7,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from .config_tables import MOST_TOKENS, KeyWhitening, PromptWrite, UpdateClip, from_mapping, is_number, require, require_size
+from .rules import Rule, WriteNorm, rule_of_config
 
 Target = Literal["embeddings", "hidden_states"]
 Conv = Literal["lookahead", "causal", "next"]
-Rule = Literal["sum", "ridge"]
+UpdateRule = Literal["sum", "ridge"]
 ProjInit = Literal["random_diagonal", "shared_diagonal", "identity"]
-WriteNorm = Literal["spectral"]
 
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "update_on_decode"}
 _EVERY = re.compile(r"every:([1-9]\d{0,8})")
@@ -63,7 +63,7 @@ class InPlaceTTTConfig:
     clip: UpdateClip | None = None
     detach_target: bool = False
     update_on_decode: bool = True
-    update_rule: Rule = "sum"
+    update_rule: UpdateRule = "sum"
     ridge: float | None = None
     whitening: KeyWhitening | None = None
     write_gate: bool = False
@@ -73,6 +73,9 @@ class InPlaceTTTConfig:
     write_norm: WriteNorm | None = None
     preserve_row_norms: bool = False
     prompt_write: PromptWrite | None = None
+
+    rule: ClassVar[Rule]
+    """The update rule, made of the fields above; each config has its own."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "eta"):
@@ -116,32 +119,12 @@ class InPlaceTTTConfig:
             self.whitening is None or isinstance(self.whitening, KeyWhitening),
             f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
         )
-        require(self.update_rule in get_args(Rule), f"update_rule must be one of {get_args(Rule)}, got {self.update_rule!r}.")
-        require(
-            self.ridge is None or (is_number(self.ridge) and self.ridge > 0),
-            f"ridge must be a number above 0, or left out of the paper's rule, got {self.ridge!r}.",
-        )
-        require(
-            (self.update_rule == "ridge") == (self.ridge is not None),
-            "update_rule='ridge' needs ridge, its λ."
-            if self.ridge is None
-            else f"ridge is the λ of update_rule='ridge', and the rule is {self.update_rule!r}; set update_rule too, or leave ridge out.",
-        )
-        require_size("ridge", self.ridge)
-        for name in ("detach_target", "update_on_decode", "write_gate", "normalize_targets", "calibrated_proj", "preserve_row_norms"):
+        for name in ("detach_target", "update_on_decode", "normalize_targets", "calibrated_proj"):
             require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
-        require(
-            not self.write_gate or (self.ridge is not None and self.whitening is not None),
-            "write_gate weighs what least squares fits, by whitened keys; set update_rule, ridge and whitening too, or leave it out.",
-        )
         require(
             not self.calibrated_proj or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
             "calibrated_proj is for targets that see the next token; use conv='lookahead' and a kernel_size of 3 or more, or leave it out.",
         )
-        self._check_next_token_prediction()
-
-    def _check_next_token_prediction(self) -> None:
-        """The options of TTT-NTP, and what they do not go with."""
         usual = InPlaceTTTConfig.kernel_size
         require(
             self.conv != "next" or self.kernel_size == usual,
@@ -152,28 +135,7 @@ class InPlaceTTTConfig:
             not self.calibrated_proj or self.proj_init == InPlaceTTTConfig.proj_init,
             f"proj_init {self.proj_init!r} has no effect where calibrated_proj measures the start of P; leave one of them out.",
         )
-        require(self.write_norm in (None, *get_args(WriteNorm)), f"write_norm must be 'spectral' or nothing, got {self.write_norm!r}.")
-        for name in ("write_norm", "preserve_row_norms"):
-            require(
-                self.update_rule == "sum" or not getattr(self, name),
-                f"{name} belongs to the sum of writes, and the rule is {self.update_rule!r}; leave one of them out.",
-            )
-        require(
-            self.write_norm is None or self.clip is None,
-            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.",
-        )
-        require(
-            not self.preserve_row_norms or self.whitening is None,
-            "preserve_row_norms needs writes in the coordinates of W0, which whitening changes; leave one of them out.",
-        )
-        require(
-            self.prompt_write is None or isinstance(self.prompt_write, PromptWrite),
-            f"prompt_write must be a PromptWrite or nothing, got {self.prompt_write!r}.",
-        )
-        require(
-            self.prompt_write is None or (self.conv == "next" and self.update_rule == "sum" and self.whitening is None),
-            "prompt_write fits the next token's source to the keys of W0; use conv='next' without least squares and whitening.",
-        )
+        object.__setattr__(self, "rule", rule_of_config(self, InPlaceTTTConfig))
 
     def _check_layers(self) -> None:
         if isinstance(self.layers, str):
@@ -198,7 +160,12 @@ class InPlaceTTTConfig:
     def state_shape(self, d: int, h: int) -> tuple[int, int]:
         """Rows and columns of one sequence's state at a down-projection from h to d: [d, r], with least squares [d + r, r]."""
         width = h if self.whitening is None else self.whitening.directions(d, h)
-        return d if self.ridge is None else d + width, width
+        return self.rule.state_rows(d, width), width
+
+    @property
+    def wanting_whole_input(self) -> list[str]:
+        """The settings under which a fast weight is not a sum over parts of its layer's input, so that ranks cannot split that."""
+        return [*(name for name in ("clip", "whitening") if getattr(self, name)), *self.rule.wanting_whole_input()]
 
     @property
     def needs_calibration(self) -> bool:

@@ -25,8 +25,8 @@ from ..layer.overrides import overriding, with_config
 from ..layer.quantised import readable_parameters
 from ..layer.stream import FastWeightStream
 from ..layout import ChunkLayout
-from ..ops import chunked, least_squares, state_dtype
 from ..ops import fast_weight as op
+from ..ops import form_of, state_dtype
 from ..surgery import causal_lm, fast_weights
 from .adapters import AuditedModule, Stream
 from .law import key_size
@@ -224,22 +224,22 @@ class ConvertedLayer(AuditedModule):
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
         """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from, its own reads."""
         z, target = x.to(self.device, self.dtype), self._source(target)
-        rule: dict[str, Any] = {"clip": self.layer.tau(), "ridge": self.ridge}
-        sum_of_writes = chunked.sum_of_writes if self.ridge is None else least_squares.sum_of_writes
+        rule = self.layer.fast.config.rule
+        given: dict[str, Any] = {"clip": self.layer.tau(), "rule": rule, "gate": None}
         whole = ChunkLayout.from_lengths([[z.shape[1]]], self.chunk_size)
         links = whole.links(parts)
         layouts = [whole.part(rank, parts) for rank in range(parts)]
         pieces = list(zip(self.layer.keys(z).chunk(parts, 1), target.chunk(parts, 1), layouts, strict=True))
         values = [self.layer.ttt(source, layout) for _, source, layout in pieces]
         sums = [
-            sum_of_writes(keys, v.to(keys.dtype), [layout.documents[0][-1]], layout=layout, clip=self.layer.tau())
+            form_of(rule).sum_of_writes(keys, v.to(keys.dtype), [layout.documents[0][-1]], layout=layout, **given)
             for (keys, _, layout), v in zip(pieces, values, strict=True)
         ]
         known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))  # no state comes before the first rank
         outputs = []
         for rank, ((keys, _, layout), v) in enumerate(zip(pieces, values, strict=True)):
             start = torch.einsum("bq,qbdh->bdh", links[:, rank].to(known), known)
-            outputs.append(op(keys, v.to(keys.dtype), None, eta=self.layer.eta, layout=layout, initial_state=start, **rule))
+            outputs.append(op(keys, v.to(keys.dtype), None, eta=self.layer.eta, layout=layout, initial_state=start, **given))
         plain: Any = plain_class(self.layer)
         return plain.forward(self.layer, z) + torch.cat(outputs, 1)
 

@@ -177,10 +177,8 @@ def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
         "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
         "it has no delta clip": config.clip is not None,
         "it has neither whitened keys nor normalize_targets targets": config.whitening is not None or config.normalize_targets,
-        "it has no least squares": config.ridge is not None,
         "its gradients pass through the target into its source, those of this one do not": config.detach_target,
         "its generated tokens write, those of this one do not": not config.update_on_decode,
-        "it norms neither writes nor rows": config.write_norm is not None or config.preserve_row_norms,
     }
-    if held := [reason for reason, holds in reasons.items() if holds]:
+    if held := [reason for reason, holds in reasons.items() if holds] + config.rule.beyond_reference_format():
         raise InPlaceTTTError(f"the official format cannot hold this checkpoint: {'; '.join(held)}.")

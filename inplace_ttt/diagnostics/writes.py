@@ -16,7 +16,8 @@ from ..layer.fast_linear import FastWeight
 from ..layer.forward_context import ForwardContext
 from ..layer.overrides import overriding
 from ..layout import ChunkLayout, Span
-from ..ops import state_dtype, write_factor
+from ..ops import state_dtype, write_factor, written
+from ..rules import RidgeRule
 from ..surgery import fast_weights
 from ..tasks import IGNORED
 from .keys import participation
@@ -147,13 +148,13 @@ def state_ratio(
     Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in the model's own dtype, and
     accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and has no factor where the ridge is small.
     """
-    layout, w0, ridge = labelled(context.part(layer.chunk_size), labels), layer.matrix(), layer.fast.config.ridge
+    layout, w0, rule = labelled(context.part(layer.chunk_size), labels), layer.matrix(), layer.fast.config.rule
     accurate = state_dtype(z.dtype)
     if layer.tau() is None and layer.fast.config.write_norm is None and z.dtype != torch.float16:
         row, (start, stop) = longest_document(layout)
         complete = slice(start, stop - (stop - start) % layout.chunk_size)
         keys, values = z[row, complete], v[row, complete]
-        if ridge is not None:
+        if isinstance(rule, RidgeRule):
             keys, values = keys.to(accurate), torch.cat([values, keys], dim=1).to(accurate)
         read = layer.readout((values.T @ _counted(keys, gate, row, complete)).to(accurate))
     else:
@@ -201,7 +202,7 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
     read_with_z = None if layer.fast.config.whitening is not None else w0  # of whitened keys, W0's part of the output does not show here
     lost = sums.lost(read, rounding_of_output(tail, read_with_z, layer.eta, read))
-    if layer.fast.config.ridge is not None or layer.fast.config.preserve_row_norms:
+    if not layer.fast.config.rule.reads_state:
         lost = dataclasses.replace(lost, state=None)
     growth = _growth([chunk.state_ratio for chunk in found])
     return Writes(tuple(found), participation(read @ read.T), growth, lost, *gate_health(gate, layout))
@@ -242,21 +243,20 @@ class _Write:
 
 def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, layout: ChunkLayout) -> Iterator[_Write]:
     """What each complete chunk of the longest document writes."""
-    accurate, tau, config = state_dtype(z.dtype), layer.tau(), layer.fast.config
+    accurate, tau, config, rule = state_dtype(z.dtype), layer.tau(), layer.fast.config, layer.fast.config.rule
     row, span = longest_document(layout)
     state: Tensor | float = 0.0
     read = z.new_zeros(v.shape[-1], z.shape[-1], dtype=accurate)
     for chunk in filter(layout.is_complete, layout.chunks(span)):
         here = slice(*chunk)
         keys, values = z[row, here].to(accurate), v[row, here].to(accurate)
-        written = _counted(keys, gate, row, here)
-        delta = values.T @ written
-        factor = write_factor(delta, tau, config.write_norm)
-        delta = factor * delta
-        state = state + (delta if config.ridge is None else torch.cat([delta, factor * (keys.T @ written)]))
+        counted = _counted(keys, gate, row, here)
+        factor = write_factor(values.T @ counted, tau, rule)
+        delta = written(values, keys, counted, tau, rule)
+        state = state + delta
         after = layer.readout(state)
         clipped = factor if config.write_norm is None else torch.ones_like(factor)
-        yield _Write(delta if config.ridge is None and not config.preserve_row_norms else after - read, after, clipped)
+        yield _Write(delta if rule.reads_state else after - read, after, clipped)
         read = after
 
 

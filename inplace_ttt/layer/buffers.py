@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..ops import read_once, readout, state_dtype
+from ..ops import form_of, state_dtype
 from ..ops.precision import in_range
+from ..rules import Rule
 
 
 class Reader(Protocol):
@@ -25,7 +26,7 @@ class Reader(Protocol):
 class State:
     """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where S itself is read.
 
-    The second is made of a row at the first read that needs it. keeps_rows: the row norms of W0 are kept, which only the layer knows.
+    The second is made of a row at the first read that needs it; where the row norms of W0 are kept, by the layer.
     """
 
     _read: Tensor | None
@@ -35,20 +36,20 @@ class State:
     _eta: float | None
     """What it is made for where row norms are kept."""
 
-    def __init__(self, value: Tensor, ridge: float | None, keeps_rows: bool = False) -> None:
-        self.value, self.ridge, self.keeps_rows = value, ridge, keeps_rows
+    def __init__(self, value: Tensor, rule: Rule) -> None:
+        self.value, self.rule = value, rule
         self._read, self._factor, self._stale, self._eta = None, None, set(), None
 
     @classmethod
-    def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, ridge: float | None, device: torch.device) -> State:
+    def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, rule: Rule, device: torch.device) -> State:
         """Rows of states [*shape] in which nothing is written yet: none may be read before it is put."""
-        state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), ridge)
+        state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), rule)
         state._make_room(d, dtype)
         return state
 
     def _make_room(self, d: int, dtype: torch.dtype) -> None:
         """For what reads use of every row, all of it still to be made; none where they use the state as it is."""
-        rows, is_read = len(self.value), self.ridge is None and not self.keeps_rows and self.value.dtype == dtype
+        rows, is_read = len(self.value), self.rule.reads_state and self.value.dtype == dtype
         self._read = self.value if is_read else self.value.new_zeros(rows, d, self.value.shape[-1], dtype=dtype)
         self._factor = self.value.new_ones(rows, 1, 1) if dtype == torch.float16 else None
         self._stale = set() if is_read else set(range(rows))
@@ -87,10 +88,11 @@ class State:
         """
         rows = range(len(self.value)) if row is None else range(row, row + 1)
         part, eta = slice(rows.start, rows.stop), layer.eta
-        if whole and self.ridge is not None and z.shape[1] < out.shape[-1]:
-            out += (read_once(self.value[part], z, self.ridge) * eta).to(out.dtype)
+        read_once = form_of(self.rule).read_once
+        if whole and read_once is not None and z.shape[1] < out.shape[-1]:
+            out += (read_once(self.value[part], z, self.rule) * eta).to(out.dtype)
             return
-        made_for = eta if self.keeps_rows else None
+        made_for = eta if self.rule.keeps_row_norms else None
         if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:  # autocast, or another η, came or went
             self._make_room(out.shape[-1], out.dtype)
             self._eta = made_for
@@ -112,7 +114,7 @@ class State:
         return self._read
 
     def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:
-        return layer.readout(state) if self.keeps_rows and layer is not None else readout(state, self.ridge)
+        return layer.readout(state) if self.rule.keeps_row_norms and layer is not None else form_of(self.rule).readout(state, self.rule)
 
     def put(self, row: int, state: Tensor | None) -> None:
         """Set a row's state [·, r]; None is zero."""

@@ -20,7 +20,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..families import DecoderLayer, features
 from ..layout import ChunkLayout
-from ..ops import fast_weight, keeping_row_norms, readout, state_dtype, takes_weight
+from ..ops import fast_weight, form_of, keeping_row_norms, state_dtype, takes_weight
 from ..ops.scan import fast_weight_across_ranks
 from .cache import stream_of
 from .forward_context import ForwardContext
@@ -86,7 +86,7 @@ class FastWeight(nn.Module):
 
     def check_split(self) -> None:
         """Refuse what is no sum over h, where tensor parallelism gives each rank a part of the down-projection's input."""
-        if held := wanting_whole_input(self.fast.config):
+        if held := self.fast.config.wanting_whole_input:
             raise InPlaceTTTError(
                 f"tensor parallelism splits the down-projection's input, of which {' and '.join(held)} would need the whole; "
                 "leave it out of the config, or split the model in another way."
@@ -115,8 +115,7 @@ class FastWeight(nn.Module):
         v, w0 = self.ttt(x, context.part(self.chunk_size)), self.matrix()
         if (
             self.ttt.keys is None
-            and self.fast.config.ridge is None
-            and not self.fast.config.preserve_row_norms
+            and self.fast.config.rule.reads_state
             and w0 is not None
             and w0.dtype == z.dtype == v.dtype
             and takes_weight(z)
@@ -146,9 +145,7 @@ class FastWeight(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         """What the op is told of the rule."""
-        config = self.fast.config
-        norms = {"write_norm": config.write_norm, "keep_norms_of": self._rows_to_keep()}
-        return {"eta": self.eta, "clip": self.tau(), "ridge": config.ridge, **norms}
+        return {"eta": self.eta, "clip": self.tau(), "rule": self.fast.config.rule, "keep_norms_of": self._rows_to_keep()}
 
     @property
     def _has_norms(self) -> bool:
@@ -170,8 +167,8 @@ class FastWeight(nn.Module):
 
     def readout(self, state: Tensor) -> Tensor:
         """What keys are read with [..., d, r] of states [..., ·, r]: S itself in the paper."""
-        w0 = self._rows_to_keep()
-        return readout(state, self.fast.config.ridge) if w0 is None else keeping_row_norms(state, w0.detach().to(state.dtype), self.eta)
+        w0, rule = self._rows_to_keep(), self.fast.config.rule
+        return form_of(rule).readout(state, rule) if w0 is None else keeping_row_norms(state, w0.detach().to(state.dtype), self.eta)
 
     def _needs_gradient(self, z: Tensor, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (z.requires_grad or x.requires_grad or any(p.requires_grad for p in self.parameters()))
@@ -243,11 +240,6 @@ def _fast_class(plain: type) -> type[FastWeight]:
 def _empty(plain: type) -> Any:
     made = _fast_class(plain)
     return made.__new__(made)
-
-
-def wanting_whole_input(config: InPlaceTTTConfig) -> list[str]:
-    """The settings under which a fast weight is no sum over h of what parts of its input give."""
-    return [name for name in ("clip", "ridge", "whitening", "write_norm", "preserve_row_norms", "prompt_write") if getattr(config, name)]
 
 
 def plain_class(down: FastWeight) -> type:

@@ -13,6 +13,7 @@ from ..errors import InPlaceTTTError
 from ..layout import Span
 from ..ops import keeping_row_norms, state_dtype
 from ..ops.precision import without_autocast
+from ..rules import SumRule
 from .buffers import State
 from .stream import FastWeightStream
 from .target import TargetGenerator
@@ -40,6 +41,10 @@ def ridge_write(keys: Tensor, values: Tensor, w0: Tensor, settings: PromptWrite)
     if settings.cap is not None and size > 0:
         eta = min(eta, settings.cap * float(torch.linalg.vector_norm(w)) / size)
     return eta * change
+
+
+_KEPT = SumRule(preserve_row_norms=True)
+"""The layer makes what is read of a prompt's write, row norms kept or not."""
 
 
 class _Reads:
@@ -149,7 +154,7 @@ class PromptStream(FastWeightStream):
                     total[row] = ridge_write(z[:-1], source @ proj, w0, self.settings)
             end.__init__(end.room)  # type: ignore[misc]
             self.since[row] = 1  # the last token may be taken back, to be read again
-        self._state = State(total, None, keeps_rows=True)
+        self._state = State(total, _KEPT)
         self.is_written = True
 
     def skip(self) -> None:
@@ -209,7 +214,7 @@ class PromptStream(FastWeightStream):
     def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> PromptStream:
         stream = cls.of(config, tensors["counts"].shape[1])
         stream.seen, stream.is_written = tensors["counts"].tolist()[2], True
-        stream._state = State(tensors["state"].to(state_dtype(dtype)), None, keeps_rows=True)
+        stream._state = State(tensors["state"].to(state_dtype(dtype)), _KEPT)
         return stream
 
 

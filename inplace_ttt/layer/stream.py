@@ -13,6 +13,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout, Span
 from ..ops import state_dtype
+from ..rules import PAPER_RULE, Rule
 from .buffers import OpenChunks, Reader, State
 
 _UNDO_REACH = 128
@@ -51,10 +52,8 @@ class _Row:
 class FastWeightStream:
     """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the batch."""
 
-    def __init__(
-        self, batch: int, chunk_size: int, update_on_decode: bool = True, ridge: float | None = None, keeps_rows: bool = False
-    ) -> None:
-        self.chunk_size, self.update_on_decode, self.ridge, self.keeps_rows = chunk_size, update_on_decode, ridge, keeps_rows
+    def __init__(self, batch: int, chunk_size: int, update_on_decode: bool = True, rule: Rule = PAPER_RULE) -> None:
+        self.chunk_size, self.update_on_decode, self.rule = chunk_size, update_on_decode, rule
         self.rows = [_Row() for _ in range(batch)]
         self._open = OpenChunks(batch, chunk_size)
         self._state: State | None = None
@@ -63,7 +62,7 @@ class FastWeightStream:
     @classmethod
     def of(cls, config: InPlaceTTTConfig, batch: int) -> FastWeightStream:
         """An empty stream of a layer with this config."""
-        return cls(batch, config.chunk_size, config.update_on_decode, config.ridge, config.preserve_row_norms)
+        return cls(batch, config.chunk_size, config.update_on_decode, config.rule)
 
     @property
     def batch(self) -> int:
@@ -151,7 +150,7 @@ class FastWeightStream:
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
         read, state = layer.write(z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True)
         out += read.to(out.dtype)
-        self._state = State(state, self.ridge, self.keeps_rows)
+        self._state = State(state, self.rule)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             row.written += (stop - start) // self.chunk_size
 
@@ -169,7 +168,7 @@ class FastWeightStream:
         if undoable and self.update_on_decode:  # or no crop is granted
             row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
         if self._state is None:
-            self._state = State(after.new_zeros(self.batch, *after.shape), self.ridge, self.keeps_rows)
+            self._state = State(after.new_zeros(self.batch, *after.shape), self.rule)
         self._state.put(index, after)
         row.filled, row.written = 0, row.written + 1
 
@@ -250,7 +249,7 @@ class FastWeightStream:
 
     def reset(self) -> None:
         """Back to W0, no tokens read."""
-        self.__init__(self.batch, self.chunk_size, self.update_on_decode, self.ridge, self.keeps_rows)  # type: ignore[misc]
+        self.__init__(self.batch, self.chunk_size, self.update_on_decode, self.rule)  # type: ignore[misc]
 
     def select(self, rows: list[int]) -> None:
         """Keep the given rows, in this order, repeats included (beam search, batch select, repeat)."""
@@ -283,5 +282,5 @@ class FastWeightStream:
         if "z" in tensors:
             stream._open.held = tensors["z"].to(dtype), tensors["x"].to(dtype)
         if "state" in tensors:
-            stream._state = State(tensors["state"].to(state_dtype(dtype)), config.ridge, config.preserve_row_norms)
+            stream._state = State(tensors["state"].to(state_dtype(dtype)), config.rule)
         return stream

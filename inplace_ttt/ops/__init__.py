@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from ..config import WriteNorm
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
-from . import chunked, compiled, conv, least_squares, reference, row_norms, triton
-from .compiled import TracedLayout
-from .normal_equations import read_once, readout
+from ..rules import PAPER_RULE, RidgeRule, Rule, SumRule
+from . import conv, reference, triton
+from .forms import Backend, form_of, preferred
 from .norms import keeping_row_norms
 from .precision import state_dtype
-from .reference import write_factor
+from .reference import write_factor, written
 
 __all__ = [
     "chunk_conv",
     "fast_weight",
+    "form_of",
     "keeping_row_norms",
     "next_in_chunk",
-    "read_once",
-    "readout",
     "state_dtype",
-    "state_rows",
     "takes_weight",
     "write_factor",
+    "written",
 ]
-
-Backend = Literal["auto", "reference", "chunked", "triton"]
 
 
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
-    keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[False] = ...,
+    clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ..., keep_norms_of: Tensor | None = ...,
+    backend: Backend = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, initial_state: Tensor | None = ...,
-    clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ..., write_norm: WriteNorm | None = ...,
-    keep_norms_of: Tensor | None = ..., backend: Backend = ..., return_state: Literal[True],
+    clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ..., keep_norms_of: Tensor | None = ...,
+    backend: Backend = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight(
     z: Tensor,
@@ -55,9 +50,8 @@ def fast_weight(
     layout: ChunkLayout,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
-    ridge: float | None = None,
+    rule: Rule = PAPER_RULE,
     gate: Tensor | None = None,
-    write_norm: WriteNorm | None = None,
     keep_norms_of: Tensor | None = None,
     backend: Backend = "auto",
     return_state: bool = False,
@@ -69,62 +63,37 @@ def fast_weight(
     layout: the documents and their chunks; tokens outside every document read W0 and write nothing.
     initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64 inputs).
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
-    ridge: λ of least squares (extension), where M_i = B_i(G_i + λI)⁻¹ is read in place of B_i = S_i, with G_i = G_init + Σ c_j Z_jᵀZ_j;
-        a state is then [B, d + h, h], B above G. None is the paper.
-    gate: with ridge, how much each token's write counts, β [B, T] of 0 and more (extension): B sums β_t v_tᵀz_t and G β_t z_tᵀz_t.
-    write_norm: "spectral" divides each chunk's delta by its spectral norm, as five power steps find it (extension).
-    keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension); S stays the raw sum.
+    rule: what is summed and what is read of the sum (`inplace_ttt.rules`); the default is the paper's. A state of the ridge rule is
+        [B, d + h, h].
+    gate: with the ridge rule, how much each token's write counts, β [B, T] of 0 and more (extension): B sums β_t v_tᵀz_t and
+        G β_t z_tᵀz_t.
+    keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension): given where the
+        rule has `preserve_row_norms`. S stays the raw sum.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
-    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere; least squares has one
-        fast form (`ops/least_squares.py`), and the norms that of "chunked".
+    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere; `ops/forms.py`
+        names the code of each rule.
 
     Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight, gate, keep_norms_of and
     initial_state.
     Raises InPlaceTTTError when shapes or dtypes disagree.
     """
-    _check(z, v, weight, layout, initial_state, ridge)
-    _check_gate(z, ridge, gate)
-    _check_norms(v, z, clip, ridge, write_norm, keep_norms_of)
+    _check(z, v, weight, layout, initial_state, rule)
+    _check_gate(z, rule, gate)
+    _check_norms(v, z, clip, rule, keep_norms_of)
     if backend == "reference":
         out, state = reference.fast_weight(
-            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, ridge=ridge, gate=gate,
-            write_norm=write_norm, keep_norms_of=keep_norms_of,
+            z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, rule=rule, gate=gate, keep_norms_of=keep_norms_of,
         )  # fmt: skip
         return (out, state) if return_state else out
     if backend not in ("auto", "chunked", "triton"):
         raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, triton, chunked or reference.")
     if backend == "triton":
         triton.require(z.device, z.dtype)
-        if ridge is not None:
-            raise InPlaceTTTError("the kernels read the paper's sum; use backend='auto' with ridge.")
-        if write_norm is not None or keep_norms_of is not None:
-            raise InPlaceTTTError("the kernels know no norms of writes and rows; use backend='auto' with write_norm and keep_norms_of.")
-    given: dict[str, Any] = {"eta": eta, "layout": layout, "clip": clip}
-    if write_norm is not None or keep_norms_of is not None:
-        given |= {"initial_state": initial_state, "return_state": return_state, "write_norm": write_norm}
-        if keep_norms_of is None:
-            out, kept = chunked.fast_weight(z, v, weight, **given)
-        else:
-            out, kept = row_norms.fast_weight(z, v, keep_norms_of, **given)
-            out = out if weight is None else out + torch.nn.functional.linear(z, weight)
-        return out if kept is None else (out, kept)
-    if isinstance(layout, TracedLayout) and (ridge is not None or _form(z) is chunked):
-        fused = weight if ridge is None else None
-        out, kept = compiled.fast_weight(z, v, fused, ridge=ridge, gate=gate, **given), None
-    elif ridge is not None:
-        of_writes: dict[str, Any] = {"ridge": ridge, "gate": gate, "initial_state": initial_state, "return_state": return_state}
-        out, kept = least_squares.fast_weight(z, v, **of_writes, **given)
-    else:
-        form = {"triton": triton, "chunked": chunked}.get(backend) or _form(z)
-        out, kept = form.fast_weight(z, v, weight, initial_state=initial_state, return_state=return_state, **given)
-    if ridge is not None and weight is not None:
-        out = out + torch.nn.functional.linear(z, weight)
+    out, kept = form_of(rule).fast_weight(
+        z, v, weight, eta=eta, layout=layout, initial_state=initial_state, clip=clip, rule=rule, gate=gate, keep_norms_of=keep_norms_of,
+        backend=backend, return_state=return_state,
+    )  # fmt: skip
     return out if kept is None else (out, kept)
-
-
-def state_rows(d: int, width: int, ridge: float | None) -> int:
-    """Rows of a state whose columns are the keys' `width`: d, and with ridge as many again as there are columns."""
-    return d if ridge is None else d + width
 
 
 def takes_weight(z: Tensor) -> bool:
@@ -132,7 +101,7 @@ def takes_weight(z: Tensor) -> bool:
 
     Otherwise the op adds to a product with W0 that is made beside it, which leaves that product as it was.
     """
-    return _form(z).fuses(z.dtype)
+    return preferred(z).fuses(z.dtype)
 
 
 def chunk_conv(x: Tensor, taps: Tensor, layout: ChunkLayout, first_tap: int) -> Tensor:
@@ -140,7 +109,7 @@ def chunk_conv(x: Tensor, taps: Tensor, layout: ChunkLayout, first_tap: int) -> 
 
     Tap j of token t is token t + first_tap + j, zero outside the chunk. Differentiable once in x and taps.
     """
-    convolve = triton.chunk_conv if _form(x) is triton else conv.chunk_conv
+    convolve = triton.chunk_conv if preferred(x) is triton else conv.chunk_conv
     return convolve(x, taps, layout.chunk_ids(x.device), first_tap)
 
 
@@ -151,12 +120,7 @@ def next_in_chunk(x: Tensor, layout: ChunkLayout) -> Tensor:
     return torch.nn.functional.pad(torch.where(follows.unsqueeze(-1), x[:, 1:], 0), (0, 0, 0, 1))
 
 
-def _form(x: Tensor) -> ModuleType:
-    """The form that "auto" takes for tensors like x."""
-    return triton if triton.preferred(x.device, x.dtype) else chunked
-
-
-def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None, ridge: float | None) -> None:
+def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None, rule: Rule) -> None:
     if z.dim() != 3 or v.dim() != 3 or z.shape[:2] != v.shape[:2]:
         raise InPlaceTTTError(f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and {list(v.shape)}.")
     if tuple(z.shape[:2]) != (layout.batch, layout.length):
@@ -168,31 +132,29 @@ def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, ini
         given = [str(x.dtype) for x in (z, v, weight) if x is not None]
         raise InPlaceTTTError(f"z, v and weight must have one dtype, got {', '.join(given)}.")
     if initial_state is not None:
-        state = [z.shape[0], state_rows(*matrix, ridge), z.shape[-1]]
+        state = [z.shape[0], rule.state_rows(*matrix), z.shape[-1]]
         if list(initial_state.shape) != state:
-            named = "[B, d, h]" if ridge is None else "[B, d + h, h]"
+            named = "[B, d, h]" if rule.state_rows(*matrix) == matrix[0] else "[B, d + h, h]"
             raise InPlaceTTTError(f"initial_state must be {named} = {state}, got {list(initial_state.shape)}.")
         if initial_state.dtype != state_dtype(z.dtype):
             raise InPlaceTTTError(f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}.")
 
 
-def _check_gate(z: Tensor, ridge: float | None, gate: Tensor | None) -> None:
+def _check_gate(z: Tensor, rule: Rule, gate: Tensor | None) -> None:
     if gate is None:
         return
-    if ridge is None:
-        raise InPlaceTTTError("gate weighs what least squares fits; with the sum of writes, give v times the gate instead.")
+    if not isinstance(rule, RidgeRule):
+        raise InPlaceTTTError("gate weighs what the ridge rule fits; with the sum of writes, give v times the gate instead.")
     if gate.shape != z.shape[:2] or not gate.is_floating_point():
         raise InPlaceTTTError(f"gate must be floating-point numbers [B, T] = {list(z.shape[:2])}, got {gate.dtype} {list(gate.shape)}.")
 
 
-def _check_norms(
-    v: Tensor, z: Tensor, clip: float | Tensor | None, ridge: float | None, write_norm: WriteNorm | None, keep_norms_of: Tensor | None
-) -> None:
-    if write_norm not in (None, "spectral"):
-        raise InPlaceTTTError(f"write_norm must be 'spectral' or nothing, got {write_norm!r}.")
-    if ridge is not None and (write_norm is not None or keep_norms_of is not None):
-        raise InPlaceTTTError("write_norm and keep_norms_of belong to the sum of writes; leave them out with ridge.")
-    if clip is not None and write_norm is not None:
+def _check_norms(v: Tensor, z: Tensor, clip: float | Tensor | None, rule: Rule, keep_norms_of: Tensor | None) -> None:
+    if clip is not None and isinstance(rule, SumRule) and rule.write_norm is not None:
         raise InPlaceTTTError("write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.")
-    if keep_norms_of is not None and tuple(keep_norms_of.shape) != (v.shape[-1], z.shape[-1]):
-        raise InPlaceTTTError(f"keep_norms_of must be W0 [d, h] = {[v.shape[-1], z.shape[-1]]}, got {list(keep_norms_of.shape)}.")
+    if isinstance(rule, SumRule) and rule.preserve_row_norms:
+        if keep_norms_of is None or tuple(keep_norms_of.shape) != (v.shape[-1], z.shape[-1]):
+            given = "nothing" if keep_norms_of is None else list(keep_norms_of.shape)
+            raise InPlaceTTTError(f"keep_norms_of must be W0 [d, h] = {[v.shape[-1], z.shape[-1]]}, got {given}.")
+    elif keep_norms_of is not None:
+        raise InPlaceTTTError("keep_norms_of belongs to a SumRule with preserve_row_norms; leave it out with this rule.")

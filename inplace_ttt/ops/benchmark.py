@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import InPlaceTTTError
 from ..layout import ChunkLayout
+from ..rules import RidgeRule
 from . import fast_weight
 
 LIMIT = 7 / 3
@@ -97,7 +98,7 @@ def measure(
     linear = torch.nn.functional.linear
 
     def least_squares() -> Tensor:
-        return linear(z, weight) + fast_weight(linear(z, directions), v, None, eta=_ETA, layout=layout, ridge=1.0)
+        return linear(z, weight) + fast_weight(linear(z, directions), v, None, eta=_ETA, layout=layout, rule=RidgeRule(1.0))
 
     forms: dict[str, Callable[[], Tensor]] = {
         "linear": lambda: linear(z, weight),

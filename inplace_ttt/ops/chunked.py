@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..config import WriteNorm
 from ..layout import ChunkLayout, Span
+from ..rules import PAPER_RULE, SumRule
 from .norms import spectral_norm
 from .precision import add_product_, state_dtype, without_autocast
-from .reference import clip_factor
+from .reference import clip_factor, write_factor
 
 
 def fast_weight(
@@ -33,7 +33,7 @@ def fast_weight(
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     return_state: bool = False,
-    write_norm: WriteNorm | None = None,
+    rule: SumRule = PAPER_RULE,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`.
 
@@ -41,7 +41,7 @@ def fast_weight(
     the grid of W0 loses every change below half a step; so do calls that want the state, which fused never forms.
     """
     fused = weight is not None and not return_state and fuses(weight.dtype)
-    out, state = _FastWeight.apply(z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state, write_norm)
+    out, state = _FastWeight.apply(z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state, rule)
     if weight is not None and not fused:
         out = out + torch.nn.functional.linear(z, weight)
     return out, state if return_state else None
@@ -64,10 +64,10 @@ class _FastWeight(torch.autograd.Function):
         clip: float | Tensor | None,
         layout: ChunkLayout,
         return_state: bool,
-        write_norm: WriteNorm | None,
+        rule: SumRule,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(z, v, weight, initial_state)
-        ctx.settings = eta, clip, layout, return_state, write_norm
+        ctx.settings = eta, clip, layout, return_state, rule
         ctx.set_materialize_grads(False)
         with without_autocast(z.device):
             return Walk(z, v, weight, initial_state, *ctx.settings).forward()
@@ -90,11 +90,11 @@ def gradients(
     clip: float | Tensor | None,
     layout: ChunkLayout,
     keeps_state: bool,
-    write_norm: WriteNorm | None = None,
+    rule: SumRule = PAPER_RULE,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of z, v, weight and initial_state, of a weight that is fused."""
     with without_autocast(z.device):
-        walk = Walk(z, v, weight, initial_state, eta, clip, layout, keeps_state, write_norm)
+        walk = Walk(z, v, weight, initial_state, eta, clip, layout, keeps_state, rule)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
 
 
@@ -105,23 +105,23 @@ def sum_of_writes(
     *,
     layout: ChunkLayout,
     clip: float | Tensor | None = None,
-    write_norm: WriteNorm | None = None,
+    rule: SumRule = PAPER_RULE,
 ) -> Tensor:
     """Σ c_j V_jᵀZ_j over the complete chunks of one span in each row, [B, d, h] in the state's dtype; zero without a span.
 
     Each span starts where a chunk does. Differentiable once in z [B, T, h] and v [B, T, d].
     """
-    return _SumOfWrites.apply(z, v, spans, layout, clip, write_norm)
+    return _SumOfWrites.apply(z, v, spans, layout, clip, rule)
 
 
 class _SumOfWrites(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, v: Tensor, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None,
-        write_norm: WriteNorm | None,
+        rule: SumRule,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(z, v)
-        ctx.spans, ctx.settings = spans, (1.0, clip, layout, False, write_norm)
+        ctx.spans, ctx.settings = spans, (1.0, clip, layout, False, rule)
         walk = Walk(z, v, None, None, *ctx.settings)
         state = z.new_zeros(z.shape[0], v.shape[-1], z.shape[-1], dtype=walk.dtype)
         with without_autocast(z.device):
@@ -158,7 +158,7 @@ class Walk:
     clip: float | Tensor | None
     layout: ChunkLayout
     keeps_state: bool
-    write_norm: WriteNorm | None = None
+    rule: SumRule = PAPER_RULE
 
     def __post_init__(self) -> None:
         self.read, self.write = (self.eta, 1.0) if self.weight is None else (1.0, self.eta)
@@ -195,10 +195,10 @@ class Walk:
 
     def add_delta(self, carry: Tensor | None, row: int, chunk: Span) -> Tensor:
         values, keys = (x[row, chunk[0] : chunk[1]].to(self.dtype) for x in (self.v, self.z))
-        if self.clip is None and self.write_norm is None and carry is not None:
+        if self.clip is None and self.rule.write_norm is None and carry is not None:
             return carry.addmm_(values.T, keys, alpha=self.write)
         delta = values.T @ keys
-        delta *= self.write * (clip_factor(delta, self.clip) if self.write_norm is None else 1 / spectral_norm(delta))
+        delta *= self.write * write_factor(delta, self.clip, self.rule)
         return delta if carry is None else carry.add_(delta)
 
     def read_with(self, carry: Tensor) -> Tensor:
@@ -289,10 +289,10 @@ class Walk:
 
     def _through_factor(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The gradient of a delta D from that of cD; for c = min(1, τ/‖D‖) it is c (G - [c<1] D ⟨D, G⟩ / ‖D‖²)."""
-        if self.clip is None and self.write_norm is None:
+        if self.clip is None and self.rule.write_norm is None:
             return d_clipped
         delta = values.T.to(self.dtype) @ keys.to(self.dtype)
-        if self.write_norm is not None:
+        if self.rule.write_norm is not None:
             with torch.enable_grad():
                 delta.requires_grad_()
                 return torch.autograd.grad(delta / spectral_norm(delta), delta, d_clipped)[0]

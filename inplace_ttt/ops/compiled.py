@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layout import ChunkLayout, Span
+from ..rules import RidgeRule, Rule, rule_of_text
 from . import chunked, least_squares
 from .precision import state_dtype
 
@@ -42,13 +43,13 @@ def fast_weight(
     eta: float,
     layout: TracedLayout,
     clip: float | Tensor | None,
-    ridge: float | None,
+    rule: Rule,
     gate: Tensor | None,
 ) -> Tensor:
     """Outputs [B, T, d]; arguments as in `inplace_ttt.ops.fast_weight`, which this calls when the graph runs."""
     if isinstance(clip, float | int):
         clip = torch.full((), clip, dtype=state_dtype(z.dtype), device=z.device)
-    return read(z, v, weight, gate, clip, layout.spans, layout.length, layout.chunk_size, float(eta), ridge)
+    return read(z, v, weight, gate, clip, layout.spans, layout.length, layout.chunk_size, float(eta), rule.text)
 
 
 def _layout_of(spans: Tensor, batch: int, length: int, chunk_size: int) -> ChunkLayout:
@@ -72,13 +73,13 @@ def _(spans: Tensor, batch: int, length: int, chunk_size: int, device: torch.dev
 @torch.library.custom_op("inplace_ttt::read", mutates_args=())
 def read(
     z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None, spans: Tensor, length: int, chunk_size: int,
-    eta: float, ridge: float | None,
+    eta: float, rule: str,
 ) -> Tensor:  # fmt: skip
     """Outputs [B, T, d] of z [B, T, h] and v [B, T, d] over documents spans [n, 3]; weight only where it is fused."""
-    layout = _layout_of(spans, z.shape[0], length, chunk_size)
-    if ridge is None:
-        return chunked.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau)[0].contiguous()
-    return least_squares.fast_weight(z, v, eta=eta, layout=layout, clip=tau, ridge=ridge, gate=gate)[0]
+    layout, of = _layout_of(spans, z.shape[0], length, chunk_size), rule_of_text(rule)
+    if isinstance(of, RidgeRule):
+        return least_squares.fast_weight(z, v, eta=eta, layout=layout, clip=tau, rule=of, gate=gate)[0]
+    return chunked.fast_weight(z, v, weight, eta=eta, layout=layout, clip=tau)[0].contiguous()
 
 
 @read.register_fake
@@ -89,15 +90,15 @@ def _(z: Tensor, v: Tensor, *rest: Any) -> Tensor:
 @torch.library.custom_op("inplace_ttt::read_backward", mutates_args=())
 def read_backward(
     d_out: Tensor, z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None, spans: Tensor, length: int,
-    chunk_size: int, eta: float, ridge: float | None,
+    chunk_size: int, eta: float, rule: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of z, v and, where they are given, weight and gate."""
-    layout = _layout_of(spans, z.shape[0], length, chunk_size)
+    layout, of = _layout_of(spans, z.shape[0], length, chunk_size), rule_of_text(rule)
     gradients: tuple[Tensor | None, ...]
-    if ridge is None:
-        gradients = chunked.gradients(d_out, None, z, v, weight, None, eta, tau, layout, False)
+    if isinstance(of, RidgeRule):
+        gradients = least_squares.gradients(d_out, None, z, v, gate, None, eta, tau, of, layout, False)
     else:
-        gradients = least_squares.gradients(d_out, None, z, v, gate, None, eta, tau, ridge, layout, False)
+        gradients = chunked.gradients(d_out, None, z, v, weight, None, eta, tau, layout, False)
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
@@ -111,12 +112,12 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.length, ctx.chunk_size, ctx.eta, ctx.ridge = inputs
+    *tensors, ctx.length, ctx.chunk_size, ctx.eta, ctx.rule = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    dz, dv, *others = read_backward(d_out, *ctx.saved_tensors, ctx.length, ctx.chunk_size, ctx.eta, ctx.ridge)
+    dz, dv, *others = read_backward(d_out, *ctx.saved_tensors, ctx.length, ctx.chunk_size, ctx.eta, ctx.rule)
     _, _, weight, gate, *_ = ctx.saved_tensors
     return dz, dv, *(None if tensor is None else others.pop(0) for tensor in (weight, gate)), None, None, None, None, None, None
 

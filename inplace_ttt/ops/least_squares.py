@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..layout import ChunkLayout, Span
+from ..rules import RidgeRule
 from .normal_equations import Factor, factor
 from .precision import in_full_precision, state_dtype
 from .products import Operand, product
@@ -45,7 +46,7 @@ def fast_weight(
     *,
     eta: float,
     layout: ChunkLayout,
-    ridge: float,
+    rule: RidgeRule,
     gate: Tensor | None = None,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
@@ -55,28 +56,29 @@ def fast_weight(
 
     Arguments as in `inplace_ttt.ops.fast_weight`.
     """
-    out, state = _LeastSquares.apply(k, v, gate, initial_state, float(eta), clip, ridge, layout, return_state)
+    out, state = _LeastSquares.apply(k, v, gate, initial_state, float(eta), clip, rule, layout, return_state)
     return out, state if return_state else None
 
 
 def sum_of_writes(
-    k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, clip: float | Tensor | None, gate: Tensor | None = None
-) -> Tensor:
+    k: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, rule: RidgeRule, clip: float | Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The state [B, d + r, r] after the complete chunks of one span in each row; zero without a span.
 
     Each span starts where a chunk does. Differentiable once in k [B, T, r], v [B, T, d] and gate [B, T].
     """
-    return _SumOfWrites.apply(k, v, gate, spans, layout, clip)
+    return _SumOfWrites.apply(k, v, gate, spans, 1.0, clip, rule, layout, True)
 
 
 class _LeastSquares(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, initial_state: Tensor | None, eta: float, clip: float | Tensor | None,
-        ridge: float, layout: ChunkLayout, return_state: bool,
+        rule: RidgeRule, layout: ChunkLayout, return_state: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.save_for_backward(k, v, gate, initial_state)
-        ctx.settings = eta, clip, ridge, layout, return_state
+        ctx.settings = eta, clip, rule, layout, return_state
         ctx.set_materialize_grads(False)
         with in_full_precision(k.device):
             return _Walk(k, v, gate, initial_state, *ctx.settings).forward()
@@ -89,22 +91,20 @@ class _LeastSquares(torch.autograd.Function):
 
 def gradients(
     d_out: Tensor | None, d_state: Tensor | None, k: Tensor, v: Tensor, gate: Tensor | None, initial_state: Tensor | None, eta: float,
-    clip: float | Tensor | None, ridge: float, layout: ChunkLayout, return_state: bool,
+    clip: float | Tensor | None, rule: RidgeRule, layout: ChunkLayout, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of k, v, gate and initial_state."""
     with in_full_precision(k.device):
-        walk = _Walk(k, v, gate, initial_state, eta, clip, ridge, layout, return_state)
+        walk = _Walk(k, v, gate, initial_state, eta, clip, rule, layout, return_state)
         return walk.backward(torch.zeros_like(v) if d_out is None else d_out, d_state)
 
 
 class _SumOfWrites(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, spans: Sequence[Span | None], layout: ChunkLayout, clip: float | Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, spans: Sequence[Span | None], *settings: Any) -> Tensor:
         ctx.save_for_backward(k, v, gate)
-        ctx.spans, ctx.layout, ctx.clip = spans, layout, clip
-        walk = _Walk(k, v, gate, None, 1.0, clip, 0.0, layout, True)
+        ctx.spans, ctx.settings = spans, settings
+        walk = _Walk(k, v, gate, None, *settings)
         with in_full_precision(k.device):
             return torch.stack([walk.sum_over(row, span or (0, 0)) for row, span in enumerate(spans)])
 
@@ -112,14 +112,14 @@ class _SumOfWrites(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_state: Tensor) -> tuple[Tensor | None, ...]:
         k, v, gate = ctx.saved_tensors
-        walk = _Walk(k, v, gate, None, 1.0, ctx.clip, 0.0, ctx.layout, True)
+        walk = _Walk(k, v, gate, None, *ctx.settings)
         into = _Gradients.of(k, v, gate)
         with in_full_precision(k.device):
             for row, span in enumerate(ctx.spans):
                 for group in walk.groups(span or (0, 0)):
                     if group.is_complete:
                         walk.through_write(row, group, d_state[row].expand(group.chunks, -1, -1), into)
-        return into.k.to(k.dtype), into.v, into.gate, None, None, None
+        return into.k.to(k.dtype), into.v, into.gate, None, None, None, None, None, None
 
 
 _Step = tuple[Tensor | Operand, Tensor | Operand, float]
@@ -163,7 +163,7 @@ class _Walk:
     initial_state: Tensor | None
     eta: float
     clip: float | Tensor | None
-    ridge: float
+    rule: RidgeRule
     layout: ChunkLayout
     keeps_state: bool
 
@@ -339,7 +339,7 @@ class _Walk:
         return group.start > self.layout.documents[row][number][0] or self.starts_written(number)
 
     def factor(self, sums: Tensor) -> Factor:
-        return factor(sums[:, self.d :], self.ridge, self.k.dtype)
+        return factor(sums[:, self.d :], self.rule.ridge, self.k.dtype)
 
     def operand(self, x: Tensor) -> Operand:
         """As it is multiplied beside keys and targets."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..rules import RidgeRule
 from . import triton
 from .precision import in_full_precision
 from .products import Operand, product
@@ -69,20 +70,18 @@ def factor(gram: Tensor, ridge: float, beside: torch.dtype | None = None) -> Fac
     return Factor(matrix)
 
 
-def readout(state: Tensor, ridge: float | None) -> Tensor:
-    """M [..., d, r], what a key is read with, of a state [..., d + r, r]; without ridge, the paper's, the state itself."""
-    if ridge is None:
-        return state
+def readout(state: Tensor, rule: RidgeRule) -> Tensor:
+    """M [..., d, r], what a key is read with, of a state [..., d + r, r]."""
     r = state.shape[-1]
     with in_full_precision(state.device):
-        return factor(state[..., -r:, :], ridge).solve(state[..., :-r, :])[0]
+        return factor(state[..., -r:, :], rule.ridge).solve(state[..., :-r, :])[0]
 
 
-def read_once(state: Tensor, keys: Tensor, ridge: float) -> Tensor:
+def read_once(state: Tensor, keys: Tensor, rule: RidgeRule) -> Tensor:
     """What keys [..., n, r] read, η left out, of a state [..., d + r, r]: [..., n, d] in the state's dtype.
 
     It takes n solves where M takes d.
     """
     r = state.shape[-1]
     with in_full_precision(state.device):
-        return factor(state[..., -r:, :], ridge).solve(keys)[0] @ state[..., :-r, :].mT
+        return factor(state[..., -r:, :], rule.ridge).solve(keys)[0] @ state[..., :-r, :].mT

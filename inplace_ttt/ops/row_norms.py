@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..config import WriteNorm
 from ..layout import ChunkLayout, Span
+from ..rules import SumRule
 from .chunked import Walk
 from .norms import keeping_row_norms, through_row_norms
 from .precision import without_autocast
@@ -27,13 +27,13 @@ def fast_weight(
     *,
     eta: float,
     layout: ChunkLayout,
-    write_norm: WriteNorm | None,
+    rule: SumRule,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """η Z_i M_iᵀ [B, T, d], to add to Z W0ᵀ, and the final state [B, d, h] if asked for; arguments as in `inplace_ttt.ops.fast_weight`."""
-    out, state = _KeepingRowNorms.apply(z, v, w0, initial_state, float(eta), clip, layout, return_state, write_norm)
+    out, state = _KeepingRowNorms.apply(z, v, w0, initial_state, float(eta), clip, layout, return_state, rule)
     return out, state if return_state else None
 
 
@@ -41,10 +41,10 @@ class _KeepingRowNorms(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, v: Tensor, w0: Tensor, initial_state: Tensor | None, eta: float, clip: float | Tensor | None,
-        layout: ChunkLayout, return_state: bool, write_norm: WriteNorm | None,
+        layout: ChunkLayout, return_state: bool, rule: SumRule,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.save_for_backward(z, v, w0, initial_state)
-        ctx.settings = eta, clip, layout, return_state, write_norm
+        ctx.settings = eta, clip, layout, return_state, rule
         ctx.set_materialize_grads(False)
         with without_autocast(z.device):
             return _Walk(z, v, None, initial_state, *ctx.settings, w0=w0).forward()

@@ -24,23 +24,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ..config import WriteNorm
 from ..layout import ChunkLayout, on_device
-from . import chunked, fast_weight, least_squares
+from ..rules import PAPER_RULE, Rule
+from . import fast_weight
+from .forms import form_of
 from .precision import state_dtype
 
 
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ...,
-    write_norm: WriteNorm | None = ..., keep_norms_of: Tensor | None = ..., return_state: Literal[False] = ...,
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ...,
+    keep_norms_of: Tensor | None = ..., return_state: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fast_weight_across_ranks(
     z: Tensor, v: Tensor, weight: Tensor | None, *, eta: float, layout: ChunkLayout, group: ProcessGroup,
-    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., ridge: float | None = ..., gate: Tensor | None = ...,
-    write_norm: WriteNorm | None = ..., keep_norms_of: Tensor | None = ..., return_state: Literal[True],
+    initial_state: Tensor | None = ..., clip: float | Tensor | None = ..., rule: Rule = ..., gate: Tensor | None = ...,
+    keep_norms_of: Tensor | None = ..., return_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def fast_weight_across_ranks(
     z: Tensor,
@@ -52,32 +53,28 @@ def fast_weight_across_ranks(
     group: ProcessGroup,
     initial_state: Tensor | None = None,
     clip: float | Tensor | None = None,
-    ridge: float | None = None,
+    rule: Rule = PAPER_RULE,
     gate: Tensor | None = None,
-    write_norm: WriteNorm | None = None,
     keep_norms_of: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fast_weight` for this rank's part of each row; a collective call, also in its backward.
 
     z [B, T/P, h], v [B, T/P, d] and gate [B, T/P] are this rank's tokens; `layout` is that of whole rows. initial_state and the state
-    returned, [B, d, h], or [B, d + h, h] with ridge, are whole rows' and the same on every rank; the initial state's
+    returned, [B, d, h], or [B, d + h, h] by the ridge rule, are whole rows' and the same on every rank; the initial state's
     gradients of all ranks add up to the whole one. Raises InPlaceTTTError when a border between ranks would cut a chunk.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = layout.part(rank, ranks)
     links, links_here = _links(layout, ranks, initial_state is not None, return_state, z.device, state_dtype(z.dtype))
-    rule: dict[str, Any] = {"ridge": ridge, "gate": gate, "write_norm": write_norm, "keep_norms_of": keep_norms_of}
+    given: dict[str, Any] = {"clip": clip, "rule": rule, "gate": gate}
     if not links.any():  # no document crosses a border
-        return fast_weight(z, v, weight, eta=eta, layout=part, clip=clip, **rule)
+        return fast_weight(z, v, weight, eta=eta, layout=part, keep_norms_of=keep_norms_of, **given)
     wanted = links[:, :, rank + 1].any(dim=1).tolist()
     spans = [spans[-1] if spans and wanted[row] else None for row, spans in enumerate(part.documents)]
-    if ridge is None:
-        sums = chunked.sum_of_writes(z, v, spans, layout=part, clip=clip, write_norm=write_norm)
-    else:
-        sums = least_squares.sum_of_writes(z, v, spans, layout=part, clip=clip, gate=gate)
+    sums = form_of(rule).sum_of_writes(z, v, spans, layout=part, **given)
     start, final = _Scan.apply(sums, initial_state, links_here, group, return_state)
-    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, clip=clip, **rule)
+    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, keep_norms_of=keep_norms_of, **given)
     return (out, final) if return_state else out
 
 

@@ -11,7 +11,7 @@ from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_para
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from ..layer.fast_linear import FastWeight, LayerSettings, target_generator, wanting_whole_input
+from ..layer.fast_linear import FastWeight, LayerSettings, target_generator
 from .blocks import SlotHandle
 from .slots import Slots
 from .steps import Step
@@ -90,7 +90,7 @@ def install(down: RowParallelLinear, settings: LayerSettings, source: Source, ha
     down.__class__ = FastRowParallelLinear
     down.ttt = target_generator(config, h, d, dtype=dtype, device=device).requires_grad_(False)
     down.fast, down.source, down.handle = settings, source, handle
-    down.is_split = down.tp_size > 1 and not wanting_whole_input(config)
+    down.is_split = down.tp_size > 1 and not config.wanting_whole_input
     down.reduce_results = down.reduce_results and not down.is_split  # `forward` does it, with what was read
     down.slots = Slots(handle.slots, config, d, down.input_size_per_partition if down.is_split else h, dtype, device)
     vllm_config.compilation_config.static_forward_context[down.prefix] = down

@@ -23,7 +23,7 @@ class Slots:
     def __init__(self, slots: int, config: InPlaceTTTConfig, d: int, h: int, dtype: torch.dtype, device: torch.device) -> None:
         self.chunk_size = config.chunk_size
         rows, width = config.state_shape(d, h)
-        self.state = State.empty(slots, (rows, width), d, dtype, config.ridge, device)
+        self.state = State.empty(slots, (rows, width), d, dtype, config.rule, device)
         self.keys = torch.zeros(slots, self.chunk_size, width, dtype=dtype, device=device)
         self.sources = torch.zeros(slots, self.chunk_size, d, dtype=dtype, device=device)
 

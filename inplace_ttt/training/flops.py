@@ -67,20 +67,10 @@ def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
     for d, h in fast_weight_sizes(model):
         width = config.state_shape(d, h)[1]
         of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
-        if config.ridge is not None:
-            of_state = _least_squares_products(d, width, config.chunk_size, forwards)
-        elif config.whitening is None and recipe.model.dtype == "float32":  # W0 + ηS is applied in one product, no more than W0's own
-            of_state = (forwards + 3) * d * width
-        else:
-            of_state = (2 * forwards + 5) * d * width
+        in_one_product = config.whitening is None and recipe.model.dtype == "float32"
+        of_state = config.rule.multiply_adds(d, width, config.chunk_size, forwards, in_one_product=in_one_product)
         total += of_keys + of_state + again * d * h + (forwards + 2) * d * d
     return int(2 * tokens_of(recipe) * total)
-
-
-def _least_squares_products(d: int, r: int, chunk: int, forwards: int) -> float:
-    """Multiply-adds a token. The forward sums, factors, solves and reads; the backward does so again, and walks back."""
-    sums, factor = (d + r) * r, r**3 / (6 * chunk)
-    return forwards * (sums + factor + r * r + d * r) + sums + factor + d * r + 2 * r * r + 3 * d * r + 2 * r * r
 
 
 def device_peak(recipe: Recipe) -> float | None:

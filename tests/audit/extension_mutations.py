@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,9 @@ from inplace_ttt.layer.stream import FastWeightStream
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import least_squares, normal_equations
+from inplace_ttt.ops import form_of, forms, least_squares, normal_equations
 from inplace_ttt.ops.least_squares import _Walk
+from inplace_ttt.rules import RidgeRule
 from inplace_ttt.surgery import fast_weights
 
 Patch = pytest.MonkeyPatch
@@ -51,7 +53,7 @@ def loop(
     """
 
     def op(
-        z: Tensor, v: Tensor, weight: None, *, eta: float, layout: ChunkLayout, ridge: float, clip: Any,
+        z: Tensor, v: Tensor, weight: None, *, eta: float, layout: ChunkLayout, rule: RidgeRule, clip: Any,
         initial_state: Tensor | None = None, return_state: bool = False, **none: Any,
     ) -> Any:  # fmt: skip
         rows, states, (d, r) = [], [], (v.shape[-1], z.shape[-1])
@@ -69,7 +71,7 @@ def loop(
                     keys, values, whole = z[row, start:end], v[row, start:end], layout.is_complete((start, end))
                     own = keys.mT @ keys
                     seen = gram + own if inclusive and whole else gram
-                    parts.append(eta * read_with(keys) @ read(total, seen, damped(ridge, layout.chunk_size, start - begin)).mT)
+                    parts.append(eta * read_with(keys) @ read(total, seen, damped(rule.ridge, layout.chunk_size, start - begin)).mT)
                     if whole:
                         total, gram = total + values.mT @ keys, gram + own if accumulates else own
                 out = torch.cat([*parts, out[stop:]])
@@ -187,8 +189,9 @@ def without_gram(state: Tensor) -> Tensor:
 
 
 def ranks_share_one_sum(patch: Patch) -> None:
-    real = least_squares.sum_of_writes
-    patch.setattr(least_squares, "sum_of_writes", lambda *args, **kwargs: without_gram(real(*args, **kwargs)))
+    form = form_of(RidgeRule(1.0))
+    wrong = dataclasses.replace(form, sum_of_writes=lambda *args, **kwargs: without_gram(form.sum_of_writes(*args, **kwargs)))
+    patch.setitem(forms._FORMS, RidgeRule, wrong)
 
 
 def undo_of_one_sum(patch: Patch) -> None:
@@ -216,7 +219,7 @@ def reset_keeps_gram(patch: Patch) -> None:
         state = self.state
         real(self)
         if state is not None:
-            self._state = State(state - without_gram(state), self.ridge)
+            self._state = State(state - without_gram(state), self.rule)
 
     real = FastWeightStream.reset
     patch.setattr(FastWeightStream, "reset", reset)
@@ -258,7 +261,7 @@ def centred_for_w0_too(patch: Patch) -> None:
 
 def later_layer_damped_more(model: PreTrainedModel) -> None:
     layer = fast_weights(model)[6]
-    layer._settings = lambda: {**FastWeight._settings(layer), "ridge": 0.05}  # type: ignore[method-assign]
+    layer._settings = lambda: {**FastWeight._settings(layer), "rule": RidgeRule(0.05)}  # type: ignore[method-assign]
 
 
 def gate_of_targets_alone(patch: Patch) -> None:

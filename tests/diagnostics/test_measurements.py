@@ -24,7 +24,6 @@ from inplace_ttt.diagnostics.report import page
 from inplace_ttt.diagnostics.write_effects import Change, Reading, Scored
 from inplace_ttt.diagnostics.writes import WriteHealth, observed
 from inplace_ttt.layer.cache import streams
-from inplace_ttt.ops import readout
 from inplace_ttt.surgery import disable_ttt, fast_weights
 
 from .sick import at_the_papers_start, healthy, rows
@@ -330,7 +329,7 @@ def test_writes_are_those_that_were_made(options: dict[str, Any]) -> None:
     session = Session(model)
     session.read(ids)
     for index, layer in fast_weights(model).items():
-        read = readout(streams(session.cache)[index].state[0], layer.fast.config.ridge)
+        read = layer.readout(streams(session.cache)[index].state[0])
         weight = layer.eta * (read if layer.ttt.keys is None else read @ layer.ttt.keys.directions)
         ratio = float(weight.norm() / layer.weight.detach().norm())
         assert found[index].state_ratio == pytest.approx(ratio, rel=1e-3) and found[index].chunks == 5

@@ -20,7 +20,6 @@ from inplace_ttt.evaluation.second_copy import second_copy
 from inplace_ttt.evaluation.token_losses import foreign_losses, token_losses
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
-from inplace_ttt.ops import readout
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.passages import Passage
 
@@ -82,7 +81,7 @@ class reading:
     def __enter__(self) -> None:
         def add(layer, args, out):
             state = self.states.get(layer.fast.layer)
-            read = None if state is None else readout(state[0], layer.fast.config.ridge).to(out.dtype)
+            read = None if state is None else layer.readout(state[0]).to(out.dtype)
             return out if read is None else out + layer.eta * linear(layer.keys(args[0]), read)
 
         self.handles = [layer.register_forward_hook(add) for layer in self.layers.values()]

@@ -14,6 +14,7 @@ from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight, keeping_row_norms
 from inplace_ttt.ops.norms import spectral_norm
+from inplace_ttt.rules import RidgeRule, SumRule
 
 RULES: dict[str, dict[str, Any]] = {
     "spectral": {"write_norm": "spectral"},
@@ -35,8 +36,9 @@ def given_for(layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, ro
 
 def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], keep: bool, **rule: Any) -> dict[str, Tensor]:
     """`results_of` by a rule of RULES."""
-    settings = {name: value for name, value in rule.items() if name not in ("rows", "clip")}
-    return results_of(backend, layout, given, rule.get("clip"), keep, **settings)
+    made = SumRule(write_norm=rule.get("write_norm"), preserve_row_norms=rule.get("rows", False))
+    settings = {"eta": rule["eta"]} if "eta" in rule else {}
+    return results_of(backend, layout, given, rule.get("clip"), keep, rule=made, **settings)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -73,7 +75,7 @@ def test_gradcheck() -> None:
 
     def op(*tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         values = dict(zip(given, tensors, strict=True))
-        return fast_weight(**values, eta=ETA, layout=layout, write_norm="spectral", return_state=True)
+        return fast_weight(**values, eta=ETA, layout=layout, rule=SumRule("spectral", preserve_row_norms=True), return_state=True)
 
     assert torch.autograd.gradcheck(op, tuple(given.values()))
 
@@ -103,14 +105,14 @@ def test_rows_keep_their_norm_and_only_that() -> None:
 def test_eta_zero_reads_w0() -> None:
     layout = layout_of("packed", 3)
     given = given_for(layout, torch.float64, True, False, rows=True)
-    assert not run("auto", layout, given, keep=False, eta=0.0)["out"].any()
+    assert not run("auto", layout, given, keep=False, rows=True, eta=0.0)["out"].any()
 
 
 REFUSED = {
-    "leave them out with ridge": {"ridge": 0.5, "write_norm": "spectral"},
-    "leaves a clip nothing to bound": {"clip": 1.0, "write_norm": "spectral"},
-    "must be W0": {"keep_norms_of": torch.zeros(H, D)},
-    "must be 'spectral'": {"write_norm": "frobenius"},
+    "leave it out with this rule": {"rule": RidgeRule(0.5), "keep_norms_of": torch.zeros(D, H)},
+    "leaves a clip nothing to bound": {"clip": 1.0, "rule": SumRule("spectral")},
+    r"must be W0 .*, got \[": {"keep_norms_of": torch.zeros(H, D), "rule": SumRule(preserve_row_norms=True)},
+    "must be W0 .*, got nothing": {"rule": SumRule(preserve_row_norms=True)},
 }
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import fast_weight, least_squares, normal_equations, products, readout, state_dtype
+from inplace_ttt.ops import fast_weight, least_squares, normal_equations, products, state_dtype
+from inplace_ttt.rules import RidgeRule, SumRule
 
 H, D, ETA = 6, 5, 0.3
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -90,8 +91,8 @@ def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.
 def check_least_squares(layout: ChunkLayout, dtype: torch.dtype, case: tuple[str, bool, bool, bool], gated: bool) -> None:
     clip, start, keep, w0 = case
     given = inputs(layout, dtype, start, w0, ridge=0.5, gated=gated)
-    expected = run("reference", layout, given, CLIPS[clip], keep, ridge=0.5)
-    found = run("auto", layout, given, CLIPS[clip], keep, ridge=0.5)
+    expected = run("reference", layout, given, CLIPS[clip], keep, rule=RidgeRule(0.5))
+    found = run("auto", layout, given, CLIPS[clip], keep, rule=RidgeRule(0.5))
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
@@ -137,13 +138,13 @@ def test_least_squares_is_the_best_map(tokens: int) -> None:
     given = inputs(layout, torch.float64, start=False, w0=False)
     z, v = (given[name][0].detach() for name in ("z", "v"))
     for ridge in (1e-9, 0.3):
-        out = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, ridge=ridge).detach()[0, -1]
+        out = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, rule=RidgeRule(ridge)).detach()[0, -1]
         rows = torch.cat([z[:-1], ridge**0.5 * torch.eye(H, dtype=z.dtype)])
         best = torch.linalg.lstsq(rows, torch.cat([v[:-1], torch.zeros(H, D, dtype=v.dtype)])).solution
         assert distance(out, ETA * (z[-1] @ best)) < 1e-6
     if tokens < H:
         state = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, ridge=1e-9, return_state=True)[1][0].detach()
-        assert distance(z[:-1] @ readout(state, 1e-9).T, v[:-1]) < 1e-6
+        assert distance(z[:-1] @ normal_equations.readout(state, RidgeRule(1e-9)).T, v[:-1]) < 1e-6
 
 
 def test_a_gate_counts_tokens() -> None:
@@ -151,9 +152,9 @@ def test_a_gate_counts_tokens() -> None:
     layout = ChunkLayout.from_lengths([[10]], 9)
     given = inputs(layout, torch.float64, start=False, w0=False)
     gate = torch.tensor([[1.0, 2.0, 0.0, 1.0, 1.0, 2.0, 1.0, 0.0, 1.0, 1.0]])
-    found = fast_weight(**given, weight=None, eta=ETA, layout=layout, ridge=0.3, gate=gate)[0, -1]
+    found = fast_weight(**given, weight=None, eta=ETA, layout=layout, rule=RidgeRule(0.3), gate=gate)[0, -1]
     as_often = {name: x[:, [0, 1, 1, 3, 4, 5, 5, 6, 8, 9]] for name, x in given.items()}
-    assert distance(found, fast_weight(**as_often, weight=None, eta=ETA, layout=layout, ridge=0.3)[0, -1]) < 1e-10
+    assert distance(found, fast_weight(**as_often, weight=None, eta=ETA, layout=layout, rule=RidgeRule(0.3))[0, -1]) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -166,7 +167,7 @@ def test_a_gates_gradient_is_exact_in_half_precision(d: int, r: int, dtype: torc
     for wide in (torch.float32, dtype):
         gate = torch.linspace(0, 2, 512)[None].requires_grad_()
         z, v, cotangent = (x.to(wide) for x in made)
-        read = fast_weight(z, v, None, eta=ETA, layout=layout, ridge=0.01, gate=gate)
+        read = fast_weight(z, v, None, eta=ETA, layout=layout, rule=RidgeRule(0.01), gate=gate)
         found += torch.autograd.grad(read, gate, cotangent)
     assert float((found[1] - found[0]).norm()) < torch.finfo(dtype).eps * float(found[0].norm())
 
@@ -174,7 +175,7 @@ def test_a_gates_gradient_is_exact_in_half_precision(d: int, r: int, dtype: torc
 def test_much_damping_is_the_papers_rule() -> None:
     layout = ChunkLayout.from_lengths([[9]], 3)
     given = inputs(layout, torch.float64, start=False, w0=False)
-    found = fast_weight(**given, weight=None, eta=ETA * 1e8, layout=layout, ridge=1e8).detach()
+    found = fast_weight(**given, weight=None, eta=ETA * 1e8, layout=layout, rule=RidgeRule(1e8)).detach()
     assert distance(found, fast_weight(**given, weight=None, eta=ETA, layout=layout).detach()) < 1e-6
 
 
@@ -193,7 +194,7 @@ def test_a_sum_that_is_no_gram_is_not_a_number() -> None:
     given = inputs(layout, torch.float32, start=True, w0=False, ridge=0.5)
     state = given["initial_state"].detach().clone()
     state[0, -H:] = -torch.eye(H)
-    out = fast_weight(given["z"][:1], given["v"][:1], None, eta=ETA, layout=layout, ridge=0.5, initial_state=state[:1])
+    out = fast_weight(given["z"][:1], given["v"][:1], None, eta=ETA, layout=layout, rule=RidgeRule(0.5), initial_state=state[:1])
     assert out.isnan().all()
 
 
@@ -208,10 +209,10 @@ def test_the_table_bites() -> None:
     for clip in ("biting", "tensor"):
         assert distance(run("reference", layout, given, CLIPS[clip], keep=True)["out"], free["out"]) > 0.1
     squares = inputs(layout, torch.float64, start=True, w0=True, ridge=0.5)
-    fitted = run("reference", layout, squares, None, keep=True, ridge=0.5)["out"]
+    fitted = run("reference", layout, squares, None, keep=True, rule=RidgeRule(0.5))["out"]
     assert distance(fitted, free["out"]) > 0.1
-    assert distance(run("reference", layout, squares, 0.4, keep=True, ridge=0.5)["out"], fitted) > 0.05
-    assert distance(run("reference", layout, squares, None, keep=True, ridge=3.0)["out"], fitted) > 0.05
+    assert distance(run("reference", layout, squares, 0.4, keep=True, rule=RidgeRule(0.5))["out"], fitted) > 0.05
+    assert distance(run("reference", layout, squares, None, keep=True, rule=RidgeRule(3.0))["out"], fitted) > 0.05
     del given["initial_state"]
     assert distance(run("reference", layout, given, None, keep=True)["out"], free["out"]) > 0.1
 
@@ -288,8 +289,9 @@ def test_gradients_through_the_target(documents: str, conv: str, kernel_size: in
 def test_every_output_is_written(documents: str, ridge: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
     layout = layout_of(documents, 3)
+    rule = SumRule() if ridge is None else RidgeRule(ridge)
     cases = [(inputs(layout, torch.float64, start, w0, ridge), clip, keep) for clip, start, keep, w0 in CASES]
-    expected = [run("chunked", layout, given, CLIPS[clip], keep, ridge=ridge) for given, clip, keep in cases]
+    expected = [run("chunked", layout, given, CLIPS[clip], keep, rule=rule) for given, clip, keep in cases]
     ttt, x = target("lookahead", 5, torch.float64), cases[0][0]["v"]
     expected_target = ttt(x, layout)
 
@@ -301,7 +303,7 @@ def test_every_output_is_written(documents: str, ridge: float | None, monkeypatc
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(Tensor, name, poisoned(getattr(Tensor, name)))
     for (given, clip, keep), values in zip(cases, expected, strict=True):
-        for name, value in run("chunked", layout, given, CLIPS[clip], keep, ridge=ridge).items():
+        for name, value in run("chunked", layout, given, CLIPS[clip], keep, rule=rule).items():
             assert torch.equal(value, values[name]), name
     assert torch.equal(ttt(x, layout), expected_target)
 
@@ -326,7 +328,7 @@ REFUSED = {
     "initial_state must be [B, d, h] = [1, 5, 6]": {"initial_state": torch.zeros(2, D, H)},
     "initial_state must be torch.float32": {"initial_state": torch.zeros(1, D, H, dtype=torch.float64)},
     "gate weighs what least squares fits; with the sum of writes": {"gate": torch.ones(1, 5)},
-    "gate must be floating-point numbers [B, T] = [1, 5], got torch.float32 [1, 4]": {"gate": torch.ones(1, 4), "ridge": 0.5},
+    "gate must be floating-point numbers [B, T] = [1, 5], got torch.float32 [1, 4]": {"gate": torch.ones(1, 4), "rule": RidgeRule(0.5)},
     "backend 'fast' does not exist; choose": {"backend": "fast"},
 }  # fmt: skip
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.ops import fast_weight, state_rows
+from inplace_ttt.ops import fast_weight
 from inplace_ttt.ops.scan import fast_weight_across_ranks
+from inplace_ttt.rules import RidgeRule, Rule, SumRule
 
 CHUNK, WIDTH, D, H = 4, 24, 7, 5  # d does not divide by the ranks
 LAYOUTS = {
@@ -55,11 +56,12 @@ def compare(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     length = WIDTH * ranks
     layout = ChunkLayout.from_lengths(LAYOUTS[name](length), CHUNK, length)
-    options: dict[str, Any] = {"eta": 0.2, "clip": clip, "ridge": ridge}
+    rule: Rule = SumRule() if ridge is None else RidgeRule(ridge)
+    options: dict[str, Any] = {"eta": 0.2, "clip": clip, "rule": rule}
     if norms:
         rows = torch.randn(D, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
-        options |= {"write_norm": "spectral", "keep_norms_of": rows}
-    state_shape = layout.batch, state_rows(D, H, ridge), H
+        options |= {"rule": SumRule("spectral", preserve_row_norms=True), "keep_norms_of": rows}
+    state_shape = layout.batch, rule.state_rows(D, H), H
     weights = torch.randn(layout.batch, length, D, dtype=dtype), torch.randn(state_shape, dtype=dtype)
     for seed, tensor in enumerate(weights):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))

@@ -1,6 +1,8 @@
 """What a `State` reads is what its rows hold now, whatever was put, copied, chosen and read before."""
 
+import dataclasses
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,11 +13,14 @@ from torch import Tensor
 from inplace_ttt import Session
 from inplace_ttt.layer import buffers
 from inplace_ttt.layer.buffers import State
-from inplace_ttt.ops import keeping_row_norms, readout
+from inplace_ttt.ops import form_of, keeping_row_norms
+from inplace_ttt.ops.forms import Form
+from inplace_ttt.rules import RidgeRule, Rule, SumRule
 
 D, R, ETA = 5, 4, 0.5
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.005}
-RULES = [(None, False), (None, True), (0.1, False)]
+SUM, ROWS, SOLVED = SumRule(), SumRule(preserve_row_norms=True), RidgeRule(0.1)
+RULES = [SUM, ROWS, SOLVED]
 NAMED = ["the sum", "the sum, row norms kept", "least squares"]
 
 
@@ -30,21 +35,21 @@ class Layer:
         return keeping_row_norms(state, self.w0.to(state.dtype), self.eta)
 
 
-def drawn(generator: torch.Generator, ridge: float | None) -> Tensor:
+def drawn(generator: torch.Generator, rule: Rule) -> Tensor:
     """A row's state as writes of nine keys leave it."""
     keys, values = (torch.randn(9, n, generator=generator, dtype=torch.float64) for n in (R, D))
     total = values.T @ keys
-    return total if ridge is None else torch.cat([total, keys.T @ keys])
+    return torch.cat([total, keys.T @ keys])[: rule.state_rows(D, R)]
 
 
 def expected(state: State, z: Tensor, layer: Layer, row: int) -> Tensor:
     """What keys [n, r] read in a row [n, d], η included, in float64 from what it holds."""
     held = state.value[row].double()
-    if state.keeps_rows:
+    if state.rule.keeps_row_norms:
         return layer.eta * z.double() @ layer.readout(held).T
-    if state.ridge is None:
+    if not isinstance(state.rule, RidgeRule):
         return layer.eta * z.double() @ held.T
-    gram = held[D:] + state.ridge * torch.eye(R, dtype=torch.float64)
+    gram = held[D:] + state.rule.ridge * torch.eye(R, dtype=torch.float64)
     return layer.eta * torch.linalg.solve(gram, z.double().T).T @ held[:D].T
 
 
@@ -53,18 +58,18 @@ def assert_reads(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("ridge", "keeps_rows"), RULES, ids=NAMED)
-def test_any_order_of_writes_and_reads(ridge: float | None, keeps_rows: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=NAMED)
+def test_any_order_of_writes_and_reads(rule: Rule, dtype: torch.dtype) -> None:
     generator, choose = torch.Generator().manual_seed(0), random.Random(0)
     layer = Layer(torch.randn(D, R, generator=generator, dtype=torch.float64))
     accurate = torch.float64 if dtype == torch.float64 else torch.float32
-    state = State(torch.stack([drawn(generator, ridge) for _ in range(3)]).to(accurate), ridge, keeps_rows)
+    state = State(torch.stack([drawn(generator, rule) for _ in range(3)]).to(accurate), rule)
     reads = 0
     for _ in range(300):
         row = choose.randrange(3)
         match choose.choice(["put", "copy", "select", "one row", "all rows"]):
             case "put":
-                state.put(row, None if choose.random() < 0.1 else drawn(generator, ridge).to(accurate))
+                state.put(row, None if choose.random() < 0.1 else drawn(generator, rule).to(accurate))
             case "copy":
                 state.copy_row(row, (row + 1) % 3)
             case "select":
@@ -80,18 +85,17 @@ def test_any_order_of_writes_and_reads(ridge: float | None, keeps_rows: bool, dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ridge", [None, 0.1], ids=["the sum", "least squares"])
-def test_rows_of_slots(ridge: float | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["the sum", "least squares"])
+def test_rows_of_slots(rule: Rule, dtype: torch.dtype) -> None:
     """As a server holds them: lent without being cleared, one token of each read at once, one's memory copied to another."""
     generator, choose = torch.Generator().manual_seed(0), random.Random(0)
     layer = Layer(torch.zeros(D, R))
-    height = D if ridge is None else D + R
-    state = State.empty(3, (height, R), D, dtype, ridge, torch.device("cpu"))
+    state = State.empty(3, (rule.state_rows(D, R), R), D, dtype, rule, torch.device("cpu"))
     for row in range(3):
-        state.put(row, drawn(generator, ridge).float())
+        state.put(row, drawn(generator, rule).float())
     for _ in range(100):
         row, other = choose.sample(range(3), 2)
-        state.copy_row(row, other) if choose.random() < 0.3 else state.put(row, drawn(generator, ridge).float())
+        state.copy_row(row, other) if choose.random() < 0.3 else state.put(row, drawn(generator, rule).float())
         rows = choose.sample(range(3), choose.randrange(1, 4))
         z = torch.randn(len(rows), R, generator=generator).to(dtype)
         for found, key, number in zip(state.read_each(z, rows), z, rows, strict=True):
@@ -106,7 +110,7 @@ def test_autocast_leaves_reads_alone(whole: bool, dtype: torch.dtype) -> None:
     layer = Layer(torch.zeros(D, R), eta=1e-4)
     keys, values, z = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((9, R), (9, D), (1, D - 1, R)))
     keys, z = (x * 0.2 + x[..., :1] for x in (keys, z))
-    state = State(torch.cat([1e5 * values.T @ keys, keys.T @ keys]).float()[None], 0.1)
+    state = State(torch.cat([1e5 * values.T @ keys, keys.T @ keys]).float()[None], SOLVED)
     z, out = z.to(dtype), torch.zeros(1, D - 1, D, dtype=dtype)
     with torch.autocast("cpu", dtype=dtype):
         state.add_read(out, z, layer, whole=whole)
@@ -114,17 +118,22 @@ def test_autocast_leaves_reads_alone(whole: bool, dtype: torch.dtype) -> None:
     assert float((out[0].double() - wanted).norm()) <= torch.finfo(dtype).eps * float(wanted.norm())
 
 
+def observed(rule: Rule, see: Callable[[Tensor], None]) -> Form:
+    """The form of a rule, with a look at the states of each readout."""
+    form = form_of(rule)
+    return dataclasses.replace(form, readout=lambda states, rule: (see(states), form.readout(states, rule))[1])
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the rows of a batch are read: alone, behind whole chunks, or together."""
     model, solved = converted("llama", **RIDGE), 0
 
-    def counting(states: Tensor, ridge: float | None) -> Tensor:
+    def counting(states: Tensor) -> None:
         nonlocal solved
         solved += len(states)
-        return readout(states, ridge)
 
-    monkeypatch.setattr(buffers, "readout", counting)
+    monkeypatch.setattr(buffers, "form_of", lambda rule: observed(rule, counting))
     state, once = Session(model), batch * len(LAYERS)
     state.read(random_ids(batch, 24))  # three chunks of 7, the last of which rows write one by one, and three tokens that read it
     assert solved == once
@@ -137,8 +146,8 @@ def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rows_that_are_read_together_are_solved_together(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, calls = torch.Generator().manual_seed(0), list[int]()
-    monkeypatch.setattr(buffers, "readout", lambda states, ridge: calls.append(len(states)) or readout(states, ridge))
-    state = State(torch.stack([drawn(generator, 0.1) for _ in range(4)]), 0.1)
+    monkeypatch.setattr(buffers, "form_of", lambda rule: observed(rule, lambda states: calls.append(len(states))))
+    state = State(torch.stack([drawn(generator, SOLVED) for _ in range(4)]), SOLVED)
     layer, z = Layer(torch.zeros(D, R)), torch.randn(4, 1, R, generator=generator, dtype=torch.float64)
     for row in (2, None, 0, None):
         read = z if row is None else z[row : row + 1]
@@ -149,7 +158,7 @@ def test_rows_that_are_read_together_are_solved_together(monkeypatch: pytest.Mon
 def test_row_norms_are_kept_at_the_eta_of_the_read() -> None:
     generator = torch.Generator().manual_seed(0)
     layer = Layer(torch.randn(D, R, generator=generator, dtype=torch.float64))
-    state = State(torch.stack([drawn(generator, None) for _ in range(2)]), None, keeps_rows=True)
+    state = State(torch.stack([drawn(generator, ROWS) for _ in range(2)]), ROWS)
     for layer.eta in (0.5, 0.1, 0.5, 0.0):
         for row in (0, None):
             z = torch.randn(2, 3, R, generator=generator, dtype=torch.float64)[: 1 if row == 0 else 2]
@@ -161,5 +170,5 @@ def test_row_norms_are_kept_at_the_eta_of_the_read() -> None:
 
 def test_a_row_counts_all_that_it_holds() -> None:
     for dtype, factor in ((torch.bfloat16, 0), (torch.float16, 4)):
-        state = State.empty(3, (D + R, R), D, dtype, 0.1, torch.device("cpu"))
+        state = State.empty(3, (D + R, R), D, dtype, SOLVED, torch.device("cpu"))
         assert state.row_bytes == (D + R) * R * 4 + D * R * 2 + factor

@@ -10,7 +10,7 @@ from models import CHUNK, converted, distance, logits, random_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from inplace_ttt import InPlaceTTTError, Session, disable_ttt, revert, session_file
+from inplace_ttt import InPlaceTTTError, Session, disable_ttt, revert
 from inplace_ttt.config_tables import PromptWrite
 from inplace_ttt.evaluation.long_context.answers import answer
 from inplace_ttt.evaluation.long_context.prompt import Sample
@@ -18,6 +18,7 @@ from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.layer.prompt_stream import ridge_write
+from inplace_ttt.session import file as session_file
 from inplace_ttt.surgery import fast_weights
 
 WRITES: dict[str, dict[str, Any]] = {

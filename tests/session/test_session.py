@@ -13,12 +13,12 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from upstream import needs
 
-from inplace_ttt import InPlaceTTTError, Session, disable_ttt, session_file
+from inplace_ttt import InPlaceTTTError, Session, disable_ttt
 from inplace_ttt import state as state_module
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
-from inplace_ttt.ops import readout
+from inplace_ttt.session import file as session_file
 from inplace_ttt.surgery import fast_weights
 
 LONG = 25  # tokens: past the window; three chunks and four tokens
@@ -126,7 +126,7 @@ def test_forgotten_attention_leaves_the_fast_weights_alone(model):
 
     written = copy.deepcopy(model)
     for index, layer in fast_weights(written).items():
-        change = layer.eta * readout(streams(state.cache)[index].state[0], layer.fast.config.ridge)
+        change = layer.eta * layer.readout(streams(state.cache)[index].state[0])
         if layer.ttt.keys is None:
             layer.weight.data += change if layer.weight.shape == change.shape else change.T
         else:

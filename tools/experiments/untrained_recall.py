@@ -39,6 +39,7 @@ from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.layer.whitened_keys import WhitenedKeys
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
+from inplace_ttt.rules import RidgeRule, Rule, SumRule
 from inplace_ttt.surgery import convert, disable_ttt, fast_weights
 from inplace_ttt.tasks.passages import Passage
 
@@ -62,6 +63,10 @@ class Variant:
     @property
     def rule(self) -> str:
         return "sum" if self.ridge is None else f"least squares, λ {self.ridge:g}"
+
+    @property
+    def update_rule(self) -> Rule:
+        return SumRule() if self.ridge is None else RidgeRule(self.ridge)
 
     def numbers(self, d: int, h: int) -> int:
         """Of a state; of the symmetric sum of KᵀK, half."""
@@ -108,8 +113,8 @@ def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Names
     rows = []
     for variant in tqdm(variants, desc=f"seed {seed}", file=sys.stderr):
         keys = {layer: keys_of(directions[layer], variant.rank) for layer in args.layers}
-        recalls = {layer: recall(keys[layer](z[layer]), values, read, starts, table, variant.ridge) for layer in args.layers}
-        price = cost(z[first][:1], values[:1], weight, keys[first], variant.ridge, args.repeats)
+        recalls = {layer: recall(keys[layer](z[layer]), values, read, starts, table, variant.update_rule) for layer in args.layers}
+        price = cost(z[first][:1], values[:1], weight, keys[first], variant.update_rule, args.repeats)
         rows.append({"numbers": variant.numbers(*weight.shape), "recall": recalls, "cost": price})
     return rows
 
@@ -184,10 +189,10 @@ def keys_of(found: Directions, rank: int | None) -> Keys:
 
 
 @torch.no_grad()
-def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table: Tensor, ridge: float | None) -> float:
+def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table: Tensor, rule: Rule) -> float:
     """The share of a passage's next tokens that its second copy reads back first."""
     layout = ChunkLayout.from_lengths([[TOKENS]] * len(rows), CHUNK)
-    read = fast_weight(keys, values, None, eta=1.0, layout=layout, ridge=ridge)
+    read = fast_weight(keys, values, None, eta=1.0, layout=layout, rule=rule)
     passage, directions, hits = Passage(), torch.nn.functional.normalize(table, dim=1), []
     for row, start in enumerate(starts):
         again = slice(passage.second(start).start, passage.second(start).stop - 1)
@@ -197,7 +202,7 @@ def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table:
 
 
 @torch.no_grad()
-def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, ridge: float | None, repeats: int) -> dict[str, float]:
+def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, rule: Rule, repeats: int) -> dict[str, float]:
     """Plain down-projection, keys and op, over the plain down-projection alone: median and range of paired times."""
     layout = ChunkLayout.from_lengths([[TOKENS]], CHUNK)
 
@@ -207,7 +212,7 @@ def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, ridge: float | N
         return time.perf_counter() - began
 
     def with_memory() -> Tensor:
-        return linear(z, weight) + fast_weight(keys(z), values, None, eta=1.0, layout=layout, ridge=ridge)
+        return linear(z, weight) + fast_weight(keys(z), values, None, eta=1.0, layout=layout, rule=rule)
 
     ratios = [timed(with_memory) / timed(lambda: linear(z, weight)) for _ in range(repeats + 1)][1:]
     return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}

@@ -191,6 +191,7 @@ def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     """Chunks together, inverse factors, float32 in two halves; wide keys, few keys, gates, clips, a state, packed rows."""
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops import fast_weight
+    from inplace_ttt.rules import RidgeRule
 
     shapes = {"tiny": (8, 12, 10)} if smoke else {"odd": (75, 129, 203), "SmolLM2-135M": (128, 576, 1024), "few keys": (64, 512, 48)}
     for (name, documents), (shape, (chunk, d, r)), dtype in itertools.product(DOCUMENTS.items(), shapes.items(), BOUND):
@@ -208,7 +209,7 @@ def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
             inputs = {key: made[key].detach().requires_grad_() for key in given}
             results: list[list[Tensor]] = []
             for backend in ("reference", "auto"):
-                out = fast_weight(**inputs, weight=None, eta=1.0, layout=layout, clip=clip, ridge=3.0, backend=backend)
+                out = fast_weight(**inputs, weight=None, eta=1.0, layout=layout, clip=clip, rule=RidgeRule(3.0), backend=backend)
                 grad = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(4), device=device).to(out)
                 results.append([out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)])
             errors = {key: _distance(found, wanted) for key, wanted, found in zip(("out", *given), *results, strict=True)}

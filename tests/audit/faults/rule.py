@@ -17,6 +17,8 @@ from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight as right_op
 from inplace_ttt.ops import state_dtype
 from inplace_ttt.ops.reference import clip_factor
+from inplace_ttt.rules import PAPER_RULE, RidgeRule
+from inplace_ttt.rules import Rule as UpdateRule
 
 from .conditions import When
 from .under_way import Patch, Place, now, pieces, with_row
@@ -71,16 +73,16 @@ def with_rule(make: Callable[[float], Rule]) -> Callable[[float, When], Callable
     return of
 
 
-def plant_rule(patch: Patch, rule: Rule, when: When) -> None:
-    def op(z: Tensor, v: Tensor, weight: Tensor | None, *, layout: ChunkLayout, ridge: float | None = None, **rest: Any) -> Any:
-        if ridge is not None or not when.anywhere(layout):
-            return right_op(z, v, weight, layout=layout, ridge=ridge, **rest)
-        out, state = walk(rule, when, z, v, weight, layout=layout, **rest)
+def plant_rule(patch: Patch, fault: Rule, when: When) -> None:
+    def op(z: Tensor, v: Tensor, weight: Tensor | None, *, layout: ChunkLayout, rule: UpdateRule = PAPER_RULE, **rest: Any) -> Any:
+        if isinstance(rule, RidgeRule) or not when.anywhere(layout):
+            return right_op(z, v, weight, layout=layout, rule=rule, **rest)
+        out, state = walk(fault, when, z, v, weight, layout=layout, **rest)
         return (out, state) if rest.get("return_state") else out
 
     def add_read(self: State, out: Tensor, z: Tensor, layer: Any, row: int | None = None, **how: bool) -> None:
         call = now()
-        if call is None or call.stream is None or self.ridge is not None:
+        if call is None or call.stream is None or isinstance(self.rule, RidgeRule):
             return real_read(self, out, z, layer, row, **how)
         for index, number in enumerate(range(len(z)) if row is None else [row]):
             here, keys = out[index : index + 1], z[index : index + 1]
@@ -90,8 +92,8 @@ def plant_rule(patch: Patch, rule: Rule, when: When) -> None:
                 continue
             beside = [s for i, s in enumerate(self.value) if i != number]
             step = Step(place, keys[0].to(self.value.dtype), None, layer.eta, _memory(place), beside=beside)
-            product = rule.key(step) @ rule.read(step, self.value[number]).T
-            here.mul_(rule.base(step)).add_((layer.eta * product)[None].to(out.dtype))
+            product = fault.key(step) @ fault.read(step, self.value[number]).T
+            here.mul_(fault.base(step)).add_((layer.eta * product)[None].to(out.dtype))
         return None
 
     real_read = State.add_read

@@ -58,7 +58,7 @@ def reset_keeps(size: float, when: When) -> Plant:
             state, acts = self.state, when.holds(place_in(self))
             real(self)
             if acts and state is not None:
-                self._state = State(size * state, self.ridge)
+                self._state = State(size * state, self.rule)
 
         real = FastWeightStream.reset
         patch.setattr(FastWeightStream, "reset", reset)
