@@ -14,11 +14,11 @@ from transformers.cache_utils import DynamicLayer
 from upstream import needs
 
 from inplace_ttt import InPlaceTTTError, Session, disable_ttt
-from inplace_ttt import state as state_module
 from inplace_ttt.checkpoint.fingerprint import fingerprint_of
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.session import file as session_file
+from inplace_ttt.session import session as session_module
 from inplace_ttt.surgery import fast_weights
 
 LONG = 25  # tokens: past the window; three chunks and four tokens
@@ -257,7 +257,7 @@ def test_a_cache_that_cannot_be_saved_is_refused(kind, tmp_path):
 
 
 def test_reading_and_generating_are_one_unbroken_text(model, monkeypatch):
-    monkeypatch.setattr(state_module, "_READ_AT_ONCE", 6)
+    monkeypatch.setattr(session_module, "_READ_AT_ONCE", 6)
     state, text = Session(model), random_ids(2, 0)
     for turn, (said, new) in enumerate([(15, 9), (1, 4), (13, 8)]):
         text = torch.cat([text, random_ids(2, said, seed=turn)], dim=1)
@@ -273,7 +273,7 @@ def test_reading_and_generating_are_one_unbroken_text(model, monkeypatch):
 def test_a_text_read_in_pieces_is_all_taken_in(how, update_on_decode, monkeypatch):
     """Its last token is no generated token, even where it is read alone."""
     model, ids = converted("llama", update_on_decode=update_on_decode), random_ids(1, 3 * CHUNK)
-    monkeypatch.setattr(state_module, "_READ_AT_ONCE", 3 * CHUNK - 1)
+    monkeypatch.setattr(session_module, "_READ_AT_ONCE", 3 * CHUNK - 1)
     state = Session(model)
     if how == "read":
         state.read(ids)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from inplace_ttt.ttt import config_of, fast_weights, is_converted
 from models import random_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inplace_ttt.surgery import config_of, fast_weights, is_converted
 from inplace_ttt.training import plan
 from inplace_ttt.training.audit import gate
 from inplace_ttt.training.meta_step import StepCost
