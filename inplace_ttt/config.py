@@ -15,7 +15,7 @@ from .rules import Rule, WriteNorm, rule_of_config
 Target = Literal["embeddings", "hidden_states"]
 Conv = Literal["lookahead", "causal", "next"]
 UpdateRule = Literal["sum", "ridge"]
-ProjInit = Literal["random_diagonal", "shared_diagonal", "identity"]
+ProjInit = Literal["random_diagonal", "shared_diagonal", "identity", "calibrated"]
 
 _OF_THE_PAPER = {"layers", "chunk_size", "eta", "target", "conv", "kernel_size", "clip", "update_on_decode"}
 _EVERY = re.compile(r"every:([1-9]\d{0,8})")
@@ -46,8 +46,8 @@ class InPlaceTTTConfig:
     what a text says beside the matter then takes less of the memory. 1 before it has learnt.
     normalize_targets: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
     to the size of the layer's residual stream, as measured on a text.
-    calibrated_proj: P starts as the map from the next token's source to what would have lowered the loss, as measured on a text.
-    proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all layers, or the identity.
+    proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all layers, the identity, or
+    "calibrated", the map from the next token's source to what would have lowered the loss, as measured on a text.
     write_norm: "spectral" divides a chunk's delta by its spectral norm, in place of a clip.
     preserve_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
     prompt_write: what a session writes at the end of its prompt, once, in place of the chunks (`Session.write_prompt`); forwards
@@ -68,7 +68,6 @@ class InPlaceTTTConfig:
     whitening: KeyWhitening | None = None
     write_gate: bool = False
     normalize_targets: bool = False
-    calibrated_proj: bool = False
     proj_init: ProjInit = "random_diagonal"
     write_norm: WriteNorm | None = None
     preserve_row_norms: bool = False
@@ -119,12 +118,8 @@ class InPlaceTTTConfig:
             self.whitening is None or isinstance(self.whitening, KeyWhitening),
             f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
         )
-        for name in ("detach_target", "update_on_decode", "normalize_targets", "calibrated_proj"):
+        for name in ("detach_target", "update_on_decode", "normalize_targets"):
             require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
-        require(
-            not self.calibrated_proj or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
-            "calibrated_proj is for targets that see the next token; use conv='lookahead' and a kernel_size of 3 or more, or leave it out.",
-        )
         usual = InPlaceTTTConfig.kernel_size
         require(
             self.conv != "next" or self.kernel_size == usual,
@@ -132,8 +127,8 @@ class InPlaceTTTConfig:
         )
         require(self.proj_init in get_args(ProjInit), f"proj_init must be one of {get_args(ProjInit)}, got {self.proj_init!r}.")
         require(
-            not self.calibrated_proj or self.proj_init == InPlaceTTTConfig.proj_init,
-            f"proj_init {self.proj_init!r} has no effect where calibrated_proj measures the start of P; leave one of them out.",
+            self.proj_init != "calibrated" or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
+            "proj_init='calibrated' needs targets that see the next token; use conv='lookahead' and a kernel_size of 3 or more.",
         )
         object.__setattr__(self, "rule", rule_of_config(self, InPlaceTTTConfig))
 
@@ -170,7 +165,7 @@ class InPlaceTTTConfig:
     @property
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
-        return self.whitening is not None or self.normalize_targets or self.calibrated_proj
+        return self.whitening is not None or self.normalize_targets or self.proj_init == "calibrated"
 
     @property
     def extensions(self) -> dict[str, Any]:
@@ -226,6 +221,6 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         ridge=1.0,
         whitening=KeyWhitening(rank=1024),
         normalize_targets=True,
-        calibrated_proj=True,
+        proj_init="calibrated",
     ),
 }

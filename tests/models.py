@@ -29,7 +29,8 @@ def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True
 
 
 RIDGE: dict[str, Any] = {
-    "update_rule": "ridge", "ridge": 0.5, "whitening": KeyWhitening(0.75), "normalize_targets": True, "calibrated_proj": True, "eta": 10.0,
+    "update_rule": "ridge", "ridge": 0.5, "whitening": KeyWhitening(0.75), "normalize_targets": True,
+    "proj_init": "calibrated", "eta": 10.0,
     "write_gate": True,
 }  # fmt: skip
 """As the preset, with writes that show, and a gate of them."""

@@ -103,7 +103,6 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("update_on_decode must be true or false", [{"update_on_decode": x} for x in (0, None)]),
     ("kernel_size 3 is of a convolution, and conv='next' has none", [{"conv": "next", "kernel_size": 3}]),
     ("proj_init must be one of", [{"proj_init": x} for x in ("small", None, 1)]),
-    ("proj_init 'identity' has no effect", [{"proj_init": "identity", "calibrated_proj": True}]),
     ("write_norm must be 'spectral' or nothing", [{"write_norm": x} for x in ("frobenius", 1, True)]),
     ("preserve_row_norms must be true or false", [{"preserve_row_norms": x} for x in (1, None, "yes")]),
     ("write_norm belongs to update_rule='sum', and", [{"write_norm": "spectral", "update_rule": "ridge", "ridge": 0.5}]),

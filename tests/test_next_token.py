@@ -62,9 +62,9 @@ def test_the_optimiser_and_the_first_step_know_p_alone() -> None:
 
 
 def test_p_is_calibrated_on_a_text() -> None:
-    model = converted("llama", writes=False, conv="next", calibrated_proj=True, eta=1e-3)
+    model = converted("llama", writes=False, conv="next", proj_init="calibrated", eta=1e-3)
     assert all(layer.ttt.proj.any() for layer in fast_weights(model).values())
-    as_convolution = converted("llama", writes=False, calibrated_proj=True)
+    as_convolution = converted("llama", writes=False, proj_init="calibrated")
     for a, b in zip(fast_weights(model).values(), fast_weights(as_convolution).values(), strict=True):
         assert distance(a.ttt.proj, b.ttt.proj) < 1e-6
 

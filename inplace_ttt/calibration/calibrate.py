@@ -76,7 +76,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     vocabulary = _mean_embedding(model) if config.normalize_targets and config.target == "embeddings" else None
     for index, layer in layers.items():
         _set(layer, over_text[index], config.whitening, vocabulary)
-    if config.calibrated_proj:
+    if config.proj_init == "calibrated":
         for index, proj in initial_projections(model, rows, progress=progress).items():
             layers[index].ttt.proj.copy_(proj)
 

@@ -280,9 +280,8 @@ def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: 
     rank = None if config.whitening is None else config.whitening.directions(dim, width)
     keys = None if rank is None else WhitenedKeys(width, rank, **factory)
     gate = None if rank is None or not config.write_gate else WriteGate(rank, **factory)
-    measured: dict[str, Any] = {"normalize_targets": config.normalize_targets, "calibrated_proj": config.calibrated_proj}
-    chosen: dict[str, Any] = {"proj_init": config.proj_init, "keys": keys, "write_gate": gate}
-    return TargetGenerator(dim, config.kernel_size, config.conv, **chosen, **measured, **factory)
+    chosen: dict[str, Any] = {"normalize_targets": config.normalize_targets, "proj_init": config.proj_init}
+    return TargetGenerator(dim, config.kernel_size, config.conv, **chosen, keys=keys, write_gate=gate, **factory)
 
 
 def remove(down: FastWeight) -> None:

@@ -40,7 +40,6 @@ class TargetGenerator(nn.Module):
         conv: Conv,
         *,
         normalize_targets: bool = False,
-        calibrated_proj: bool = False,
         proj_init: ProjInit = "random_diagonal",
         keys: WhitenedKeys | None = None,
         write_gate: WriteGate | None = None,
@@ -54,7 +53,7 @@ class TargetGenerator(nn.Module):
         self.register_buffer("gain", torch.zeros((), **factory) if normalize_targets else None)
         self.keys = keys
         self.write_gate = write_gate
-        self.calibrated_proj, self.proj_init = calibrated_proj, proj_init
+        self.proj_init = proj_init
         self._is_measured = False
 
     @property
@@ -72,7 +71,7 @@ class TargetGenerator(nn.Module):
         """
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.zero_()
-        if not self.calibrated_proj:
+        if self.proj_init != "calibrated":
             generator = torch.Generator().manual_seed(_SHARED_SEED if self.proj_init == "shared_diagonal" else seed)
             random = torch.randn(self.proj.shape[0], generator=generator) * std
             self.proj.diagonal().copy_(torch.ones_like(random) if self.proj_init == "identity" else random)
@@ -98,7 +97,7 @@ class TargetGenerator(nn.Module):
                 self.mean,
                 self.gain,
                 None if self.keys is None else self.keys.directions,
-                self.proj if self.calibrated_proj else None,
+                self.proj if self.proj_init == "calibrated" else None,
             ]
             if any(tensor is not None and not tensor.is_meta and not bool(tensor.any()) for tensor in measured):
                 raise InPlaceTTTError(

@@ -26,7 +26,7 @@ RIDGE = {
     "chunk_size": 8,
     "whitening": KeyWhitening(shrinkage=1e-6),
     "normalize_targets": True,
-    "calibrated_proj": True,
+    "proj_init": "calibrated",
     "update_rule": "ridge",
     "ridge": 1.0,
 }
@@ -235,7 +235,7 @@ def test_least_squares_finds_the_map_and_keeps_the_size() -> None:
 def test_a_calibrated_p_needs_the_next_token() -> None:
     for wrong in ({"conv": "causal"}, {"kernel_size": 1}):
         with pytest.raises(InPlaceTTTError, match="next token"):
-            InPlaceTTTConfig(calibrated_proj=True, **wrong)
+            InPlaceTTTConfig(proj_init="calibrated", **wrong)
 
 
 @pytest.mark.parametrize("name", NAMES)

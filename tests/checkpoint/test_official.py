@@ -189,19 +189,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"clip": {"max_norm": 1.0}},
     "detach_target": {"detach_target": True},
     "update_on_decode": {"update_on_decode": False},
-    "rule": LEAST_SQUARES,
+    "update_rule": LEAST_SQUARES,
     "ridge": LEAST_SQUARES,
     "whitening": {"whitening": {"rank": 8}},
     "write_gate": {**LEAST_SQUARES, "whitening": {"rank": 8}, "write_gate": True},
     "normalize_targets": {"normalize_targets": True},
-    "calibrated_proj": {"calibrated_proj": True},
-    "proj_init": {"proj_init": "identity"},
+    "proj_init": {"proj_init": "calibrated"},
     "write_norm": {"write_norm": "spectral"},
     "preserve_row_norms": {"preserve_row_norms": True},
     "prompt_write": {"conv": "next", "prompt_write": {}},
 }
 """Each setting at another value than the default, with what that needs."""
-OF_THE_START = {"calibrated_proj", "proj_init"}
+OF_THE_START = {"proj_init"}
 """What P began as: its tensor holds what came of it."""
 
 

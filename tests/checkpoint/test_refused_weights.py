@@ -132,7 +132,7 @@ def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--set", "normalize_targets=true"], ["--set", "calibrated_proj=true"], ["--preset", "ridge"]], ids=str
+    "options", [[], ["--set", "normalize_targets=true"], ["--set", "proj_init=calibrated"], ["--preset", "ridge"]], ids=str
 )
 @pytest.mark.parametrize("number", ["nan", "inf"])
 def test_a_base_holds_what_is_no_number(number: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

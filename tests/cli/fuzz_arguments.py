@@ -20,7 +20,7 @@ _TEXTS = "--text text.txt other.txt"
 
 COMMANDS = (
     "convert base out --layers 0 --chunk-size 8 --eta 1 --target embeddings --preset paper --set kernel_size=3 --no-verify",
-    "convert base out --preset ridge --set calibrated_proj=false --calibrate text.txt --calibrate-tokens 64 --no-verify --adapter-only",
+    "convert base out --preset ridge --set proj_init=random_diagonal --calibrate text.txt --calibrate-tokens 64 --no-verify --adapter-only",
     "info lora --base base",
     f"generate ttt {_READ} --max-new-tokens 2 --temperature 1 --seed 1 --ttt on --dtype float32",
     f"generate lora {_READ} --max-new-tokens 0 --base base --save-state out --fast-weights-only",

@@ -71,7 +71,7 @@ def write(model: PreTrainedModel) -> None:
     for layer in fast_weights(model).values():
         if layer.ttt.conv is not None:
             layer.ttt.conv.normal_(0, 0.2)
-        if not layer.ttt.calibrated_proj:
+        if layer.ttt.proj_init != "calibrated":
             layer.ttt.proj.normal_(0, 0.1)
         if layer.ttt.gate is not None:
             layer.ttt.gate.normal_()

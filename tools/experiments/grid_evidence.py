@@ -78,7 +78,7 @@ POINTS = {
     "ridge, λ 10": Point(rules.ridge("ridge=10")),
     "ridge, eta 1": Point(rules.ridge("eta=1")),
     "ridge, the sum": Point(rules.ridge("update_rule=sum", "ridge=null")),
-    "ridge, random P": Point(rules.ridge("calibrated_proj=false")),
+    "ridge, random P": Point(rules.ridge("proj_init=random_diagonal")),
 }
 
 

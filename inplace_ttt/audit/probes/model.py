@@ -85,9 +85,9 @@ def start_conv(whole: WholeModel, expected: Any) -> Outcome:
 def start_projection(whole: WholeModel, expected: Any) -> Outcome:
     """P of a fresh conversion: its entries off the diagonal, and the spread on it against the model's initializer range."""
     if whole.config.proj_init != "random_diagonal":
-        return Outcome("extension", f"P starts as the {whole.config.proj_init.replace('_', ' ')}", {"proj_init": whole.config.proj_init})
-    if whole.config.calibrated_proj:
-        return Outcome("extension", "P starts as the map to the next token that is measured on a text", {"calibrated_proj": True})
+        measured = "map to the next token that is measured on a text"
+        start = measured if whole.config.proj_init == "calibrated" else whole.config.proj_init.replace("_", " ")
+        return Outcome("extension", f"P starts as the {start}", {"proj_init": whole.config.proj_init})
     fresh, half = [proj for _, proj in whole.once(after_conversion).generators], len(whole.once(after_conversion).generators) // 2
     drawn = [(p, TWIN_RANGE) for p in fresh]
     groups = [fresh[:half], fresh[half:]]
