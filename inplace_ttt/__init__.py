@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .config_tables import KeyWhitening, PromptWrite, UpdateClip
     from .session.session import Session
     from .surgery import convert, disable_ttt, revert
-    from .training.callback import InPlaceTTTCallback
+    from .training.loop.callback import InPlaceTTTCallback
 
 __version__ = "0.1.0.dev0"
 
@@ -44,7 +44,7 @@ register()
 _HOMES = {
     "UpdateClip": "config_tables",
     "Session": "session.session",
-    "InPlaceTTTCallback": "training.callback",
+    "InPlaceTTTCallback": "training.loop.callback",
     "InPlaceTTTConfig": "config",
     "KeyWhitening": "config_tables",
     "PromptWrite": "config_tables",

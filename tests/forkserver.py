@@ -16,7 +16,7 @@ FORKSERVER.set_forkserver_preload(
         "accelerate.utils.deepspeed",
         "datasets",
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
-        "inplace_ttt.training.worker",
+        "inplace_ttt.training.run.worker",
         "peft",
         "torch._inductor.utils",
         "torch.distributed.fsdp",

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from inplace_ttt.errors import NotSoError
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.training.guards import FiniteGradients, GradientTap
+from inplace_ttt.training.loop.guards import FiniteGradients, GradientTap
 
 LENGTH, STEPS = 4 * CHUNK + 2, 10
 RULES = {"paper": {}, "ridge": RIDGE}

@@ -16,9 +16,9 @@ from inplace_ttt.audit.auditor import audit_model
 from inplace_ttt.diagnostics import diagnose
 from inplace_ttt.diagnostics.report import write_report
 from inplace_ttt.surgery import config_of, fast_weights
-from inplace_ttt.training.guards import FirstStep, GradientTap
-from inplace_ttt.training.parameters import parameter_groups
-from inplace_ttt.training.recipe_sections import Training
+from inplace_ttt.training.loop.guards import FirstStep, GradientTap
+from inplace_ttt.training.loop.parameters import parameter_groups
+from inplace_ttt.training.recipe.sections import Training
 
 NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
 SETTINGS = [x for name, value in NORMS.items() if name != "eta" for x in ("--set", f"{name}={json.dumps(value)}")]

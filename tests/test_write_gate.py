@@ -9,8 +9,8 @@ from models import LAYERS, RIDGE, converted, distance, logits, random_ids
 from inplace_ttt import load
 from inplace_ttt.layer.write_gate import WriteGate
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.training.parameters import parameter_groups
-from inplace_ttt.training.recipe_sections import Training
+from inplace_ttt.training.loop.parameters import parameter_groups
+from inplace_ttt.training.recipe.sections import Training
 
 IDS = random_ids(1, 40)
 UNGATED = {**RIDGE, "write_gate": False}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..training.plan import make_plan
-from ..training.recipe import load_recipe
+from ..training.plan.plan import make_plan
+from ..training.recipe.recipe import load_recipe
 from . import Result
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..files.json_files import read_json
-from ..training.launch import launch
+from ..training.loop.run_state import REPORT, finished, held
 from ..training.model import meta_model
-from ..training.recipe import load_recipe
-from ..training.run_state import REPORT, finished, held
+from ..training.recipe.recipe import load_recipe
+from ..training.run.launch import launch
 from . import Result
 from .messages import say_now
 

@@ -12,7 +12,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError
 from ..files.schema import from_values
 from ..surgery import convert, is_converted
-from ..training.callback import InPlaceTTTCallback
+from ..training.loop.callback import InPlaceTTTCallback
 
 
 @dataclass(frozen=True)

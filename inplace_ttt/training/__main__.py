@@ -13,10 +13,10 @@ from typing import NoReturn
 import torch
 
 from ..errors import TRACEBACK, InPlaceTTTError, one_line, refused_by_system
-from .meeting import OtherFailed
-from .recipe import load_recipe
-from .stopping import REFUSAL, end_with_launcher
-from .worker import meet, run
+from .loop.meeting import OtherFailed
+from .loop.stopping import REFUSAL, end_with_launcher
+from .recipe.recipe import load_recipe
+from .run.worker import meet, run
 
 
 def main() -> int:

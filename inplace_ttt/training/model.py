@@ -22,8 +22,8 @@ from ..families import auto_class
 from ..files.json_files import read_json
 from ..files.memory import require_memory
 from ..surgery import convert, fast_weights
-from .recipe import Recipe
-from .recipe_sections import Lora, Model
+from .recipe.recipe import Recipe
+from .recipe.sections import Lora, Model
 
 _WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
 _EXTENDS_ROPE = ("yarn", "longrope", "llama3")

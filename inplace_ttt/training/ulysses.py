@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..errors import InPlaceTTTError
 from ..layout import document_starts
-from .recipe import Recipe
+from .recipe.recipe import Recipe
 
 
 def sharing_problems(recipe: Recipe, chunk_size: int, config: PreTrainedConfig | None = None) -> list[str]:

@@ -15,15 +15,15 @@ from training.recipes import CONFIG, tiny_recipe
 from transformers import AutoTokenizer
 
 from inplace_ttt import InPlaceTTTConfig, KeyWhitening, cli
-from inplace_ttt.training import parameters
 from inplace_ttt.training.audit import audit_recipe, gate, write_report
 from inplace_ttt.training.audit.catalogue import RECIPE
 from inplace_ttt.training.audit.rows import read_rows
 from inplace_ttt.training.audit.small_model import _narrowed_ttt
-from inplace_ttt.training.data import TrainingData, build_data
+from inplace_ttt.training.data.data import TrainingData, build_data
+from inplace_ttt.training.data.packing import pack
+from inplace_ttt.training.loop import parameters
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.packing import pack
-from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.recipe.recipe import Recipe
 
 PAPER: dict[str, Any] = {
     "model": {"config": {**CONFIG, "num_hidden_layers": 7, "max_position_embeddings": 131072}, "tokenizer": "nowhere", "dtype": "float32"},

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from inplace_ttt import InPlaceTTTError, cli
 from inplace_ttt.cli import info
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 from .fuzz_run import run
 from .fuzz_world import copy_of, in_folder, make_world

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from inplace_ttt.cli import train
-from inplace_ttt.training.run_state import claim
+from inplace_ttt.training.loop.run_state import claim
 
 from . import fuzz_arguments
 from . import fuzz_damage as damage

@@ -11,7 +11,7 @@ from torch import nn
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.files.text import begins_of, document_ids, joined_tokens, require_known_ids, tokens_of
-from inplace_ttt.training.tokenising import tokenise
+from inplace_ttt.training.data.tokenising import tokenise
 
 
 def tokenizer_with_bos() -> Any:

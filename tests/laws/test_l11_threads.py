@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from inplace_ttt import disable_ttt, language_head
 from inplace_ttt.families import CACHE
 from inplace_ttt.ops.precision import in_full_precision
-from inplace_ttt.training.held_out import held_out_sums
+from inplace_ttt.training.loop.held_out import held_out_sums
 
 THREADS, SESSIONS = 6, 3
 

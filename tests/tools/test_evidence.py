@@ -18,7 +18,7 @@ from sine import Sine
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.files.results import Results
 from inplace_ttt.files.settings import read_settings
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from inplace_ttt.attention_window import attention_window, window_cache
 from inplace_ttt.evaluation.token_losses import token_losses
 from inplace_ttt.families import CACHE
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 PREFIX, WINDOW, SINKS = 5, 16, soft_prompt.SINKS
 

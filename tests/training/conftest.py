@@ -8,9 +8,9 @@ import pytest
 from tiny import word_level
 from transformers import PreTrainedTokenizerFast
 
-from inplace_ttt.training.data import TrainingData, build_data
-from inplace_ttt.training.data_settings import Data
-from inplace_ttt.training.recipe_sections import Parallel
+from inplace_ttt.training.data.data import TrainingData, build_data
+from inplace_ttt.training.recipe.data_section import Data
+from inplace_ttt.training.recipe.sections import Parallel
 
 from .corpus import CHUNK, EOS, FIRST, LENGTH, PAD, WORDS, recipe, texts
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.training.data_settings import Data
-from inplace_ttt.training.recipe import Recipe
-from inplace_ttt.training.recipe_sections import Model, Parallel, Training
+from inplace_ttt.training.recipe.data_section import Data
+from inplace_ttt.training.recipe.recipe import Recipe
+from inplace_ttt.training.recipe.sections import Model, Parallel, Training
 
 EOS, PAD = 1, 0
 FIRST = 3  # the word w<n> is token n + FIRST

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from forkserver import FORKSERVER
 
-from inplace_ttt.training.launch import _remove_shared_memory
+from inplace_ttt.training.run.launch import _remove_shared_memory
 
 
 class Forked:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from inplace_ttt.ops.benchmark import memory_status, peak_starts_again
-from inplace_ttt.training.held_out import held_out_sums
+from inplace_ttt.training.loop.held_out import held_out_sums
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.recipe import Recipe, load_recipe
+from inplace_ttt.training.recipe.recipe import Recipe, load_recipe
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 

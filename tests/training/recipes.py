@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from families import COMMON, WINDOW
 
-from inplace_ttt.training.recipe import Recipe, load_recipe
+from inplace_ttt.training.recipe.recipe import Recipe, load_recipe
 
 CONFIG: dict[str, Any] = {
     "model_type": "mistral",

@@ -18,7 +18,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.training.__main__ import main
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 from .forked import Forked
 from .recipes import CONFIG

@@ -15,17 +15,17 @@ from tiny import word_level
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast, default_data_collator
 
-import inplace_ttt.training.data as data_module
+import inplace_ttt.training.data.data as data_module
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.training import streams
-from inplace_ttt.training.data import TrainingData, build_data
-from inplace_ttt.training.data_settings import Data, Recall
-from inplace_ttt.training.recipe import Recipe
-from inplace_ttt.training.recipe_sections import Model, Parallel, Training
-from inplace_ttt.training.row_order import rows_to_come, save_position
-from inplace_ttt.training.streams import Position
-from inplace_ttt.training.tokenising import tokenise
+from inplace_ttt.training.data import streams
+from inplace_ttt.training.data.data import TrainingData, build_data
+from inplace_ttt.training.data.row_order import rows_to_come, save_position
+from inplace_ttt.training.data.streams import Position
+from inplace_ttt.training.data.tokenising import tokenise
+from inplace_ttt.training.recipe.data_section import Data, Recall
+from inplace_ttt.training.recipe.recipe import Recipe
+from inplace_ttt.training.recipe.sections import Model, Parallel, Training
 
 from .corpus import CHUNK, EOS, FIRST, LENGTH, LENGTHS, PAD, WORDS, documents, recipe, texts, tokens
 

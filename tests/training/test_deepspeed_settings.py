@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.training import recipe as recipes
-from inplace_ttt.training.arguments import deepspeed_config
-from inplace_ttt.training.deepspeed_settings import KNOWN, without_effect
+from inplace_ttt.training.loop.arguments import deepspeed_config
+from inplace_ttt.training.recipe import recipe as recipes
+from inplace_ttt.training.recipe.deepspeed import KNOWN, without_effect
 
 from .recipes import tiny_recipe
 

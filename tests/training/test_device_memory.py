@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from inplace_ttt.training.device_memory import ModelSize, communication, deepspeed_memory, single_process_memory
-from inplace_ttt.training.meta_step import StepCost
+from inplace_ttt.training.plan.device_memory import ModelSize, communication, deepspeed_memory, single_process_memory
+from inplace_ttt.training.plan.meta_step import StepCost
 
 from .recipes import tiny_recipe
 

@@ -11,10 +11,10 @@ from inplace_ttt import load
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.evaluation.comparison import compare
 from inplace_ttt.evaluation.protocol import Protocol
-from inplace_ttt.training.data import build_data
-from inplace_ttt.training.monitor import document_to_diagnose, documents_to_compare
-from inplace_ttt.training.packing import pack
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.data.data import build_data
+from inplace_ttt.training.data.packing import pack
+from inplace_ttt.training.loop.monitor import document_to_diagnose, documents_to_compare
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 from .recipes import tiny_recipe
 from .runs import CHUNK, checkpoint, documents, logged, recipe_file, trained, weights

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import modeling_flash_attention_utils as flash
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.training.batches import collate, needs_document_lengths, with_document_lengths
+from inplace_ttt.training.loop.batches import collate, needs_document_lengths, with_document_lengths
 from inplace_ttt.training.ulysses import check_sharing
 
 from .recipes import tiny_recipe

@@ -16,15 +16,15 @@ from inplace_ttt.diagnostics import precision
 from inplace_ttt.diagnostics.writes import WriteHealth, observed, watched
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.training.batches import collate, where_learnt
-from inplace_ttt.training.data_settings import Data
-from inplace_ttt.training.guards import FirstStep, GradientTap, check_state_precision, check_writes
-from inplace_ttt.training.monitor import EtaWarmup, LayerMonitor
-from inplace_ttt.training.packing import pack
-from inplace_ttt.training.parameters import parameter_groups, schedule
-from inplace_ttt.training.recipe import Recipe
-from inplace_ttt.training.recipe_sections import Model, Training
-from inplace_ttt.training.speed import Clock, Speed, SpeedLog
+from inplace_ttt.training.data.packing import pack
+from inplace_ttt.training.loop.batches import collate, where_learnt
+from inplace_ttt.training.loop.guards import FirstStep, GradientTap, check_state_precision, check_writes
+from inplace_ttt.training.loop.monitor import EtaWarmup, LayerMonitor
+from inplace_ttt.training.loop.parameters import parameter_groups, schedule
+from inplace_ttt.training.loop.speed import Clock, Speed, SpeedLog
+from inplace_ttt.training.recipe.data_section import Data
+from inplace_ttt.training.recipe.recipe import Recipe
+from inplace_ttt.training.recipe.sections import Model, Training
 
 
 def step(model: nn.Module, length: int = 30) -> None:

@@ -11,8 +11,8 @@ from widest import Widest
 
 from inplace_ttt import language_head
 from inplace_ttt.surgery import disable_ttt
-from inplace_ttt.training import held_out
-from inplace_ttt.training.batches import collate, held_out_batches, shifted, with_document_lengths
+from inplace_ttt.training.loop import held_out
+from inplace_ttt.training.loop.batches import collate, held_out_batches, shifted, with_document_lengths
 
 from .recipes import tiny_recipe
 

@@ -14,10 +14,10 @@ from torch.distributed import HashStore
 
 from inplace_ttt.errors import InPlaceTTTError
 from inplace_ttt.training import __main__ as process
-from inplace_ttt.training import launch
-from inplace_ttt.training.meeting import Meeting
-from inplace_ttt.training.run_state import last_checkpoint
-from inplace_ttt.training.stopping import LAUNCHER, end_with_launcher
+from inplace_ttt.training.loop.meeting import Meeting
+from inplace_ttt.training.loop.run_state import last_checkpoint
+from inplace_ttt.training.loop.stopping import LAUNCHER, end_with_launcher
+from inplace_ttt.training.run import launch
 
 from .forked import Forked
 from .recipes import tiny_recipe, write_recipe

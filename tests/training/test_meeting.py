@@ -15,9 +15,9 @@ from deepspeed.utils import groups
 from torch.distributed import Store, TCPStore
 
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.training.arguments import open_group
-from inplace_ttt.training.meeting import Meeting, OtherFailed
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.loop.arguments import open_group
+from inplace_ttt.training.loop.meeting import Meeting, OtherFailed
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 from .forked import Forked
 from .recipes import write_recipe

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from inplace_ttt import InPlaceTTTConfig, convert, revert
-from inplace_ttt.training.device_memory import ModelSize, single_process_memory
-from inplace_ttt.training.flops import attention_flops, fast_weight_flops, model_flops
-from inplace_ttt.training.meta_step import evaluation_cost, step_cost
 from inplace_ttt.training.model import meta_model
-from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.plan.device_memory import ModelSize, single_process_memory
+from inplace_ttt.training.plan.flops import attention_flops, fast_weight_flops, model_flops
+from inplace_ttt.training.plan.meta_step import evaluation_cost, step_cost
+from inplace_ttt.training.recipe.recipe import Recipe
 
 from . import measured_step
 from .forked import Forked

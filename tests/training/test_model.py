@@ -17,9 +17,9 @@ from tiny import word_level
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, load, revert, save_adapter
 from inplace_ttt.surgery import config_of, fast_weights
 from inplace_ttt.training.model import build_model, meta_model
-from inplace_ttt.training.recipe import Recipe
-from inplace_ttt.training.recipe_changes import Facts, changes, facts_of
-from inplace_ttt.training.worker import read_tokenizer
+from inplace_ttt.training.recipe.changes import Facts, changes, facts_of
+from inplace_ttt.training.recipe.recipe import Recipe
+from inplace_ttt.training.run.worker import read_tokenizer
 
 from . import zero3_worker
 from .forked import Forked

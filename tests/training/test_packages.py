@@ -8,8 +8,8 @@ import pytest
 from tiny import word_level
 
 from inplace_ttt import InPlaceTTTError, cli
-from inplace_ttt.training import packages
-from inplace_ttt.training.launch import launch
+from inplace_ttt.training.recipe import packages
+from inplace_ttt.training.run.launch import launch
 
 from .recipes import VALUES, tiny_recipe, write_recipe
 

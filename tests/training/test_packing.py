@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from inplace_ttt.layout import ChunkLayout
-from inplace_ttt.training.packing import Size, count, lay_out, pack
+from inplace_ttt.training.data.packing import Size, count, lay_out, pack
 
 PAD = 99_999
 Row = dict[str, np.ndarray]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from inplace_ttt import cli
-from inplace_ttt.training import plan
-from inplace_ttt.training.plan import make_plan
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.plan import plan
+from inplace_ttt.training.plan.plan import make_plan
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 from .recipes import CONFIG, SMALL, tiny_recipe, write_recipe
 from .runs import checkpoint, documents, finish, recipe_file, start

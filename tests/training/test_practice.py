@@ -14,12 +14,12 @@ from tiny import word_level
 
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.attention_window import attention_reach
-from inplace_ttt.training.data_settings import Data, Facts, Repeat
+from inplace_ttt.training.data.packing import pack
+from inplace_ttt.training.data.practice import practise, seen_anyway, with_practice
+from inplace_ttt.training.data.sources import find
+from inplace_ttt.training.data.streams import Documents, RowStream, open_stream
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.packing import pack
-from inplace_ttt.training.practice import practise, seen_anyway, with_practice
-from inplace_ttt.training.sources import find
-from inplace_ttt.training.streams import Documents, RowStream, open_stream
+from inplace_ttt.training.recipe.data_section import Data, Facts, Repeat
 
 from .recipes import CONFIG, tiny_recipe
 

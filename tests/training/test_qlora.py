@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MistralConfig
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.plan import make_plan
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.plan.plan import make_plan
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 from .recipes import CONFIG
 from .runs import CHUNK, documents, recipe_file, trained, weights

@@ -13,11 +13,11 @@ from models import random_ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inplace_ttt.surgery import config_of, fast_weights, is_converted
-from inplace_ttt.training import plan
 from inplace_ttt.training.audit import gate
-from inplace_ttt.training.meta_step import StepCost
 from inplace_ttt.training.model import build_model, meta_model
-from inplace_ttt.training.recipe import Recipe, load_recipe
+from inplace_ttt.training.plan import plan
+from inplace_ttt.training.plan.meta_step import StepCost
+from inplace_ttt.training.recipe.recipe import Recipe, load_recipe
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from inplace_ttt import InPlaceTTTConfig, cli, convert, load, revert
 from inplace_ttt.checkpoint.loading import load_base
 from inplace_ttt.errors import InPlaceTTTError, NotSoError
-from inplace_ttt.training import launch
-from inplace_ttt.training.guards import MOST_SKIPPED, SkippedSteps
+from inplace_ttt.training.loop.guards import MOST_SKIPPED, SkippedSteps
+from inplace_ttt.training.run import launch
 
 from .runs import CHUNK, checkpoint, documents, finish, recipe_file, start, trained, weights
 

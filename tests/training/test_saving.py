@@ -10,7 +10,7 @@ from models import logits
 from transformers import AutoTokenizer
 
 from inplace_ttt import load
-from inplace_ttt.training.run_state import last_checkpoint
+from inplace_ttt.training.loop.run_state import last_checkpoint
 
 from .runs import checkpoint, documents, finish, recipe_file, start, trained, weights
 

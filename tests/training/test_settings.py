@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, UpdateClip
-from inplace_ttt.training.recipe import Recipe, load_recipe
+from inplace_ttt.training.recipe.recipe import Recipe, load_recipe
 
 from .recipes import tiny_recipe, write_recipe
 

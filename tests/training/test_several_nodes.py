@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.training.launch import launch
-from inplace_ttt.training.recipe import load_recipe
-from inplace_ttt.training.run_state import last_checkpoint
-from inplace_ttt.training.worker import meet
+from inplace_ttt.training.loop.run_state import last_checkpoint
+from inplace_ttt.training.recipe.recipe import load_recipe
+from inplace_ttt.training.run.launch import launch
+from inplace_ttt.training.run.worker import meet
 
 from .forked import Forked
 from .runs import checkpoint, documents, environments, finish, one_process, recipe_file, weights

@@ -13,10 +13,10 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerFast
 
 from inplace_ttt.errors import InPlaceTTTError
-from inplace_ttt.training.data import build_data
-from inplace_ttt.training.data_settings import Data
-from inplace_ttt.training.recipe_changes import refuse_other_results
-from inplace_ttt.training.streams import RowStream
+from inplace_ttt.training.data.data import build_data
+from inplace_ttt.training.data.streams import RowStream
+from inplace_ttt.training.recipe.changes import refuse_other_results
+from inplace_ttt.training.recipe.data_section import Data
 
 from .corpus import CHUNK, EOS, LENGTH, LENGTHS, PAD, documents, recipe, texts, tokens
 from .recipes import tiny_recipe

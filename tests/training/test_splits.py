@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from inplace_ttt import load
 from inplace_ttt.surgery import disable_ttt
-from inplace_ttt.training.batches import collate
-from inplace_ttt.training.data import build_data
-from inplace_ttt.training.recipe import Recipe, load_recipe
-from inplace_ttt.training.row_order import rows_to_come
+from inplace_ttt.training.data.data import build_data
+from inplace_ttt.training.data.row_order import rows_to_come
+from inplace_ttt.training.loop.batches import collate
+from inplace_ttt.training.recipe.recipe import Recipe, load_recipe
 
 from .runs import checkpoint, documents, logged, recipe_file, trained, weights
 

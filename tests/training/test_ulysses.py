@@ -7,7 +7,7 @@ import torch
 from transformers import MistralConfig
 
 from inplace_ttt import InPlaceTTTError
-from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.recipe.recipe import Recipe
 from inplace_ttt.training.ulysses import check_sharing, document_mask
 
 from .recipes import tiny_recipe

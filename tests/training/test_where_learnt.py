@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import NAMES, converted
 
-from inplace_ttt.training.batches import collate, shifted, where_learnt, with_document_lengths
+from inplace_ttt.training.loop.batches import collate, shifted, where_learnt, with_document_lengths
 
 from .test_held_out import LENGTHS, Widest, rows
 

@@ -11,7 +11,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from inplace_ttt.layer.zero3 import gathered, is_partitioned
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "train_micro_batch_size_per_gpu": 1}
 

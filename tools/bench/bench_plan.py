@@ -88,8 +88,8 @@ def compare(name: str, values: dict[str, Any], args: argparse.Namespace) -> dict
 
 def peaks(values: dict[str, Any], args: argparse.Namespace, toy: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Of a run with the model, or with the toy: what is planned, and what the process that took most had at its peaks."""
-    from inplace_ttt.training.plan import make_plan
-    from inplace_ttt.training.recipe import load_recipe
+    from inplace_ttt.training.plan.plan import make_plan
+    from inplace_ttt.training.recipe.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as folder:
         sections: dict[str, Any] = {
@@ -137,9 +137,9 @@ def measure(file: str) -> None:
     from transformers import TrainerCallback
 
     from inplace_ttt.ops.benchmark import memory_status, peak_starts_again
-    from inplace_ttt.training.recipe import load_recipe
-    from inplace_ttt.training.run_state import agree
-    from inplace_ttt.training.worker import meet, prepare
+    from inplace_ttt.training.loop.run_state import agree
+    from inplace_ttt.training.recipe.recipe import load_recipe
+    from inplace_ttt.training.run.worker import meet, prepare
 
     class LastStep(TrainerCallback):
         peak = 0

@@ -86,9 +86,9 @@ def measure(form: str, file: str) -> float:
     import torch
     from transformers import TrainerCallback
 
-    from inplace_ttt.training.recipe import load_recipe
-    from inplace_ttt.training.run_state import agree
-    from inplace_ttt.training.worker import meet, prepare
+    from inplace_ttt.training.loop.run_state import agree
+    from inplace_ttt.training.recipe.recipe import load_recipe
+    from inplace_ttt.training.run.worker import meet, prepare
 
     clock = time.process_time if not torch.cuda.is_available() and torch.get_num_threads() == 1 else time.perf_counter
     ends: list[float] = []
@@ -115,12 +115,12 @@ def plain(recipe: Any, converted: bool) -> Any:
     from transformers import AutoTokenizer, Trainer
 
     from inplace_ttt.surgery import config_of, revert
-    from inplace_ttt.training.arguments import open_group, training_arguments
-    from inplace_ttt.training.batches import collate
-    from inplace_ttt.training.data import build_data
-    from inplace_ttt.training.meeting import Meeting
+    from inplace_ttt.training.data.data import build_data
+    from inplace_ttt.training.data.row_order import rows_to_come
+    from inplace_ttt.training.loop.arguments import open_group, training_arguments
+    from inplace_ttt.training.loop.batches import collate
+    from inplace_ttt.training.loop.meeting import Meeting
     from inplace_ttt.training.model import build_model
-    from inplace_ttt.training.row_order import rows_to_come
 
     meeting = Meeting.by_environment()
     open_group(meeting, recipe)

@@ -231,7 +231,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, would ignore it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _CONTEXT.set_forkserver_preload(["inplace_ttt.training.worker", "accelerate.utils.deepspeed", "datasets", "transformers.models.llama"])
+    _CONTEXT.set_forkserver_preload(
+        ["inplace_ttt.training.run.worker", "accelerate.utils.deepspeed", "datasets", "transformers.models.llama"]
+    )
     began, results, kept = time.monotonic(), {"kills": [], "signals": []}, Results(options.out.parent)
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)

@@ -31,9 +31,9 @@ from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.recall import recall_accuracy, recall_data
+from inplace_ttt.training.loop.parameters import parameter_groups, schedule
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.parameters import parameter_groups, schedule
-from inplace_ttt.training.recipe import load_recipe
+from inplace_ttt.training.recipe.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "recall-cpu.yaml"
 

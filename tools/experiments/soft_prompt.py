@@ -34,10 +34,10 @@ from inplace_ttt.families import CACHE
 from inplace_ttt.files.results import Results
 from inplace_ttt.files.text import files_in, tokens_of
 from inplace_ttt.reports.statistics import Mean
-from inplace_ttt.training.data import build_data
-from inplace_ttt.training.parameters import schedule
-from inplace_ttt.training.recipe import Recipe, load_recipe
-from inplace_ttt.training.row_order import rows_to_come
+from inplace_ttt.training.data.data import build_data
+from inplace_ttt.training.data.row_order import rows_to_come
+from inplace_ttt.training.loop.parameters import schedule
+from inplace_ttt.training.recipe.recipe import Recipe, load_recipe
 
 PREFIX = 87
 """Of 11,520 numbers each, 1,002 thousand; conv and P of three layers have 1,004 thousand."""

@@ -12,9 +12,9 @@ from ...audit.report import Report
 from ...errors import InPlaceTTTError
 from ...files.json_files import json_text, read_json
 from ...surgery import config_of
-from ..data import TrainingData
+from ..data.data import TrainingData
 from ..model import meta_model
-from ..recipe import Recipe, load_recipe
+from ..recipe.recipe import Recipe, load_recipe
 from .catalogue import RECIPE
 from .probes import Run, measured_data
 from .small_model import small_model

@@ -16,10 +16,10 @@ from ...audit.outcome import NotChecked, Outcome, judged
 from ...errors import InPlaceTTTError
 from ...layer.fast_linear import FastWeight
 from ...surgery import fast_weights
-from .. import parameters
-from ..data import TrainingData, build_data
-from ..monitor import EtaWarmup
-from ..recipe import Recipe
+from ..data.data import TrainingData, build_data
+from ..loop import parameters
+from ..loop.monitor import EtaWarmup
+from ..recipe.recipe import Recipe
 from .rows import read_rows
 
 _NEAR = 0.2

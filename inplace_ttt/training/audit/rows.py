@@ -11,11 +11,11 @@ import torch
 
 from ...audit.outcome import Outcome, judged
 from ...tasks import IGNORED
-from .. import batches
-from ..data import TrainingData
-from ..recipe import Recipe
-from ..row_order import rows_to_come
-from ..streams import RowStream
+from ..data.data import TrainingData
+from ..data.row_order import rows_to_come
+from ..data.streams import RowStream
+from ..loop import batches
+from ..recipe.recipe import Recipe
 
 _ROWS, _TOKENS = 32, 1 << 17
 """How many rows are read: so many, or fewer where they are long, but two at least."""

@@ -16,7 +16,7 @@ from ...converted_config import unmark
 from ...families import auto_class
 from ...surgery import convert
 from ..model import planned_architecture
-from ..recipe import Recipe
+from ..recipe.recipe import Recipe
 from ..ulysses import attention_heads
 
 _WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim", "num_attention_heads", "num_key_value_heads")

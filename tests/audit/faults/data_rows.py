@@ -11,7 +11,10 @@ from torch import Tensor
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks import IGNORED
-from inplace_ttt.training import batches, data, model, packing, parameters, trainer, worker
+from inplace_ttt.training import model
+from inplace_ttt.training.data import data, packing
+from inplace_ttt.training.loop import batches, parameters, trainer
+from inplace_ttt.training.run import worker
 
 from .fault import Fault, Plant, owned
 from .run import CHUNK, ROW, Run

@@ -19,12 +19,13 @@ from transformers import AutoTokenizer
 
 from inplace_ttt.audit import Report
 from inplace_ttt.surgery import fast_weights
-from inplace_ttt.training import batches, data, parameters
 from inplace_ttt.training.audit import audit_recipe
-from inplace_ttt.training.guards import clip_finite
+from inplace_ttt.training.data import data
+from inplace_ttt.training.loop import batches, parameters
+from inplace_ttt.training.loop.guards import clip_finite
+from inplace_ttt.training.loop.monitor import EtaWarmup
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.monitor import EtaWarmup
-from inplace_ttt.training.recipe import Recipe
+from inplace_ttt.training.recipe.recipe import Recipe
 
 from .world import Spoil
 

@@ -1,0 +1,79 @@
+"""Training rows that practise recall beyond the attention window: a passage comes again, or facts are told and said again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from ...diagnostics.writes import labelled, longest_document
+from ...layout import ChunkLayout
+from ...tasks.facts import Encode
+from ..recipe.data_section import Data
+from .packing import lead_of
+from .repeated_passages import repeat_passage
+from .streams import Row, RowStream
+from .told_facts import require_room, tell_facts
+
+
+def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Any:
+    """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens and the data's seed.
+
+    begins: special tokens that begin every text, which stay where they are. Raises InPlaceTTTError where no row has room for the facts.
+    """
+    if data.repeat is None and data.facts is None:
+        return rows
+    if data.facts is not None:
+        require_room(data.facts, data.sequence_length, encode)
+    if isinstance(rows, RowStream):
+        return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode, begins=begins))
+    return rows.with_transform(lambda batch: _transposed([practise(row, data, encode, begins) for row in _rows(batch)]))
+
+
+def seen_anyway(data: Data, reach: float) -> list[str]:
+    """A warning for each kind of practice whose second time attention, which sees `reach` tokens back, can read off the first."""
+    after = {}
+    if data.repeat is not None:
+        after["repeat"] = data.repeat.length + data.repeat.gap
+    if data.facts is not None:
+        after["facts"] = data.facts.gap
+    seen = f"{reach:,}" if math.isfinite(reach) else "all"
+    return [
+        f"data.{name} comes again after {tokens:,} tokens, and attention sees {seen} of them: what such rows train may be attention, "
+        "not fast weights; set model.window to no more than that"
+        for name, tokens in after.items()
+        if reach > tokens
+    ]
+
+
+def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
+    """The row itself, or one whose longest document tells facts or has a passage twice; input_ids, position_ids and labels are lists.
+
+    Padding, which has no label, is no document.
+    """
+    generator = random.Random(data.seed ^ crc32(torch.tensor(row["input_ids"]).numpy().tobytes()))
+    layout = ChunkLayout.from_position_ids(torch.tensor([row["position_ids"]]), len(row["input_ids"]))
+    _, (start, stop) = longest_document(labelled(layout, torch.tensor([row["labels"]])))
+    document = slice(start + lead_of(row["input_ids"][start:stop], begins), stop)
+    drawn = generator.random()
+    if data.facts is not None:
+        if drawn < data.facts.share:
+            return tell_facts(row, document, data.facts, generator, encode)
+        drawn -= data.facts.share
+    if data.repeat is not None and drawn < data.repeat.share:
+        return repeat_passage(row, document, data.repeat, generator)
+    return row
+
+
+def _rows(batch: dict[str, list[Any]]) -> list[Row]:
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def _transposed(rows: list[Row]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -1,0 +1,76 @@
+"""Documents of records as token ids, with their length, how many special tokens begin them, and a digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InPlaceTTTError, shown
+from ...files.text import KNOWN_IDS, begins_of, refuse_beyond, with_one_beginning
+from .packing import lead_of
+from .sources import TOKENS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Features
+
+_CHARACTERS = 1 << 21
+"""Characters handed to the tokenizer at a time, unless one document has more: it needs hundreds of bytes for each."""
+
+
+def tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, source: str) -> dict[str, list[Any]]:
+    """A batch of texts, or of tokens. The tokenizer's own special tokens, and EOS after each text; empty texts have no tokens."""
+    import numpy as np
+
+    vocabulary = getattr(tokenizer, KNOWN_IDS, len(tokenizer))
+    found = _checked(batch[column], vocabulary, source) if column == TOKENS else _read(batch[column], column, tokenizer, source)
+    documents = [np.asarray(tokens, dtype=np.int32) for tokens in found]
+    begins = begins_of(tokenizer)
+    return {
+        TOKENS: documents,
+        "length": [len(d) for d in documents],
+        "lead": [lead_of(d[: len(begins)].tolist(), begins) for d in documents],
+        "digest": [digest_of(d) for d in documents],
+    }
+
+
+def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator[Sequence[int]]:
+    for tokens in documents:
+        if not isinstance(tokens, Sequence | None) or not set(map(type, tokens or ())) <= {int}:
+            raise InPlaceTTTError(f"the input_ids of {source} are no lists of whole numbers: {shown(tokens)}; tokenise the documents anew.")
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+            raise InPlaceTTTError(
+                f"the input_ids of {source} are not this model's (ids 0 to {vocabulary - 1}): {min(tokens)} to {max(tokens)}; "
+                "tokenise the documents with it."
+            )
+        yield tokens or ()
+
+
+def _read(texts: Sequence[Any], column: str, tokenizer: Any, source: str) -> Iterator[Sequence[int]]:
+    """The tokens of each text, a few texts in the tokenizer at a time."""
+    few: list[str] = []
+    begins = begins_of(tokenizer)
+    for i, text in enumerate(texts):
+        if not isinstance(text, str | None):
+            raise InPlaceTTTError(f"the field {column!r} of {source} holds {type(text).__name__}, not text; set data.text_field.")
+        few.append(text if text and text.strip() else "")
+        if i + 1 == len(texts) or sum(map(len, few)) >= _CHARACTERS:
+            for kept, read in zip(few, tokenizer(few, verbose=False)["input_ids"], strict=True):
+                tokens = refuse_beyond(with_one_beginning(read, begins), tokenizer, source)
+                ended = tokenizer.eos_token_id is None or tokens[-1:] == [tokenizer.eos_token_id]
+                yield () if not kept else tokens if ended else [*tokens, tokenizer.eos_token_id]
+            few = []
+
+
+def digest_of(tokens: Sequence[int] | np.ndarray) -> str:
+    """Of the token ids."""
+    import numpy as np
+
+    return hashlib.blake2b(np.asarray(tokens, dtype="<i4").tobytes(), digest_size=16).hexdigest()
+
+
+def token_features() -> Features:
+    from datasets import Features, List, Value
+
+    return Features({"input_ids": List(Value("int32")), "length": Value("int64"), "lead": Value("int64"), "digest": Value("string")})

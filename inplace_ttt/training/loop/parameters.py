@@ -1,0 +1,88 @@
+"""Parameter groups: the target generator's conv and P beside the rest, each with its own rate, decay and warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ...errors import InPlaceTTTError
+from ...surgery import fast_weights
+from ..recipe.sections import Training
+
+
+def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any]]:
+    """AdamW groups of the parameters that require a gradient: conv, proj, matrices, and vectors (which never decay).
+
+    Raises InPlaceTTTError when a TTT parameter is frozen, or nothing is trained.
+    """
+    ttt, rest = split_off(model)
+    refuse_without_effect(ttt, conv_learning_rate=settings.conv_learning_rate)
+    members = {
+        **ttt,
+        "matrices": [p for p in rest.values() if dimensions(p) > 1],
+        "vectors": [p for p in rest.values() if dimensions(p) <= 1],
+    }
+    groups = []
+    for name, params in members.items():
+        if params:
+            rate, decay = group_settings(settings, name)
+            groups.append({"name": name, "params": params, "lr": rate, "weight_decay": decay})
+    return groups
+
+
+def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str, nn.Parameter]]:
+    """The target generators' trained parameters as groups `conv` and `proj`, P and a gate of writes, and the other trained ones by name.
+
+    Raises InPlaceTTTError when a layer's target generator is frozen.
+    """
+    ttt: dict[str, list[nn.Parameter]] = {"conv": [], "proj": []}
+    for index, layer in fast_weights(model).items():
+        for name, parameter in layer.ttt.named_parameters():
+            if parameter.requires_grad:  # under PEFT the trained copy is one of two
+                ttt["conv" if name.rpartition(".")[2] == "conv" else "proj"].append(parameter)
+        if not any(p.requires_grad for p in layer.ttt.parameters()):
+            raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
+    special = {id(p) for group in ttt.values() for p in group}
+    return ttt, {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in special}
+
+
+def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float | None) -> None:
+    """Raise where one is given of the convolution's settings, and there is none (conv='next')."""
+    for name, value in settings.items():
+        if value is not None and not ttt["conv"]:
+            raise InPlaceTTTError(f"{name} has no effect, since conv='next' has no convolution; leave it out.")
+
+
+def group_settings(settings: Training, group: str) -> tuple[float, float]:
+    """Learning rate and weight decay of a group."""
+    return {
+        "conv": (settings.conv_learning_rate or settings.learning_rate, settings.conv_weight_decay),
+        "proj": (settings.proj_learning_rate or settings.learning_rate, settings.proj_weight_decay),
+        "matrices": (settings.learning_rate, settings.weight_decay),
+        "vectors": (settings.learning_rate, 0.0),
+    }[group]
+
+
+def dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter, also where ZeRO-3 keeps only a flat part of it."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def schedule(settings: Training, steps: int, group: str) -> Callable[[int], float]:
+    """Learning-rate factor of a group at each step: linear warm-up, then the recipe's decay to `min_lr_ratio`."""
+    own = settings.ttt_warmup_steps if group in ("conv", "proj") else None
+    warmup = settings.warmup_steps if own is None else own
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if settings.lr_scheduler == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        falling = 1 - done if settings.lr_scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * falling
+
+    return factor

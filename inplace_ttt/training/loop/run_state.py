@@ -1,0 +1,347 @@
+"""The state of a run, as its output holds it: who writes there, which checkpoints are whole, where to go on, whether it is finished.
+
+Whatever moment a run is killed at, the output stands for one state:
+
+- a file `.inplace-ttt-run` marks the folder as a run's own: without it nothing there is ours, whatever its name;
+- a checkpoint is saved under `.saving/` and gets its name once it is whole; its file `complete` names every file with its size, the
+  recipe, and the settings that were changed;
+- a file `.from-scratch` marks all checkpoints beside it as those of a run that was given up, which are still to be removed;
+- a run is finished once `train_report.json` reports all steps, which is written after `final/`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ...errors import InPlaceTTTError
+from ...files.folders import disk_errors, require_writable
+from ...files.json_files import read_json
+from ...files.locks import output_lock
+from ...files.manifest import MANIFEST, STEP, TRAINED, kind_in, refuse_foreign, refuse_sources, remove_written
+from ...files.schema import from_values
+from ..recipe.changes import changes, refuse_other_results
+from ..recipe.recipe import Recipe
+from .meeting import Meeting
+
+logger = logging.getLogger(__name__)
+
+REPORT, FINAL, LOG, SAVING = "train_report.json", "final", "log.jsonl", ".saving"
+_COMPLETE, _GIVEN_UP, _SHOWN, _MARK = "complete", ".from-scratch", ".process-", ".inplace-ttt-run"
+_NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tensorboard")
+"""Other files and folders of a run's output, beside checkpoints and `final`."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says in its file `complete`. files: those of it on this disk, with their bytes. facts: what it was made by.
+
+    changes: settings that were changed at an earlier resume. skipped_steps: so far. ranks: the processes whose files are on this disk.
+    """
+
+    files: dict[str, int]
+    facts: dict[str, Any]
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    skipped_steps: int = 0
+    ranks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, as all its processes have agreed.
+
+    place: the lowest rank that sees this process's output; leads: it is this one, which looks after the files there. one_disk: all
+    see the same. checkpoint: where the run goes on, after `done` steps. report: that of the run where it is finished.
+    """
+
+    place: int
+    leads: bool
+    one_disk: bool
+    checkpoint: Path | None = None
+    done: int = 0
+    report: dict[str, Any] | None = None
+
+
+@contextmanager
+def held(recipe: Recipe, resume: bool) -> Iterator[None]:
+    """The output as one run's own; the lock goes with this process.
+
+    Raises InPlaceTTTError while another run has it, and where the run would replace what it did not write.
+    """
+    output = Path(recipe.output)
+    if not (resume and finished(recipe)):
+        refuse_others(recipe, _last_step(output) if resume else 0)
+    require_writable(output, "choose another output")
+    with disk_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
+    with output_lock(output):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                output.rmdir()  # where nothing came of it
+
+
+def refuse_others(recipe: Recipe, done: int) -> None:
+    """Refuse an output in which the run would replace a source of its own, or what it did not write.
+
+    done: steps that the run goes on from; later checkpoints are written again.
+    """
+    output = Path(recipe.output)
+    model = recipe.model
+    read = [model.path, model.tokenizer, *recipe.data.train, *recipe.data.validation]
+    written = [output / FINAL, *(entry for step, entry in _named(output).items() if step > done)]
+    for source in filter(os.path.lexists, filter(None, read)):
+        if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source)):
+            raise InPlaceTTTError(f"the run's output {output} is {source}, which it reads, or lies in it; choose another output.")
+        for folder in (output / FINAL, *_named(output).values()):  # older checkpoints go while the run saves
+            refuse_sources(folder, [source])
+    if os.path.lexists(output) and not output.is_dir():
+        raise InPlaceTTTError(f"the run's output {output} is a file, not a folder; choose another output.")
+    if not (output / _MARK).exists():
+        taken = [name for name in _NAMES if os.path.lexists(output / name)]
+        if taken:
+            raise InPlaceTTTError(f"{output} holds {taken[0]}, which no run wrote; move it away, or choose another output.")
+    for folder in written:
+        if os.path.lexists(folder):
+            if not folder.is_dir() or folder.is_symlink():
+                raise InPlaceTTTError(f"{folder} is in the way, and no run wrote it; move it away, or choose another output.")
+            refuse_foreign(folder, TRAINED if folder.name == FINAL else STEP)
+
+
+def _last_step(output: Path) -> int:
+    """The step of the newest checkpoint on this disk that was written to its end; 0 without one."""
+    last = last_checkpoint(output)
+    return 0 if last is None else int(last.name.rpartition("-")[2])
+
+
+def claim(output: Path) -> None:
+    """Mark the output as a run's own, before the first file is written there."""
+    with disk_errors(output):
+        output.mkdir(parents=True, exist_ok=True)
+        (output / _MARK).touch()
+
+
+def finished(recipe: Recipe) -> dict[str, Any] | None:
+    """The report of a run that has been trained to its end; None where steps remain. Raises InPlaceTTTError where it was another run."""
+    output = Path(recipe.output)
+    if not (output / FINAL).is_dir() or not (output / REPORT).is_file() or (output / _GIVEN_UP).exists():
+        return None
+    try:
+        report = read_json(output / REPORT, "the run's report")
+        steps, old = int(report["steps"]), dict(report["recipe"])
+    except (InPlaceTTTError, KeyError, TypeError, ValueError):
+        return None
+    if steps < recipe.steps:
+        return None
+    if steps > recipe.steps:
+        raise _too_far(str(output), steps, recipe)
+    refuse_other_results(old, recipe, str(output))
+    return report
+
+
+def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
+    """Find the newest checkpoint that is whole on every disk of the run. Changes nothing; `settle` does, once nothing is refused any more.
+
+    Raises InPlaceTTTError where there are checkpoints and none is whole, naming who lacks what.
+    """
+    output = Path(recipe.output)
+    place = _place(meeting, output)
+    places = meeting.gather("places", place)
+    leads, one_disk, report = place == meeting.rank, len(set(places)) == 1, None
+    readers = () if one_disk else [rank for rank, other in enumerate(places) if other == place]
+    mine: dict[str, Any] = {"host": socket.gethostname(), "finished": False, "whole": [], "broken": {}}
+    if resume:
+        if leads:
+            report = finished(recipe)
+            mine["finished"] = report is not None
+        if leads and not (output / _GIVEN_UP).exists():
+            faults = {step: fault(folder, readers) for step, folder in _folders(output).items() if (folder / _COMPLETE).exists()}
+            mine["whole"] = [step for step, problem in faults.items() if problem is None]
+            mine["broken"] = {str(step): problem for step, problem in faults.items() if problem is not None}
+    views = meeting.gather("checkpoints", mine)
+    leaders = {rank: view for rank, view in enumerate(views) if places[rank] == rank}
+    if any(view["finished"] for view in views):  # on the disk of what was process 0 then
+        return Start(place, leads, one_disk, report=report or {})
+    step = _newest(output, leaders, meeting.rank == 0)
+    if step is None:
+        return Start(place, leads, one_disk)
+    if step > recipe.steps:
+        raise _too_far(str(_folder(output, step)), step, recipe)
+    return Start(place, leads, one_disk, _folder(output, step), step)
+
+
+def settle(start: Start, output: Path, from_scratch: bool) -> None:
+    """Leave in the output what the run begins with: no other checkpoint than whole ones up to that, no log of steps still to come."""
+    if not start.leads:
+        return
+    claim(output)
+    shutil.rmtree(output / SAVING, ignore_errors=True)  # of a run that was killed while it saved
+    if from_scratch:
+        (output / _GIVEN_UP).touch()
+    given_up = (output / _GIVEN_UP).exists()
+    for step, folder in _folders(output).items():
+        if kind_in(folder) == STEP and (given_up or step > start.done or fault(folder) is not None):
+            (folder / _COMPLETE).unlink(missing_ok=True)
+            remove_written(folder)
+    if given_up:
+        (output / REPORT).unlink(missing_ok=True)
+    for left in output.glob(f"{_SHOWN}*"):
+        left.unlink(missing_ok=True)
+    shorten_log(output / LOG, -1 if given_up or not start.done else start.done)  # a comparison before the first step is of step 0
+    (output / _GIVEN_UP).unlink(missing_ok=True)
+
+
+def files_in(folder: Path) -> dict[str, int]:
+    """The files of a checkpoint that are to be seen from here, with their bytes."""
+    found = (Path(root) / name for root, _, names in os.walk(folder) for name in names if name not in (_COMPLETE, MANIFEST))
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in found}
+
+
+def mark_complete(folder: Path, saved: Saved) -> None:
+    """Once it has its name, the checkpoint counts."""
+    (folder / _COMPLETE).write_text(json.dumps(asdict(saved), indent=1) + "\n", encoding="utf-8")
+
+
+def read_saved(folder: Path) -> Saved:
+    """Raises InPlaceTTTError where the checkpoint does not say what it is."""
+    file = folder / _COMPLETE
+    return from_values(Saved, read_json(file, "it does not say what it holds"), str(file))
+
+
+def made_by(start: Start, facts: dict[str, Any]) -> Saved:
+    """What the run's checkpoints will say, but for their files. Raises InPlaceTTTError where what it goes on from was made otherwise."""
+    if start.checkpoint is None:
+        return Saved({}, facts)
+    before = read_saved(start.checkpoint)
+    new = [{"after_step": start.done, **change} for change in changes(before.facts, facts, str(start.checkpoint))]
+    return Saved({}, facts, [*before.changes, *new], before.skipped_steps)
+
+
+def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
+    """What a checkpoint on this disk lacks, by its files' names and sizes and the processes that would read it; None where nothing."""
+    try:
+        saved = read_saved(folder)
+    except InPlaceTTTError as error:
+        return str(error).rstrip(".")
+    try:
+        here = files_in(folder)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    for name, size in saved.files.items():
+        if name not in here:
+            return f"it lacks {name}"
+        if here[name] != size:
+            return f"{name} has {here[name]:,} bytes instead of {size:,}"
+    if saved.ranks and not set(readers) <= set(saved.ranks):
+        return f"it is what processes {saved.ranks} saved, and {list(readers)} would read it: give each node the rank it had"
+    return None
+
+
+def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint on this disk that was written to its end."""
+    whole = complete_checkpoints(Path(output))
+    return whole[-1] if whole else None
+
+
+def complete_checkpoints(output: Path) -> list[Path]:
+    """The checkpoints on this disk that were written to their end, oldest first."""
+    return [folder for _, folder in sorted(_folders(output).items()) if (folder / _COMPLETE).exists() and kind_in(folder) == STEP]
+
+
+def _place(meeting: Meeting, output: Path) -> int:
+    """The lowest rank whose output this process sees; the first process of each node shows a file there."""
+    on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0) == meeting.world
+    if on_one_node:
+        return 0
+    name = f"{_SHOWN}{uuid.uuid4().hex}" if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    try:
+        if name is not None:
+            with disk_errors(output):
+                output.mkdir(parents=True, exist_ok=True)
+                (output / name).touch()
+        shown = meeting.gather("shown", name)
+        seen = [rank for rank, shows in enumerate(shown) if shows is not None and (output / shows).exists()]
+        meeting.gather("seen")
+        return min(seen, default=meeting.rank)
+    finally:
+        if name is not None:
+            (output / name).unlink(missing_ok=True)
+
+
+def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int | None:
+    """The newest step whose checkpoint is whole in every place, None where there are none at all."""
+    known = {int(step) for view in leaders.values() for step in [*view["whole"], *view["broken"]]}
+    usable = known.intersection(*(view["whole"] for view in leaders.values()))
+    lacking = {step: _who_lacks(leaders, step) for step in known - usable}
+    if known and not usable:
+        newest = max(known)
+        raise InPlaceTTTError(
+            f"{_folder(output, newest)} is not whole, nor is any other checkpoint: {lacking[newest]}; bring it back, or start "
+            "anew with --from-scratch."
+        )
+    if not usable:
+        return None
+    step = max(usable)
+    for broken in sorted(other for other in lacking if other > step and says):
+        logger.warning("%s is not whole: %s; the run goes on from %s", _folder(output, broken), lacking[broken], _folder(output, step))
+    return step
+
+
+def _who_lacks(leaders: dict[int, dict[str, Any]], step: int) -> str:
+    rank, view = next((rank, view) for rank, view in leaders.items() if step not in view["whole"])
+    problem = view["broken"].get(str(step), "it is not there")
+    return problem if len(leaders) == 1 else f"on {view['host']}, which process {rank} reads from, {problem}"
+
+
+def _too_far(where: str, steps: int, recipe: Recipe) -> InPlaceTTTError:
+    return InPlaceTTTError(
+        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise training.steps, name another output, or "
+        "start anew with --from-scratch."
+    )
+
+
+def _folder(output: Path, step: int) -> Path:
+    return output / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def _folders(output: Path) -> dict[int, Path]:
+    """Every folder that has a checkpoint's name, by its step."""
+    return {step: entry for step, entry in _named(output).items() if entry.is_dir()}
+
+
+def _named(output: Path) -> dict[int, Path]:
+    """Whatever has a checkpoint's name, by its step; none where there is no such output, or another rank has just removed it."""
+    try:
+        found = sorted((folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    except FileNotFoundError:
+        found = []
+    return {int(step): entry for step, entry in found if step.isdecimal()}
+
+
+def shorten_log(log: Path, done: int) -> None:
+    """Drop the lines of later steps, which a run that goes on writes again. Raises InPlaceTTTError for a file that is no log of ours."""
+    if not log.is_file():
+        return
+    kept, lines = [], log.read_bytes().decode("utf-8", "replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)["step"] <= done:
+                kept.append(f"{line}\n")
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):  # the last line may be half of one
+                raise InPlaceTTTError(f"{log} is not a log of a run (line {number}); move it away, or choose another output.") from None
+    partial = log.with_name(f".{log.name}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(log)

@@ -1,0 +1,91 @@
+"""How fast a run trains: seconds a step without what comes between steps, tokens a second, the use of the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..recipe.recipe import Recipe
+
+
+class Clock:
+    """Seconds of training; it stands while a run evaluates, saves or diagnoses."""
+
+    def __init__(self) -> None:
+        self._gone, self._since = 0.0, time.perf_counter()
+
+    def read(self) -> float:
+        return self._gone + time.perf_counter() - self._since
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it the clock stands; what the device was given before is waited for."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = self.read()
+        try:
+            yield
+        finally:
+            self._gone, self._since = seconds, time.perf_counter()
+
+
+@dataclass
+class Speed:
+    """Of the steps of one run. flops: of the model in one step, over all devices, without recomputation. peak: of one device."""
+
+    recipe: Recipe
+    clock: Clock
+    flops: int
+    peak: float | None
+    first: tuple[int, float] | None = None
+    """Steps done, and the clock, after the first step of this process, which compiles and takes memory."""
+    last: tuple[int, float] | None = None
+
+    def after_step(self, steps: int) -> None:
+        self.last = steps, self.clock.read()
+        self.first = self.first or self.last
+
+    def since(self, then: tuple[int, float]) -> dict[str, float]:
+        """Of the steps after `then`: seconds a step, tokens a second; of each device operations a second and their part of its peak."""
+        assert self.last is not None
+        steps = self.last[0] - then[0]
+        seconds = (self.last[1] - then[1]) / steps
+        of_device = self.flops / self.recipe.parallel.world / seconds
+        found = {
+            "step_seconds": seconds,
+            "tokens_per_second": self.recipe.rows_per_step * self.recipe.data.sequence_length / seconds,
+            "model_tflops_per_device": of_device / 1e12,
+        }
+        if self.peak is not None:
+            found["mfu"] = of_device / self.peak
+        return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+    def of_run(self) -> dict[str, float]:
+        """Without its first step; empty where there is no other."""
+        return self.since(self.first) if self.first and self.last and self.last > self.first else {}
+
+
+class SpeedLog(TrainerCallback):
+    """How fast the steps since the last log were, in each line of it."""
+
+    def __init__(self, speed: Speed) -> None:
+        self.speed = speed
+        self.since: tuple[int, float] | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.since is None:
+            self.since = state.global_step, self.speed.clock.read()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.speed.after_step(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs is not None and "loss" in logs and self.since is not None:
+            logs.update(self.speed.since(self.since))
+            self.since = self.speed.last

@@ -1,0 +1,288 @@
+"""The Hugging Face Trainer, taught what a converted model needs: parameter groups, shared rows, whole checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ...checkpoint.lora import tie_to_base
+from ...checkpoint.saved_tensors import verify_saved
+from ...errors import NotSoError
+from ...files.manifest import STEP, TRAINED, refuse_foreign
+from ...layer.sequence_parallel import ulysses_group
+from ...surgery import config_of, disable_ttt, share_sequence
+from ...tasks import IGNORED
+from ..data.row_order import save_position
+from ..recipe.changes import WEIGHTS
+from ..recipe.recipe import Recipe
+from .batches import held_out_batches, needs_document_lengths, where_learnt, with_document_lengths
+from .guards import SkippedSteps, clip_finite
+from .held_out import held_out_sums
+from .parameters import group_settings, parameter_groups, schedule
+from .run_state import FINAL, SAVING, Saved, Start, files_in, last_checkpoint, mark_complete
+from .saving import install, keep_newest, saving
+from .speed import Clock
+from .stopping import Stopping
+
+_FROM_LAST = "free some space, and resume from the last complete one"
+
+
+class FastWeightTrainer(Trainer):
+    """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
+
+    def __init__(self, recipe: Recipe, start: Start, made_by: Saved, clock: Clock, stopping: Stopping, **kwargs: Any) -> None:
+        """made_by: what every checkpoint will say, but for its files."""
+        self.recipe, self.run_start, self.made_by, self.clock, self.stopping = recipe, start, made_by, clock, stopping
+        self.resumes_from, self.skipped = start.checkpoint, SkippedSteps(made_by.skipped_steps)
+        super().__init__(**kwargs)
+        self.add_callback(stopping)
+        self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        if self.optimizer is None:  # type: ignore[has-type]
+            settings = self.recipe.training
+            groups = parameter_groups(model or self.model, settings)
+            options: dict[str, Any] = {"betas": tuple(settings.betas), "eps": settings.epsilon}
+            offload = self.recipe.deepspeed_settings.get("zero_optimization", {}).get("offload_optimizer")
+            optimizer: torch.optim.Optimizer
+            if offload and offload.get("device") == "cpu" and torch.cuda.is_available():
+                from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+                optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+            else:
+                optimizer = torch.optim.AdamW(groups, fused=True, **options)
+            self.optimizer = optimizer
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:  # type: ignore[has-type]
+            optimizer = optimizer or self.optimizer
+            names = [group["name"] for group in optimizer.param_groups]
+            factors = [schedule(self.recipe.training, num_training_steps, name) for name in names]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The checkpoint's moments and place in the schedule; rates, decay and betas are the recipe's of today."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        settings, scheduler = self.recipe.training, self.lr_scheduler
+        rates = {}
+        for group in self.optimizer.param_groups:
+            rates[group["name"]], group["weight_decay"] = group_settings(settings, group["name"])
+            group["betas"], group["eps"] = tuple(settings.betas), settings.epsilon
+        for group, factor in zip(self.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group["initial_lr"] = rates[group["name"]]
+            group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
+        scheduler.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        """As the Trainer does, which takes a resumed run's intervals of logs, saves and evaluations from the checkpoint."""
+        place = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)
+        return place
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """No step where all have been made: a run that was ended between its last checkpoint and `final`."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The first batch of a resumed run brings the generators' states back: opening the loader has drawn from them."""
+        samples = super().get_batch_samples(*args, **kwargs)
+        if self.resumes_from is not None:
+            self._load_rng_state(str(self.resumes_from))
+            self.resumes_from = None
+        return samples
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: Any) -> Tensor:
+        """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted already."""
+        count = sum(
+            (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(IGNORED).sum() for batch in batch_samples
+        )
+        return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the Trainer does, which steps within the backward; steps that DeepSpeed skips are counted."""
+        engine = self.model_wrapped
+        # Called under stage 0 in float32 alone, the one case in which DeepSpeed lets a gradient pass that is not finite.
+        engine.clip_fp32_gradients = functools.partial(clip_finite, self.model.parameters(), self.args.max_grad_norm)
+        steps, skipped = engine.global_steps, engine.skipped_steps
+        loss = super().training_step(*args, **kwargs)
+        if engine.global_steps > steps:
+            self.skipped.record(self.state.global_step + 1, engine.skipped_steps > skipped)
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
+        """Mean over the step's targets, wherever their rank and micro-step.
+
+        A rank's part of the sum is scaled by the number of ranks that DeepSpeed will divide the sum of gradients by.
+        (Gathering the losses through autograd, as the Trainer does by itself for ranks that share rows, hands every rank
+        its gradient once for each of them: a norm `sequence_parallel` times too large wherever DeepSpeed divides by less.)
+        """
+        if needs_document_lengths(self.recipe):
+            inputs = with_document_lengths(inputs)
+        outputs = model(**where_learnt(inputs), num_items_in_batch=num_items_in_batch)
+        loss = outputs.loss * self._divided_by
+        reported = outputs.loss.detach() * self.accelerator.num_processes  # whose mean over the ranks is the loss
+        loss = loss + (reported - loss.detach())
+        self._look_around(loss.detach())
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _divided_by(self) -> int:
+        """What DeepSpeed divides the sum of all ranks' gradients by: the ranks of one row count once, except where ZeRO-3 scatters."""
+        zero = self.recipe.deepspeed_settings.get("zero_optimization", {})
+        scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
+        return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel_size)
+
+    def _look_around(self, loss: Tensor) -> None:
+        """Over all ranks, before the gradient reaches any weight: is the loss finite, and was any of them asked to stop?"""
+        mine = torch.tensor([0.0, float(self.stopping.asked)], device=loss.device)
+        mine[0] = loss
+        total, asked = _summed(mine, loss.device).tolist()
+        self.stopping.agreed |= asked > 0
+        if not math.isfinite(total):
+            last, step = last_checkpoint(self.args.output_dir), self.state.global_step + 1
+            lower = "lower the learning rates or eta, or look for bad rows in the data"
+            raise NotSoError(
+                f"the loss is not finite at step {step}; the weights are as before it, and the last checkpoint is {last or 'none'}: "
+                f"{lower if step > 1 else 'nothing has learnt yet, so look for damaged weights or bad rows, or lower eta'}."
+            )
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Held-out loss, a mean over tokens, and accuracy with writes (`eval_loss`), without (`eval_off_loss`), and on minus off."""
+        rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
+        with self.clock.paused():
+            metrics = self._held_out(rows, name)
+            with disable_ttt(self.model):
+                metrics |= self._held_out(rows, f"{name}_off")
+        metrics[f"{name}_difference"] = metrics[f"{name}_loss"] - metrics[f"{name}_off_loss"]
+        metrics[f"{name}_seconds"] = round(time.perf_counter() - began, 1)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
+        return metrics
+
+    def _held_out(self, rows: Any, name: str) -> dict[str, float]:
+        """Over all ranks, each with rows of its own or, where ranks share rows, its part of them."""
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64)
+        group = ulysses_group()
+        with self.compute_loss_context_manager(), nullcontext() if group is None else share_sequence(self.model, group):
+            for batch in held_out_batches(rows, self.recipe, self.args.process_index):
+                batch = self._prepare_inputs(batch)
+                if needs_document_lengths(self.recipe):
+                    batch = with_document_lengths(batch)
+                targets = batch.pop("shift_labels")
+                sums += held_out_sums(self.model, batch, targets).cpu()
+        loss, hits, count = _summed(sums, self.args.device).tolist()
+        return {f"{name}_loss": loss / count, f"{name}_accuracy": hits / count} if count else {f"{name}_loss": float("nan")}
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As the Trainer does, but a tied weight once: DeepSpeed hands over a copy for each of its names."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        if state_dict is not None:
+            state_dict = {name: value for name, value in state_dict.items() if tied.get(name) not in state_dict}
+        super()._save(output_dir, state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer does, then checked and marked as complete; only then older ones go."""
+        output, start = Path(self.args.output_dir), self.run_start
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        target, folder = output / name, Path(self._get_output_dir(trial)) / name
+        with self.clock.paused(), saving(target, _FROM_LAST):
+            super()._save_checkpoint(model, trial)
+            if start.leads and not self.args.should_save:
+                self._save_common_files(folder)
+            if self.args.should_save:
+                save_position(self.train_dataset, self.recipe, self.state.global_step, folder)
+        _barrier()
+        files = files_in(folder) if self.is_local_process_zero() or start.leads else {}
+        seen = {rank: files for rank, (place, files) in enumerate(_from_all((start.place, files))) if place == start.place}
+        if start.leads:
+            if self.args.should_save and isinstance(self.model, PreTrainedModel):
+                verify_saved(folder, self.model)
+            together = {name: size for files in seen.values() for name, size in files.items()}
+            with saving(target, _FROM_LAST):
+                mark_complete(folder, replace(self.made_by, files=together, skipped_steps=self.skipped.count, ranks=list(seen)))
+                install(folder, target, STEP)
+            keep_newest(output, self.recipe.monitor.save_total_limit)
+        _barrier()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where the Trainer saves; a checkpoint gets its name once it is whole."""
+        return str(Path(self.args.output_dir) / SAVING)
+
+    def _save_common_files(self, folder: Path) -> None:
+        """What rank 0 saves and every rank reads at resume, on a disk that rank 0 does not see."""
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        (folder / "latest").write_text(f"global_step{self.model_wrapped.global_steps}")
+
+    def save_final(self, describe: Callable[[Path], None]) -> Path:
+        """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone. describe: writes its card."""
+        final = Path(self.recipe.output) / FINAL
+        staging = Path(self.recipe.output) / SAVING / FINAL
+        for config in (self.model.config, self.model.config.get_text_config()):
+            config.use_cache = True
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        with saving(final, "free some space, and run again to go on from the last checkpoint"):
+            self.save_model(str(staging))
+        if self.args.should_save:
+            (staging / "training_args.bin").unlink(missing_ok=True)
+            if isinstance(self.model, PreTrainedModel):
+                verify_saved(staging, self.model)
+            if (fingerprint := self.made_by.facts.get(WEIGHTS)) is not None:
+                tie_to_base(staging, fingerprint, None if self.recipe.ttt is None else config_of(self.model))
+            describe(staging)
+            refuse_foreign(final, TRAINED)
+            install(staging, final, TRAINED)
+            shutil.rmtree(staging.parent, ignore_errors=True)
+        return final
+
+
+def _summed(value: Tensor, device: Any) -> Tensor:
+    value = value.to(device)
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _from_all(value: Any) -> list[Any]:
+    """Every rank's value."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,179 @@
+"""Bytes that one device holds and sends in a step, for each ZeRO stage and for ranks that share rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..loop.arguments import accumulates_in_float32
+from ..recipe.recipe import Recipe
+from .meta_step import StepCost
+
+_REDUCE_BUCKET, _MAX_LIVE = 500_000_000, 1_000_000_000
+"""DeepSpeed's own defaults, in elements: reduce_bucket_size and stage3_max_live_parameters."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the figures below follow from.
+
+    parameters, trained, largest: numbers, of all, of those that learn, and in the largest of these. buffers: bytes. saved: bytes that
+    quantisation takes off the parameters.
+    queries, keys: channels of one layer's queries and keys, all heads together. states: numbers of each TTT layer's state.
+    """
+
+    parameters: int
+    trained: int
+    largest: int
+    buffers: int
+    hidden: int
+    layers: int
+    queries: int
+    keys: int
+    states: tuple[int, ...]
+    saved: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """The float32 fast-weight state of one sequence, all layers."""
+        return 4 * sum(self.states)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes a device holds at the peak of a step. host: what is offloaded to the machine's own memory instead.
+
+    evaluation: bytes in all at the peak of reading held-out rows, between two steps.
+    """
+
+    parameters: int
+    gradients: int
+    optimiser: int
+    activations: int
+    buckets: int
+    host: int = 0
+    evaluation: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Of the device's bytes at the peak of a step."""
+        return {name: getattr(self, name) for name in ("parameters", "gradients", "optimiser", "activations", "buckets")}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluation: int = 0) -> DeviceMemory:
+    """Under DeepSpeed: the weights' dtype for weights, and for gradients where they are not summed in float32; float32 masters and moments.
+
+    evaluation: bytes of one batch of held-out rows beside the weights; 0 where nothing is held out.
+    """
+    settings: Mapping[str, Any] = recipe.deepspeed_settings.get("zero_optimization", {})
+    stage, ranks = recipe.zero_stage, recipe.parallel.world
+    size = 4 if recipe.model.dtype == "float32" else 2
+    own_gradients = (4 if accumulates_in_float32(recipe) else size) * model.trained // (ranks if stage >= 2 else 1)
+    masters = 12 if stage or size == 2 else 8
+    optimiser = masters * model.trained // (ranks if stage else 1)
+    parameters = size * model.parameters // (ranks if stage == 3 else 1) - model.saved + model.buffers
+    buckets = 0
+    if stage:
+        bucket = _elements(settings.get("reduce_bucket_size", _REDUCE_BUCKET), model)
+        overlaps = settings.get("overlap_comm", stage == 3)
+        buckets = size * bucket * (2 if overlaps else 1)
+    if stage == 3:
+        buckets += size * min(model.parameters, _elements(settings.get("stage3_max_live_parameters", _MAX_LIVE), model))
+    offloads = _device(settings, "offload_optimizer") == "cpu"
+    host = optimiser if offloads else 0
+    if stage == 3 and _device(settings, "offload_param") == "cpu":
+        host, parameters = host + parameters, model.buffers
+    # The update works on a float32 copy of the gradient and one more, after the activations are gone.
+    update = 0 if offloads else 8 * model.trained // ranks if stage else 8 * model.largest
+    accumulates = stage >= 2 or recipe.training.gradient_accumulation_steps > 1
+    beside = step.activations if accumulates else step.step - own_gradients
+    kept = recipe.training.gradient_checkpointing
+    activations = max(beside + _shared_rows(recipe, model, one_layer=kept), update)
+    held = 0 if offloads else optimiser
+    if evaluation:
+        # Between steps ZeRO-3 keeps its buffers for gradients and buckets; the other stages free theirs.
+        evaluation += parameters + held + _shared_rows(recipe, model, one_layer=True) + (own_gradients + buckets if stage == 3 else 0)
+    return DeviceMemory(parameters, own_gradients, held, activations, buckets, host, evaluation)
+
+
+def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
+    """Bytes that `model.load_in` takes off the linear maps of a model on the meta device: all that do not learn, but the output's."""
+    if recipe.model.load_in is None:
+        return 0
+    output = model.get_output_embeddings()
+    linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not output)
+    return sum(weight.nbytes - _packed(weight, recipe.model.load_in) for weight in linear if not weight.requires_grad)
+
+
+def _packed(weight: Tensor, how: str) -> int:
+    """Bytes of a weight: in 8 bits with a float32 scale a row; in 4 with an 8-bit scale for 64, and a float32 one for 256 of these."""
+    numbers = weight.numel()
+    return numbers + 4 * weight.shape[0] if how == "8bit" else numbers // 2 + numbers // 64 + 4 * -(-numbers // (64 * 256))
+
+
+def single_process_memory(model: ModelSize, step: StepCost, size: int, evaluation: int = 0) -> DeviceMemory:
+    """One process with torch's AdamW and no DeepSpeed: everything in the weights' dtype of `size` bytes."""
+    parameters, gradients = size * model.parameters + model.buffers, size * model.trained
+    activations = max(step.step - gradients, 2 * size * model.largest)
+    return DeviceMemory(parameters, gradients, 2 * gradients, activations, 0, evaluation=parameters + 2 * gradients + evaluation)
+
+
+def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
+    """On disk: one checkpoint to go on from, and the trained model that a run leaves.
+
+    A checkpoint has the model as transformers saves it, DeepSpeed's float32 masters and moments, and DeepSpeed's own copy of the
+    weights: without frozen ones for LoRA, and under ZeRO-3, where masters are all there is of trained weights, of frozen ones alone.
+    """
+    size = 4 if recipe.model.dtype == "float32" else 2
+    adapter, stage = recipe.training.trainable == "lora", recipe.zero_stage
+    final = size * (model.trained if adapter else model.parameters)
+    masters = 12 if stage or size == 2 else 8
+    copied = (model.trained if adapter else model.parameters) - (model.trained if stage == 3 else 0)
+    return final + masters * model.trained + size * copied, final
+
+
+def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
+    """Ranks that share rows: the state a TTT layer starts from, of one layer or of all for the backward, and three in the exchange."""
+    if recipe.parallel.sequence_parallel_size == 1 or not model.states:
+        return 0
+    states = [4 * recipe.training.batch_size * numbers for numbers in model.states]
+    return (max(states) if one_layer else sum(states)) + 3 * max(states)
+
+
+def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
+    """Bytes that one device sends in an optimiser step, by ring algorithms: P - 1 of every P parts."""
+    o, ranks, shared = recipe.training, recipe.parallel.world, recipe.parallel.sequence_parallel_size
+    stage, size = recipe.zero_stage, 4 if recipe.model.dtype == "float32" else 2
+    forwards = 2 if o.gradient_checkpointing else 1
+    gradients = size * model.trained * (2 if stage == 0 else o.gradient_accumulation_steps if stage >= 2 else 1)
+    parameters = {0: 0, 1: size * model.trained, 2: size * model.trained}.get(
+        stage, 2 * size * model.parameters * o.gradient_accumulation_steps
+    )
+    length = recipe.data.sequence_length // shared
+    passes = (forwards + 1) * o.gradient_accumulation_steps * o.batch_size
+    scan = passes * 2 * model.state_bytes
+    attention = passes * model.layers * size * length * 2 * (model.queries + model.keys)
+    sent = {
+        "gradients": gradients * (ranks - 1) // ranks,
+        "parameters": parameters * (ranks - 1) // ranks,
+        "fast_weight_scan": scan * (shared - 1) // shared,
+        "attention": attention * (shared - 1) // shared,
+    }
+    return {**sent, "total": sum(sent.values())}
+
+
+def _elements(value: Any, model: ModelSize) -> int:
+    return model.hidden**2 if value == "auto" else int(value)  # as transformers fills it in
+
+
+def _device(settings: Mapping[str, Any], name: str) -> str | None:
+    section = settings.get(name)
+    return section.get("device") if isinstance(section, Mapping) else None

@@ -1,0 +1,81 @@
+"""Operations of a micro-step, from shapes alone: what a model needs, and what TTT adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from ...families import attention_kinds, features
+from ...surgery import config_of, fast_weights
+from ..recipe.recipe import Recipe
+from ..ulysses import attention_heads
+
+_PEAKS = {"B200": 2250, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70}
+"""Of devices by a part of their name, the first that fits: 10¹² operations a second, dense, bfloat16 in and float32 sums."""
+
+
+def model_flops(recipe: Recipe, model: nn.Module) -> int:
+    """One device's micro-step without recomputation: what the model asks for, whichever way it is computed.
+
+    A linear map is 2 operations a token and weight, and as many for each gradient that is needed: of its input where something
+    before it learns, of its weight where that learns. Of experts a token meets those that are chosen for it; routers are left out.
+    """
+    text, tokens, linear, learns = model.config.get_text_config(), tokens_of(recipe), 0, False  # type: ignore[union-attr, operator]
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, (nn.Linear, Conv1D)):
+            linear += 2 * tokens * module.weight.numel() * (1 + learns + module.weight.requires_grad)
+        elif experts := getattr(module, "num_experts", None):
+            maps = [parameter for parameter in own if parameter.dim() == 3]
+            linear += sum(2 * tokens * w.numel() * text.num_experts_per_tok // experts * (1 + learns + w.requires_grad) for w in maps)
+        learns = learns or any(parameter.requires_grad for parameter in own)
+    return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, model, again=0)
+
+
+def tokens_of(recipe: Recipe) -> int:
+    """Of one device and micro-step."""
+    return recipe.training.batch_size * recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
+
+
+def fast_weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """(d, h) of each TTT layer."""
+    return tuple(features(layer)[::-1] for layer in fast_weights(model).values())
+
+
+def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
+    """Of scores and values, for one device's micro-step of so many passes (a backward is two); rows are taken as one document."""
+    heads, _ = attention_heads(text)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
+    pairs = 0
+    for kind in attention_kinds(text):
+        reach = min(window, length) if window and kind == "sliding_attention" else length
+        pairs += length * reach - reach * (reach - 1) // 2
+    return 4 * width * heads * pairs * passes * recipe.training.batch_size // recipe.parallel.sequence_parallel_size
+
+
+def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
+    """What TTT adds to the products of a device's micro-step: keys, writing, reading beside W0; P; and their backward.
+
+    again: 1 where the forward is recomputed, which computes no plain linear at a layer's end again, but all of TTT.
+    """
+    config, forwards, total = config_of(model), 1 + again, 0.0
+    for d, h in fast_weight_sizes(model):
+        width = config.state_shape(d, h)[1]
+        of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
+        in_one_product = config.whitening is None and recipe.model.dtype == "float32"
+        of_state = config.rule.multiply_adds(d, width, config.chunk_size, forwards, in_one_product=in_one_product)
+        total += of_keys + of_state + again * d * h + (forwards + 2) * d * d
+    return int(2 * tokens_of(recipe) * total)
+
+
+def device_peak(recipe: Recipe) -> float | None:
+    """Operations a second that this process's device is sold with, in the recipe's precision; None where that is not known."""
+    if recipe.model.dtype != "bfloat16" or not torch.cuda.is_available():
+        return None
+    name: Any = torch.cuda.get_device_name()
+    return next((1e12 * peak for part, peak in _PEAKS.items() if part in name), None)

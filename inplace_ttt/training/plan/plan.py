@@ -1,0 +1,198 @@
+"""What a run will take, from its recipe alone: bytes, operations, tokens, steps; and what will not fit or not train."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...config import InPlaceTTTConfig
+from ...surgery import config_of, fast_weights
+from ..model import meta_model
+from ..recipe.deepspeed import without_effect
+from ..recipe.recipe import Recipe
+from ..ulysses import attention_heads, sharing_problems
+from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory, saved_by_quantisation
+from .flops import attention_flops, fast_weight_flops, fast_weight_sizes
+from .meta_step import StepCost, evaluation_cost, step_cost
+
+_GB = 10**9
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser step unless named otherwise.
+
+    tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last are read.
+    evaluation_bytes: of a device at the peak of reading held-out rows; 0 where nothing is held out. checkpoint_bytes: of one on disk.
+    disk_bytes: of all that the run has on disk at its peak. saving_host_bytes: of memory on the first node while ZeRO-3 saves.
+    flops_per_step: over all devices, recomputation included. fast_weight_flops: the share of it that TTT adds.
+    """
+
+    model_type: str
+    parameters: int
+    trained_parameters: int
+    ttt_parameters: int
+    ttt_layers: list[int]
+    chunk_size: int
+    devices: int
+    zero_stage: int
+    sequence_parallel: int
+    per_device_bytes: dict[str, int]
+    evaluation_bytes: int
+    host_bytes: int
+    checkpoint_bytes: int
+    disk_bytes: int
+    saving_host_bytes: int
+    logits_bytes: int
+    state_bytes_per_sequence: int
+    communication_bytes: dict[str, int]
+    steps: int
+    tokens: int
+    tokens_per_step: int
+    rows_per_step: int
+    sequence_length: int
+    chunks_per_row: int
+    flops_per_step: int
+    flops: int
+    fast_weight_flops: float
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
+    """Plan a run; `device_memory` in bytes adds a warning where it does not suffice. Reads the model's config, no weights."""
+    model = meta_model(recipe)
+    ttt, text = config_of(model), model.config.get_text_config()
+    layers = fast_weights(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    heads, kv_heads = attention_heads(text)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    size = ModelSize(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in trained),
+        largest=max(p.numel() for p in trained),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        queries=width * heads,
+        keys=width * max(kv_heads, recipe.parallel.sequence_parallel_size),  # fewer are repeated until each rank has one
+        states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
+        saved=saved_by_quantisation(recipe, model),
+    )
+    step = step_cost(recipe)
+    holds_out = bool(recipe.data.validation or recipe.data.validation_documents)
+    memory = deepspeed_memory(recipe, size, step, evaluation_cost(recipe) if holds_out else 0)
+    checkpoint, final = checkpoint_bytes(recipe, size)
+    checkpoints = min(
+        recipe.monitor.save_total_limit + 1, recipe.steps // recipe.monitor.save_steps
+    )  # a new one stands before an old one goes
+    again = int(recipe.training.gradient_checkpointing)
+    # Eager attention's are products already.
+    flops = step.product_flops + (0 if recipe.model.attn_implementation == "eager" else attention_flops(recipe, text, 3 + again))
+    micro_steps = recipe.training.gradient_accumulation_steps * recipe.parallel.world
+    tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
+    return TrainingPlan(
+        model_type=text.model_type,
+        parameters=size.parameters,
+        trained_parameters=size.trained,
+        ttt_parameters=sum(p.numel() for layer in layers.values() for p in layer.ttt.parameters() if p.requires_grad),
+        ttt_layers=list(layers),
+        chunk_size=ttt.chunk_size,
+        devices=recipe.parallel.world,
+        zero_stage=recipe.zero_stage,
+        sequence_parallel=recipe.parallel.sequence_parallel_size,
+        per_device_bytes={**memory.parts, "total": memory.total},
+        evaluation_bytes=memory.evaluation,
+        host_bytes=memory.host,
+        checkpoint_bytes=checkpoint,
+        disk_bytes=checkpoints * checkpoint + final,
+        saving_host_bytes=final if recipe.zero_stage == 3 else 0,
+        logits_bytes=step.logits,
+        state_bytes_per_sequence=size.state_bytes,
+        communication_bytes=communication(recipe, size),
+        steps=recipe.steps,
+        tokens=recipe.steps * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        rows_per_step=recipe.rows_per_step,
+        sequence_length=recipe.data.sequence_length,
+        chunks_per_row=-(-recipe.data.sequence_length // ttt.chunk_size),
+        flops_per_step=flops * micro_steps,
+        flops=flops * micro_steps * recipe.steps,
+        fast_weight_flops=fast_weight_flops(recipe, model, again) / flops,
+        warnings=[*_will_not_train(recipe, ttt, text), *_will_not_fit(recipe, memory, step, device_memory)],
+    )
+
+
+def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfig) -> list[str]:
+    """A sentence for each setting under which something would not learn, or the run would stop."""
+    o, length, found = recipe.training, recipe.data.sequence_length, []
+    chunk, layers = ttt.chunk_size, ttt.layers
+    etas = [ttt.eta_of(position) for position in range(len(layers))]
+    if chunk >= length:
+        found.append(
+            f"A chunk of {chunk} tokens is no shorter than a row of {length}: no write is ever read, and conv and P learn nothing; "
+            f"lower ttt.chunk_size below {length}, best to {max(length // 8, 1)} or less."
+        )
+    elif chunk * 2 > length:
+        found.append(
+            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write a row is ever read; lower ttt.chunk_size."
+        )
+    if not any(etas):
+        found.append("eta is 0: nothing is written, and conv and P learn nothing; set ttt.eta above 0.")
+    elif not all(etas):
+        found.append(f"eta is 0 in layers {[i for i, eta in zip(layers, etas, strict=True) if not eta]}: they write nothing.")
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and length > context:
+        found.append(
+            f"Rows of {length} tokens are longer than the model's context of {context}; lower data.sequence_length, or extend the context "
+            "in model.overrides (max_position_embeddings and rope_parameters)."
+        )
+    for name in ("warmup_steps", "ttt_warmup_steps", "eta_warmup_steps"):
+        value = getattr(o, name)
+        if value and value >= recipe.steps:
+            found.append(f"The warm-up training.{name} of {value} steps is no shorter than the run of {recipe.steps}; lower it.")
+    return [*found, *without_effect(recipe.deepspeed_settings), *sharing_problems(recipe, chunk, text)]
+
+
+def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, available: int | None) -> list[str]:
+    if available is None:
+        return []
+    found = []
+    if memory.total > available:
+        largest = max(memory.parts, key=lambda name: memory.parts[name])
+        found.append(
+            f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part are the {largest} with "
+            f"{memory.parts[largest] / _GB:.1f} GB: {_remedy(recipe, largest, step)}."
+        )
+    if memory.evaluation > available:
+        found.append(
+            f"A device needs {memory.evaluation / _GB:.1f} GB to read held-out rows and has {available / _GB:.1f}; lower "
+            "training.batch_size, or raise parallel.sequence_parallel_size."
+        )
+    return found
+
+
+def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
+    o, ranks = recipe.training, recipe.parallel.world
+    if part == "activations":
+        if step.logits > step.activations // 3 and not o.liger:
+            return f"{step.logits / _GB:.1f} of them are logits, so set training.liger: true"
+        if not o.gradient_checkpointing:
+            return "set training.gradient_checkpointing: true"
+        if o.batch_size > 1:
+            return "lower training.batch_size and raise accumulation"
+        return "raise parallel.sequence_parallel_size, or lower data.sequence_length"
+    if part == "buckets":
+        return "set smaller buckets in the DeepSpeed settings (reduce_bucket_size, stage3_max_live_parameters)"
+    stage = {"optimiser": 1, "gradients": 2, "parameters": 3}[part]
+    if ranks > 1 and recipe.zero_stage < stage:
+        return f"use ZeRO stage {stage} or 3"
+    if part == "optimiser":
+        return "offload the optimiser to the host, or use more devices"
+    return "use more devices under ZeRO-3, or train less (training.trainable)"

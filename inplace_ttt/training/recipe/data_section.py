@@ -1,0 +1,119 @@
+"""What a recipe says of its data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...files.schema import at_least, at_most, require
+
+MOST = 2**31 - 1
+"""Of any number that sizes something."""
+_MOST_TOKENS = 2**24
+"""Of a row."""
+_MOST_STATEMENTS = 1000
+"""Of a row, each with a name or two; `tasks.facts` has some 3,300."""
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The synthetic recall task instead of text: key-value pairs, asked for again beyond the attention window."""
+
+    pairs: int = 16
+    vocabulary: int = 128
+    rows: int = 4096
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "pairs", "vocabulary", "rows")
+        at_most(MOST, self, "pairs", "vocabulary", "rows")
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Passages that stand twice: in a `share` of the rows, `length` tokens come again `gap` tokens later in their document."""
+
+    share: float = 0.5
+    length: int = 512
+    gap: int = 1024
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
+        at_least(1, self, "length")
+        at_least(0, self, "gap")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Invented facts in text: in a `share` of the rows `number` statements are told, and said again after `gap` tokens of text and more.
+
+    others: of the tokens of such rows that are no answers of the second time, the share that is learnt; answers are few among them.
+    """
+
+    share: float = 0.5
+    number: int = 16
+    gap: int = 256
+    others: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
+        require(0 <= self.others <= 1, "others", "must be from 0 to 1")
+        at_least(1, self, "number")
+        at_most(_MOST_STATEMENTS, self, "number")
+        at_least(0, self, "gap")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Documents, and how they become rows; or the synthetic `recall` task.
+
+    train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
+    weights: of the tokens, what share each entry of `train` is to have; without, every document is read once a pass.
+    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
+    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text; without, "text", or
+    the tokens in "input_ids" where it has them.
+    repeat, facts: rows with a passage that comes again, or with facts that are told and said again, beyond the attention window, which
+    teach the fast weight to recall; training rows only.
+    sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
+    """
+
+    train: list[str] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    validation: list[str] = field(default_factory=list)
+    validation_documents: int = 0
+    format: Literal["auto", "text", "json", "parquet", "arrow", "hub"] = "auto"
+    text_field: str | None = None
+    split: str = "train"
+    sequence_length: int = 32768
+    streaming: bool = False
+    shuffle: bool = True
+    seed: int = 0
+    cache: str | None = None
+    processes: int | None = None
+    recall: Recall | None = None
+    repeat: Repeat | None = None
+    facts: Facts | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("repeat", "facts", "validation", "streaming"):
+            require(not getattr(self, name) or self.recall is None, name, "has no effect on recall")
+        shares = sum(practice.share for practice in (self.repeat, self.facts) if practice is not None)
+        require(shares <= 1, "facts", f"and repeat have shares of {shares:g} together, which must be at most 1")
+        if self.repeat is not None:
+            least = 2 * self.repeat.length + self.repeat.gap
+            require(least <= self.sequence_length, "repeat", f"takes {least} tokens, sequence_length is {self.sequence_length}")
+        require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
+        require(not (self.train and self.recall), "recall", "has no effect beside train")
+        if self.weights:
+            named, given = len(self.train), len(self.weights)
+            require(named > 1, "weights", "has no effect on fewer than two entries of train")
+            require(given == named, "weights", f"must be one for each entry of train: {given} given, {named} entries")
+            require(all(0 < weight < math.inf for weight in self.weights), "weights", "must all be above 0 and finite")
+        at_least(1, self, "processes")
+        at_most(1024, self, "processes")
+        require(self.processes is None or not self.streaming, "processes", "has no effect on streaming")
+        at_least(2, self, "sequence_length")
+        at_most(_MOST_TOKENS, self, "sequence_length")
+        at_least(0, self, "validation_documents", "seed")
+        at_most(2**32 - 1, self, "seed")
+        require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")

@@ -1,0 +1,226 @@
+"""The sections of a recipe, each with what goes together in it; `data` is in `data_settings`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...errors import shown
+from ...files.schema import WrongSetting, at_least, at_most, require
+from .data_section import MOST
+
+_MOST_LAYERS = 4096
+_HIGHEST_RANK = 4096
+_LAYERS = re.compile(r"(^|_)layers?$")
+"""Values of a model's config that count its layers: each takes time to build, even without weights."""
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """Sliding-window attention: each token sees the last `size` and its document's first `sinks`."""
+
+    size: int
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "size")
+        require(0 <= self.sinks < self.size, "sinks", "must be at least 0 and below size")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    path: checkpoint folder or hub id, converted already or not; or
+    config: values of a transformers config, `model_type` among them, for a model from scratch.
+    tokenizer: folder or hub id; `path` without one. overrides: values put over the model's own config (YaRN, a window).
+    window: attention that sees a window, for a model whose own sees everything.
+    load_in: hold the base's linear maps in so many bits (bitsandbytes; nf4 for four), frozen.
+    """
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    window: AttentionWindow | None = None
+    load_in: Literal["4bit", "8bit"] | None = None
+
+    def __post_init__(self) -> None:
+        require(self.load_in is None or self.path is not None, "load_in", "has no effect on a model from scratch")
+        require((self.path is None) != (self.config is None), "path", "give either path or config (a model from scratch)")
+        require(self.config is None or "model_type" in self.config, "config", "config needs model_type")
+        for table in (self.config or {}, self.overrides):
+            for name, value in table.items():
+                least = _MOST_LAYERS if _LAYERS.search(name) else MOST
+                require(not isinstance(value, (int, float)) or abs(value) <= least, "config", f"{name} must be at most {least:,}")
+        require(
+            self.window is None or self.attn_implementation == "sdpa", "window", f"has no effect with {self.attn_implementation} attention"
+        )
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer or self.path or ""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters beside the TTT parameters (`trainable: lora`); `targets` are module names or one regular expression."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str | list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"])
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "rank")
+        at_most(_HIGHEST_RANK, self, "rank")
+        require(self.alpha > 0, "alpha", "must be above 0")
+        require(0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1")
+        require(bool(self.targets) and all(self.targets), "targets", "must name modules, or be a regular expression of their names")
+        if isinstance(self.targets, str):
+            try:
+                re.compile(self.targets)
+            except re.error as error:
+                raise WrongSetting("targets", f"{shown(self.targets)} is no regular expression: {error}") from None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained and how (AdamW).
+
+    trainable: "all" parameters; the new ones alone ("ttt"); or the new ones and LoRA ("lora").
+    steps or tokens: length of the run. batch_size: rows per device and micro-step; gradient_accumulation_steps: micro-steps per step.
+    conv_*, proj_*: the groups of the target generator (a gate of writes is in P's), whose settings default to those of the rest, except
+    that they carry no weight decay. eta_warmup_steps: η rises linearly from 0 over as many steps.
+    """
+
+    trainable: Literal["all", "ttt", "lora"] = "all"
+    steps: int | None = None
+    tokens: int | None = None
+    batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 5e-6
+    weight_decay: float = 0.1
+    warmup_steps: int = 0
+    conv_learning_rate: float | None = None
+    proj_learning_rate: float | None = None
+    conv_weight_decay: float = 0.0
+    proj_weight_decay: float = 0.0
+    ttt_warmup_steps: int | None = None
+    eta_warmup_steps: int = 0
+    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    min_lr_ratio: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+    liger: bool = False
+    seed: int = 0
+    lora: Lora | None = None
+
+    def __post_init__(self) -> None:
+        require((self.steps is None) != (self.tokens is None), "steps", "give either steps or tokens")
+        at_least(1, self, "steps", "tokens", "batch_size", "gradient_accumulation_steps")
+        for name in ("learning_rate", "conv_learning_rate", "proj_learning_rate", "epsilon", "max_grad_norm"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, "must be above 0")
+        at_least(0, self, "seed")
+        at_most(2**32 - 1, self, "seed")
+        at_most(2**20, self, "batch_size", "gradient_accumulation_steps")
+        at_least(0, self, "weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "ttt_warmup_steps", "eta_warmup_steps")
+        require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
+        unused = self.lr_scheduler == "constant" and self.min_lr_ratio != Training.min_lr_ratio
+        require(not unused, "min_lr_ratio", "has no effect with lr_scheduler: constant")
+        require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", "must be two numbers from 0 up to 1")
+        require(self.lora is None or self.trainable == "lora", "lora", "has no effect without trainable: lora")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """nproc_per_node: processes, one per device. sequence_parallel_size: ranks that share one row (Ulysses). nnodes: machines.
+
+    launcher: what `inplace-ttt train` starts on several nodes: DeepSpeed's, which it runs on one of them and which starts those of the
+    hostfile; or torchrun, for which it runs on each of them (by srun, say) and which meets the others at rdzv_endpoint, HOST:PORT of one.
+    timeout_minutes: how long a process waits for another one in a collective operation before the run ends.
+    """
+
+    nproc_per_node: int = 1
+    sequence_parallel_size: int = 1
+    nnodes: int = 1
+    launcher: Literal["deepspeed", "torchrun"] = "deepspeed"
+    hostfile: str | None = None
+    rdzv_endpoint: str | None = None
+    timeout_minutes: float = 30.0
+
+    def __post_init__(self) -> None:
+        by_torchrun = self.launcher == "torchrun"
+        require(not by_torchrun or self.hostfile is None, "hostfile", "has no effect with launcher: torchrun")
+        require(by_torchrun or self.rdzv_endpoint is None, "rdzv_endpoint", "has no effect without launcher: torchrun")
+        require(
+            self.rdzv_endpoint is None or re.fullmatch(r"\S+:\d{1,5}", self.rdzv_endpoint) is not None,
+            "rdzv_endpoint",
+            "must be HOST:PORT of a node",
+        )
+        require(0 < self.timeout_minutes <= 100_000, "timeout_minutes", "must be above 0 and at most 100,000")
+        at_least(1, self, "nproc_per_node", "sequence_parallel_size", "nnodes")
+        at_most(65536, self, "nproc_per_node", "sequence_parallel_size", "nnodes")
+        world = self.nproc_per_node * self.nnodes
+        require(
+            world % self.sequence_parallel_size == 0,
+            "sequence_parallel_size",
+            f"{self.sequence_parallel_size} does not divide {world} processes",
+        )
+
+    @property
+    def world(self) -> int:
+        return self.nproc_per_node * self.nnodes
+
+    @property
+    def starts_itself(self) -> bool:
+        """Whether `inplace-ttt train` starts the processes, not a launcher."""
+        return self.nnodes == 1 and self.hostfile is None and self.launcher == "deepspeed"
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a diagnosis, checkpoints.
+
+    compare_steps: held-out documents with writes on, off, and with another document's (what `evaluate` says of a checkpoint).
+    """
+
+    logging_steps: int = 10
+    eval_steps: int = 0
+    evaluate_rows: int = 8
+    diagnose_steps: int = 0
+    compare_steps: int = 0
+    save_steps: int = 500
+    save_total_limit: int = 2
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    stop_write_ratio: float = 10.0
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "logging_steps", "save_steps", "save_total_limit", "evaluate_rows")
+        at_least(0, self, "eval_steps", "diagnose_steps", "compare_steps")
+        require(self.stop_write_ratio > 0, "stop_write_ratio", "must be above 0")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A deviation from the paper that the run declares: the audit's item, and the reason."""
+
+    id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The gate before the first step. profile: what the run is held against; None skips it."""
+
+    profile: Literal["paper", "official", "ttt_ntp"] | None = "paper"
+    deviations: list[Deviation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require(self.profile is not None or not self.deviations, "deviations", "have no effect without a profile")

@@ -1,0 +1,1 @@
+"""A run: its processes, and what each one does."""
