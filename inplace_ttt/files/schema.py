@@ -72,7 +72,8 @@ def build(cls: Any, values: Any, keys: Keys, refuse: Refuse, **internal: Any) ->
             raise refuse((*keys, name), "this setting is missing")
     built = {name: checked((hints | presets)[name], value, (*keys, name), refuse) for name, value in known.items()}
     try:
-        rest = vars(cls.preset(built.pop("preset"))) if presets and "preset" in built else {}
+        preset = cls.preset(built.pop("preset")) if presets and "preset" in built else None
+        rest = {} if preset is None else {name: getattr(preset, name) for name in fields}
         return cls(**{**rest, **built, **internal})
     except WrongSetting as error:
         raise refuse((*keys, error.key), str(error)) from None
