@@ -143,7 +143,7 @@ def test_least_squares_is_the_best_map(tokens: int) -> None:
         best = torch.linalg.lstsq(rows, torch.cat([v[:-1], torch.zeros(H, D, dtype=v.dtype)])).solution
         assert distance(out, ETA * (z[-1] @ best)) < 1e-6
     if tokens < H:
-        state = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, ridge=1e-9, return_state=True)[1][0].detach()
+        state = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, rule=RidgeRule(1e-9), return_state=True)[1][0].detach()
         assert distance(z[:-1] @ normal_equations.readout(state, RidgeRule(1e-9)).T, v[:-1]) < 1e-6
 
 
@@ -184,7 +184,7 @@ def test_one_sentence_without_end_hides_no_damping() -> None:
     layout = ChunkLayout.from_lengths([[40_001]], 100)
     z, v = (torch.randn(1, 4, width, generator=torch.Generator().manual_seed(1)) for width in (H, D))
     z, v = (x.repeat(1, 10_001, 1)[:, :40_001] for x in (z, v))
-    out = fast_weight(z, v, None, eta=1.0, layout=layout, ridge=1e-6)
+    out = fast_weight(z, v, None, eta=1.0, layout=layout, rule=RidgeRule(1e-6))
     assert distance(out[0, 40_000], v[0, 40_000]) < 0.01
 
 
@@ -327,7 +327,7 @@ REFUSED = {
     "must have one dtype, got torch.float32, torch.bfloat16": {"v": torch.zeros(1, 5, D, dtype=torch.bfloat16)},
     "initial_state must be [B, d, h] = [1, 5, 6]": {"initial_state": torch.zeros(2, D, H)},
     "initial_state must be torch.float32": {"initial_state": torch.zeros(1, D, H, dtype=torch.float64)},
-    "gate weighs what least squares fits; with the sum of writes": {"gate": torch.ones(1, 5)},
+    "gate weighs what the ridge rule fits; with the sum of writes": {"gate": torch.ones(1, 5)},
     "gate must be floating-point numbers [B, T] = [1, 5], got torch.float32 [1, 4]": {"gate": torch.ones(1, 4), "rule": RidgeRule(0.5)},
     "backend 'fast' does not exist; choose": {"backend": "fast"},
 }  # fmt: skip
