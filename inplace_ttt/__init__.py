@@ -12,7 +12,7 @@ from .registration import register
 
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate
-    from .checkpoint.loading import load
+    from .checkpoint.opened import load
     from .checkpoint.to_adapter import save_adapter
     from .config import InPlaceTTTConfig
     from .config_tables import KeyWhitening, PromptWrite, UpdateClip

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ..errors import InPlaceTTTError
 from ..surgery import check_behaviour
-from .loading import load, load_base
+from .loading import load_base
+from .opened import load
 
 TOKENS = 256
 

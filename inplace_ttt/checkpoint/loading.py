@@ -1,4 +1,4 @@
-"""Converted models and their bases, loaded."""
+"""Bases, loaded, and which one a model in memory is."""
 
 from __future__ import annotations
 
@@ -14,58 +14,16 @@ from ..converted_class import refuse_lack
 from ..errors import InPlaceTTTError, reported
 from ..families import auto_class
 from ..layer.zero3 import whole
-from ..surgery import convert, fast_weights
-from .adapter import is_adapter, located, read_adapter
+from ..surgery import fast_weights
 from .fingerprint import fingerprint
-from .lora import merged, standing_on
 from .official import refuse_official
-from .reading import WEIGHTS, Checkpoint, is_folder, is_peft_adapter, read_config
+from .reading import WEIGHTS, Checkpoint, is_folder, read_config
 from .writing import plan_conversion
 
 _OF_CONFIG = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder")
 
 
-def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Load a converted model, in eval mode: a full checkpoint; or an adapter folder, ours or PEFT's, onto its base.
-
-    LoRA of a PEFT adapter is merged into the weights. base: another place of an adapter's base. kwargs: as for
-    `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …). A vision-language checkpoint is loaded with its vision tower.
-    Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's weights are others.
-    """
-    if is_peft_adapter(path):
-        source, surgery = standing_on(path, base)
-        return merged(load(source, **kwargs) if surgery is None else convert(load_base(source, **kwargs), surgery), path)
-    if not is_adapter(path):
-        if base is not None:
-            raise InPlaceTTTError(f"{path} is not an adapter folder, so that base={base!r} has no effect; leave it out.")
-        checkpoint = Checkpoint.open(path)
-        checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
-        checkpoint.require_ttt_dtypes()
-        return load_base(path, **kwargs)
-    config, described, tensors = read_adapter(path)
-    if base is None and described["revision"] is not None:
-        kwargs = {"revision": described["revision"], **kwargs}
-    source = base or located(path, described["name_or_path"])
-    model = convert(load_base(source, **kwargs), config)
-    layers = fast_weights(model)
-    found = _fingerprint_of_base(model, source, kwargs.get("revision"), config)
-    if found not in (None, described["fingerprint"]):
-        raise InPlaceTTTError(
-            f"{path} was made for a base with other weights than {source} (fingerprint {described['fingerprint'][:12]}…, "
-            f"found {found[:12]}…); load it onto that base."
-        )
-    if sorted(tensors) != sorted(layers):
-        raise InPlaceTTTError(
-            f"{path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; write the adapter again."
-        )
-    with reported(f"cannot load {path}"):
-        for index, layer in layers.items():
-            layer.ttt.load_state_dict(tensors[index])
-    model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": source}}
-    return model
-
-
-def _fingerprint_of_base(model: PreTrainedModel, source: str, revision: str | None, config: InPlaceTTTConfig) -> str | None:
+def fingerprint_of_base(model: PreTrainedModel, source: str, revision: str | None, config: InPlaceTTTConfig) -> str | None:
     """The fingerprint of a loaded base's W0, None where nothing can tell. One that was quantised on disk is looked at there, as it may
     have been unpacked while it was loaded."""
     on_disk = Checkpoint.here(source, revision)

@@ -15,11 +15,8 @@ from transformers import AutoTokenizer, logging
 from ..audit.auditor import as_declarations, audit_model
 from ..audit.item import known
 from ..audit.report import Declaration, Report, for_card, is_report
-from ..checkpoint.adapter import is_adapter
 from ..checkpoint.card import add_to_card, require_card
-from ..checkpoint.loading import load
-from ..checkpoint.lora import standing_on
-from ..checkpoint.reading import Checkpoint, is_peft_adapter
+from ..checkpoint.opened import open_model
 from ..errors import InPlaceTTTError, reported
 from ..files.folders import new_file
 from ..files.json_files import json_text
@@ -81,20 +78,12 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
 
 def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Report:
     """In float32, so that what is measured is the method and not the rounding of this machine's arithmetic."""
-    declared: Any = ()
-    source, surgery = standing_on(path) if is_peft_adapter(path) else (path, None)
-    if surgery is None and not is_adapter(source):
-        checkpoint = Checkpoint.open(source)
-        checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
-        checkpoint.ttt_tensors()  # refuses half a checkpoint
-        assert checkpoint.section is not None
-        declared = checkpoint.section.get("declared_deviations", ())
-        if not isinstance(declared, (list, tuple)):
-            raise InPlaceTTTError(f"{source} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
+    found = open_model(path)
+    declared = found.declared_deviations
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = load(path, dtype=torch.float32)
+        model = found.load(dtype=torch.float32)
     finally:
         if bars:
             logging.enable_progress_bar()

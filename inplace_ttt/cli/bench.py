@@ -42,9 +42,7 @@ def _op(args: argparse.Namespace) -> Result:
 
 
 def _served(args: argparse.Namespace) -> Result:
-    checkpoint = open_full(args.serving)
-    assert checkpoint.section is not None
-    base = args.base or (checkpoint.section.get("base") or {}).get("name_or_path")
+    base = args.base or open_full(args.serving).described_base.get("name_or_path")
     if base is None:
         raise InPlaceTTTError(f"{args.serving} does not say which base it stands on; name it with --base.")
     Checkpoint.open(base)

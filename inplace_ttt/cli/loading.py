@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.adapter import is_adapter, read_adapter
-from ..checkpoint.loading import load, load_base
-from ..checkpoint.lora import base_of
-from ..checkpoint.reading import Checkpoint, is_peft_adapter
+from ..checkpoint.loading import load_base
+from ..checkpoint.opened import Full, load, open_model
 from ..errors import InPlaceTTTError, reported
 from ..files.text import require_known_ids
 from ..layer.quantised import readable_parameters
@@ -46,19 +44,13 @@ def refuse_other_tokenizer(other: PreTrainedTokenizerBase, tokenizer: PreTrained
         raise InPlaceTTTError(f"{base} has another tokenizer than the converted checkpoint, so that they would read different tokens.")
 
 
-def refuse_base_of_none(path: str, base: str | None) -> None:
-    """Refuse `--base` beside what is no adapter, of PEFT's neither, and has its base in it."""
-    if base is not None and not is_adapter(path) and not is_peft_adapter(path):
-        raise InPlaceTTTError(f"{path} is not an adapter folder, so that --base has no effect; leave it out.")
-
-
-def open_full(path: str) -> Checkpoint:
+def open_full(path: str) -> Full:
     """A converted checkpoint for vLLM, which loads no adapter onto its base."""
-    if is_adapter(path) or is_peft_adapter(path):
+    found = open_model(path)
+    if not isinstance(found, Full):
         raise InPlaceTTTError(f"{path} is an adapter, and vLLM serves full checkpoints; export it as full first.")
-    checkpoint = Checkpoint.open(path)
-    checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
-    return checkpoint
+    found.checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+    return found
 
 
 def load_converted(path: str, base: str | None, dtype: str) -> PreTrainedModel:
@@ -73,11 +65,7 @@ def load_plain(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
 
 def tokenizer_of(path: str, base: str | None = None, model: PreTrainedModel | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint, or beside an adapter's base; of no other model than `model`."""
-    source = path
-    if is_peft_adapter(path):
-        source = base_of(path, base)
-    elif is_adapter(path):
-        source = base or read_adapter(path)[1]["name_or_path"]
+    source = open_model(path, base).tokenizer_source
     with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):
         tokenizer = AutoTokenizer.from_pretrained(source)
         tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])  # its settings are looked at when it is used

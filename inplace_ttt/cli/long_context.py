@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..checkpoint.adapter import is_adapter
 from ..checkpoint.fingerprint import fingerprint_of
+from ..checkpoint.opened import Full, open_model
 from ..checkpoint.reading import Checkpoint
 from ..errors import InPlaceTTTError
 from ..evaluation.baseline_losses import digest_without_writes
@@ -47,18 +47,19 @@ def settings_of(args: argparse.Namespace, tasks: tuple[Task, ...]) -> Settings:
 
 def compare(args: argparse.Namespace, settings: Settings, material: Any, table: Table) -> Result:
     """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples the samples in files."""
+    is_full = isinstance(open_model(args.path), Full)  # then --base is what to compare with
     if args.write_samples:
         refuse_to_replace(args.write_samples, SAMPLES, sources=_sources(args))
-        if args.base and not is_adapter(args.path):
+        if args.base and is_full:
             raise InPlaceTTTError("--base has no effect with --write-samples, which asks no model; leave it out.")
         return _write_samples(args, settings, material)
-    model = load_converted(args.path, args.base if is_adapter(args.path) else None, args.dtype)
+    base_of_adapter, base = (None, args.base) if is_full else (args.base, None)
+    model = load_converted(args.path, base_of_adapter, args.dtype)
     refuse_not_finite(model, args.path)
-    prompter = Prompter(tokenizer_of(args.path, args.base, model), args.chat)
+    prompter = Prompter(tokenizer_of(args.path, base_of_adapter, model), args.chat)
     notes = _notes(model, settings)
     for note in notes:
         warn(note)
-    base = None if is_adapter(args.path) else args.base
     if base is not None:
         if Checkpoint.open(base).section is not None:
             raise InPlaceTTTError(f"{base} is a converted checkpoint; --base takes what it was converted from.")

@@ -135,7 +135,7 @@ def _vllm(pipe: Connection, path: str, load: Load) -> None:
 def _generate(pipe: Connection, path: str, load: Load) -> None:
     import torch
 
-    from ..checkpoint.loading import load as load_converted
+    from ..checkpoint.opened import load as load_converted
 
     model = load_converted(path, dtype=getattr(torch, load.dtype))
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -13,8 +13,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..attention_window import set_attention_window
-from ..checkpoint.adapter import is_adapter, located, read_adapter
-from ..checkpoint.loading import load, load_base
+from ..checkpoint.adapter import located
+from ..checkpoint.loading import load_base
+from ..checkpoint.opened import Adapter, open_model
 from ..config import InPlaceTTTConfig
 from ..converted_config import MODEL_TYPE
 from ..errors import InPlaceTTTError, one_line
@@ -49,8 +50,8 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
                     parameters = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
                 require_memory(parameters * settings["dtype"].itemsize, "a model of this config")
             built = auto_class(config).from_config(config, **settings)
-        elif is_adapter(path) or ttt is None:
-            built = load(path, config=config, **settings)
+        elif isinstance(found := open_model(path), Adapter) or ttt is None:
+            built = found.load(config=config, **settings)
         else:
             built = load_base(path, config=config, **settings)
     except InPlaceTTTError:
@@ -102,8 +103,8 @@ def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrain
     adapter = None
     if path is None:
         values = dict(model.config or {})
-    elif is_adapter(path):
-        adapter, base, _ = read_adapter(path)
+    elif isinstance(found := open_model(path), Adapter):
+        adapter, base, _ = found.read
         remedy = f"put both together by `inplace-ttt export {path} OUT --format full --base B`, and give OUT as model.path"
         values = _read_config(recipe, located(path, base["name_or_path"], remedy), configs)
     else:

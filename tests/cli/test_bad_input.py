@@ -66,8 +66,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["bench", "--d", "1"], "--d must be at least 2"),
         (["convert", "BASE", "OUT", "--calibrate-tokens", "8"], "--calibrate-tokens has no effect without --calibrate"),
         (["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"], "--chunk-size has no effect beside --set chunk_size=8"),
-        (["info", "BASE", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
-        (["export", "BASE", "OUT", "--format", "official", "--base", "OUT"], "is not an adapter folder, so that --base has no effect"),
+        (["info", "BASE", "--base", "OUT"], "is not an adapter folder, so that a base has no effect beside it"),
+        (
+            ["export", "BASE", "OUT", "--format", "official", "--base", "OUT"],
+            "is not an adapter folder, so that a base has no effect beside it",
+        ),
         (["serve", "BASE", "--api-key", ""], "--api-key must not be empty"),
         (
             ["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "TEXT"],

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.loading import load
 from ...checkpoint.official import read_official, write_official
+from ...checkpoint.opened import load
 from ...checkpoint.reading import Checkpoint
 from ...checkpoint.to_adapter import save_adapter
 from ...errors import InPlaceTTTError

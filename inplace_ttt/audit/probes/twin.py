@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from ... import surgery
 from ...calibration.calibrate import calibrate
 from ...checkpoint import writing
-from ...checkpoint.loading import load
+from ...checkpoint.opened import load
 from ...checkpoint.reading import Checkpoint
 from ...config import InPlaceTTTConfig
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...audit.report import for_card
 from ...checkpoint.card import write_card
-from ...checkpoint.reading import Checkpoint
+from ...checkpoint.opened import open_model
 from ...surgery import config_of
 from ..audit import audited
 from ..data.report import DataReport
@@ -20,9 +20,8 @@ def write_run_card(
     folder: Path, recipe: Recipe, model: PreTrainedModel, data: DataReport, steps: int, evaluation: Mapping[str, float]
 ) -> None:
     """Into a folder of trained weights that is being made. evaluation: of the held-out rows, as the Trainer names its numbers."""
-    source = None if recipe.model.path is None else Checkpoint.open(recipe.model.path)
-    section = {} if source is None else source.section or {}
-    base = section.get("base") or {"name_or_path": recipe.model.path}
+    source = None if recipe.model.path is None else open_model(recipe.model.path)
+    base = (source and source.described_base) or {"name_or_path": recipe.model.path}
     held_out = None
     if "eval_off_loss" in evaluation:
         on, off = evaluation["eval_loss"], evaluation["eval_off_loss"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inplace_ttt.checkpoint import adapter, loading, official
+from inplace_ttt.checkpoint import adapter, official, opened
 from inplace_ttt.config import InPlaceTTTConfig
 from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.stream import FastWeightStream
@@ -69,7 +69,7 @@ def layers_exchanged(size: float, when: When) -> Plant:
             return config, base, dict(zip(tensors, [*tensors.values()][::-1], strict=True))
 
         real = adapter.read_adapter
-        patch.setattr(loading, "read_adapter", read)
+        patch.setattr(opened, "read_adapter", read)
 
     return plant
 

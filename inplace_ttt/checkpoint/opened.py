@@ -1,0 +1,218 @@
+"""A model as a user names it: all weights in a folder or on the hub, our adapter, or an adapter of PEFT. Decided here alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError, reported
+from ..surgery import convert, fast_weights
+from .adapter import is_adapter, located, read_adapter
+from .loading import fingerprint_of_base, load_base
+from .lora import base_of, merged, standing_on
+from .reading import Checkpoint, LayerTensors, is_peft_adapter
+from .writing import ConversionPlan, describe_base, empty_model, plan_conversion
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a converted model says of itself without its weights. base: the description of its base; model: on the meta device."""
+
+    config: InPlaceTTTConfig
+    base: Any
+    tensors: LayerTensors
+    model: PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that is named by `path`. given_base: where an adapter's base is, if not where it was."""
+
+    path: str
+    given_base: str | None = None
+
+    form: ClassVar[str]
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where its tokenizer is."""
+        return self.path
+
+    @property
+    def folder(self) -> Path:
+        """Its files on this machine."""
+        return Path(self.path)
+
+    @property
+    def described_base(self) -> dict[str, Any]:
+        """What a converted model says of its base; empty where it says nothing."""
+        return dict(self.conversion().base or {})
+
+    @property
+    def declared_deviations(self) -> Sequence[Any]:
+        """What the folder declares for the audit; raises InPlaceTTTError for half a checkpoint."""
+        return ()
+
+    def conversion(self) -> Conversion:
+        """Config, base and new tensors, read without the base's weights. Raises InPlaceTTTError where it is not converted."""
+        raise NotImplementedError
+
+    def load(self, **kwargs: Any) -> PreTrainedModel:
+        """The converted model in eval mode; kwargs as for `AutoModelForCausalLM.from_pretrained`."""
+        raise NotImplementedError
+
+
+class Full(Opened):
+    """All weights: a base, a converted checkpoint, or one in the reference code's format."""
+
+    form = "full"
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Its files, headers read."""
+        return Checkpoint.open(self.path)
+
+    @property
+    def is_converted(self) -> bool:
+        return self.checkpoint.section is not None
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def described_base(self) -> dict[str, Any]:
+        return dict((self.checkpoint.section or {}).get("base") or {})
+
+    @property
+    def declared_deviations(self) -> Sequence[Any]:
+        self.checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+        self.checkpoint.ttt_tensors()
+        declared = (self.checkpoint.section or {}).get("declared_deviations", ())
+        if not isinstance(declared, (list, tuple)):
+            raise InPlaceTTTError(f"{self.path} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
+        return declared
+
+    def conversion(self) -> Conversion:
+        config, tensors = self.checkpoint.ttt_config, self.checkpoint.ttt_tensors()
+        return Conversion(config, self.described_base or None, tensors, empty_model(self.checkpoint)[1])
+
+    def load(self, **kwargs: Any) -> PreTrainedModel:
+        self.checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
+        self.checkpoint.require_ttt_dtypes()
+        return load_base(self.path, **kwargs)
+
+
+class Adapter(Opened):
+    """Ours: a conversion's new tensors, and which base they belong to."""
+
+    form = "adapter"
+
+    @cached_property
+    def read(self) -> tuple[InPlaceTTTConfig, dict[str, Any], LayerTensors]:
+        """Config, description of the base, and tensors."""
+        return read_adapter(self.path)
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.given_base or self.read[1]["name_or_path"]
+
+    @property
+    def described_base(self) -> dict[str, Any]:
+        return self.read[1]
+
+    @property
+    def base(self) -> str:
+        """Where its base is. Raises InPlaceTTTError where nothing is there."""
+        return self.given_base or located(self.path, self.read[1]["name_or_path"])
+
+    def planned(self) -> tuple[Checkpoint, ConversionPlan]:
+        """Its base, and what the adapter makes of it."""
+        checkpoint = Checkpoint.open(self.base)
+        return checkpoint, plan_conversion(checkpoint, self.read[0])
+
+    def conversion(self) -> Conversion:
+        config, described, tensors = self.read
+        return Conversion(config, described, tensors, self.planned()[1].model)
+
+    def load(self, **kwargs: Any) -> PreTrainedModel:
+        config, described, tensors = self.read
+        if self.given_base is None and described["revision"] is not None:
+            kwargs = {"revision": described["revision"], **kwargs}
+        model = convert(load_base(self.base, **kwargs), config)
+        layers = fast_weights(model)
+        found = fingerprint_of_base(model, self.base, kwargs.get("revision"), config)
+        if found not in (None, described["fingerprint"]):
+            raise InPlaceTTTError(
+                f"{self.path} was made for a base with other weights than {self.base} (fingerprint {described['fingerprint'][:12]}…, "
+                f"found {found[:12]}…); load it onto that base."
+            )
+        if sorted(tensors) != sorted(layers):
+            raise InPlaceTTTError(
+                f"{self.path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; write the adapter again."
+            )
+        with reported(f"cannot load {self.path}"):
+            for index, layer in layers.items():
+                layer.ttt.load_state_dict(tensors[index])
+        model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": self.base}}
+        return model
+
+
+class Lora(Opened):
+    """An adapter of PEFT, as a run with `trainable: lora` leaves it."""
+
+    form = "lora"
+
+    @property
+    def tokenizer_source(self) -> str:
+        return base_of(self.path, self.given_base)
+
+    @property
+    def declared_deviations(self) -> Sequence[Any]:
+        source, still_to_make = standing_on(self.path, self.given_base)
+        return open_model(source).declared_deviations if still_to_make is None else ()
+
+    def conversion(self) -> Conversion:
+        source, still_to_make = standing_on(self.path, self.given_base)
+        if still_to_make is None:
+            return open_model(source).conversion()
+        checkpoint = Checkpoint.open(source)
+        plan = plan_conversion(checkpoint, still_to_make)
+        new = {index: dict(layer.ttt.state_dict()) for index, layer in fast_weights(plan.model).items()}
+        return Conversion(plan.config, describe_base(checkpoint, plan), new, plan.model)
+
+    def load(self, **kwargs: Any) -> PreTrainedModel:
+        source, still_to_make = standing_on(self.path, self.given_base)
+        below = load(source, **kwargs) if still_to_make is None else convert(load_base(source, **kwargs), still_to_make)
+        return merged(below, self.path)
+
+
+def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | Adapter | Lora:
+    """What a path is, by the files in it. base: another place of an adapter's base.
+
+    Raises InPlaceTTTError for a base beside what has all of its weights.
+    """
+    if is_peft_adapter(path):
+        return Lora(str(path), base)
+    if is_adapter(path):
+        return Adapter(str(path), base)
+    if base is not None:
+        raise InPlaceTTTError(f"{path} is not an adapter folder, so that a base has no effect beside it; leave it out.")
+    return Full(str(path))
+
+
+def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
+    """Load a converted model, in eval mode: a full checkpoint; or an adapter folder, ours or PEFT's, onto its base.
+
+    LoRA of a PEFT adapter is merged into the weights. base: another place of an adapter's base. kwargs: as for
+    `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …). A vision-language checkpoint is loaded with its vision tower.
+    Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's weights are others.
+    """
+    return open_model(path, base).load(**kwargs)
