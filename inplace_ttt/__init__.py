@@ -50,7 +50,7 @@ _HOMES = {
     "PromptWrite": "config_tables",
     "calibrate": "calibration.calibrate",
     "convert": "surgery",
-    "load": "checkpoint.loading",
+    "load": "checkpoint.opened",
     "revert": "surgery",
     "save_adapter": "checkpoint.to_adapter",
     "disable_ttt": "surgery",
