@@ -30,14 +30,14 @@ MODEL_TYPE = "inplace_ttt"
 _PREFIX = "InPlaceTTT"
 _SHIM_MODULE = "configuration_inplace_ttt"
 SHIM_FILE = f"{_SHIM_MODULE}.py"
-_SHIM = '''"""Loads this checkpoint's classes from the package `inplace-ttt` (pip install inplace-ttt)."""
+_SHIM = '''"""Loads this checkpoint's classes from the package `inplace-ttt` (in its checkout, pip install -e .)."""
 
 from inplace_ttt.converted_config import InPlaceTTTModelConfig  # noqa: F401
 '''
 _GUARD, _COUNT = "layer_types", "num_hidden_layers"
 _NOT_THE_BASE = [
     "this is an In-Place TTT checkpoint, which a class of its base would load without its fast weights: import inplace_ttt "
-    "(pip install inplace-ttt) and load it with inplace_ttt.load or an Auto class of transformers"
+    "(in its checkout, pip install -e .) and load it with inplace_ttt.load or an Auto class of transformers"
 ]
 
 followers: list[Callable[[type[PreTrainedConfig], type[PreTrainedConfig]], None]] = []

@@ -21,6 +21,11 @@ class NotSoError(InPlaceTTTError):
     exit_code = 1
 
 
+def how_to_install(extra: str) -> str:
+    """Return the end of an error about a package that is not installed. The package itself is on no index yet."""
+    return f"in a checkout of inplace-ttt, pip install -e '.[{extra}]'"
+
+
 TRACEBACK = "INPLACE_TTT_TRACEBACK"
 """Environment variable: where it is set, an error's traceback is printed above its line."""
 

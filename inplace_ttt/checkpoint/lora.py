@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..config import InPlaceTTTConfig
-from ..errors import InPlaceTTTError, reported
+from ..errors import InPlaceTTTError, how_to_install, reported
 from ..files.json_files import read_json, write_json
 from ..files.schema import from_values
 from .adapter import is_adapter, located
@@ -70,7 +70,7 @@ def merged(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedMo
         from peft import PeftModel, get_peft_model_state_dict
         from peft.utils import load_peft_weights
     except ImportError:
-        raise InPlaceTTTError(f"{path} is an adapter of PEFT, which is not installed; pip install 'inplace-ttt[train]'.") from None
+        raise InPlaceTTTError(f"{path} is an adapter of PEFT, which is not installed; {how_to_install('train')}.") from None
     with reported(f"cannot load {path}"):
         held = load_peft_weights(str(path), device="cpu").keys()
         adapted = PeftModel.from_pretrained(model, str(path))

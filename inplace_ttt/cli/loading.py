@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.loading import load_base
 from ..checkpoint.opened import Full, load, open_model
-from ..errors import InPlaceTTTError, reported
+from ..errors import InPlaceTTTError, how_to_install, reported
 from ..files.text import require_known_ids
 from ..layer.quantised import readable_parameters
 from ..ops.precision import note_on_emulation
@@ -83,7 +83,7 @@ def load_with_tokenizer(path: str, base: str | None, dtype: str) -> tuple[PreTra
 def require_vllm() -> None:
     """It is there, and says what it has to say on stderr, in every process."""
     if find_spec("vllm") is None:
-        raise InPlaceTTTError("serving needs vLLM, which is not installed; pip install 'inplace-ttt[vllm]'.")
+        raise InPlaceTTTError(f"serving needs vLLM, which is not installed; {how_to_install('vllm')}.")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, how_to_install
 from ..layer.overrides import with_config
 from ..reports.statistics import Mean, wilson
 from ..surgery import config_of, fast_weights
@@ -50,7 +50,7 @@ def recall_of_facts(
     position 0; full is not read so far. Raises InPlaceTTTError for texts that are too short.
     """
     if protocol.window is not None and find_spec("rank_bm25") is None:
-        raise InPlaceTTTError("what retrieval finds instead is read by the package rank-bm25; pip install 'inplace-ttt[eval]'.")
+        raise InPlaceTTTError(f"what retrieval finds instead is read by the package rank-bm25; {how_to_install('eval')}.")
     distances = sorted(dict.fromkeys(distances))
     told = _invented(records, len(fillers), seed)
     beginning = _beginning(told, encode, config_of(model).chunk_size)

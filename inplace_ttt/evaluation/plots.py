@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, how_to_install
 
 _COLOURS = {
     "on": "#2a6fdb",
@@ -31,7 +31,7 @@ _NAMES = {
 def require_plots() -> None:
     """Raises InPlaceTTTError without matplotlib."""
     if find_spec("matplotlib") is None:
-        raise InPlaceTTTError("plots need matplotlib; install inplace-ttt[plots], or leave --out away.")
+        raise InPlaceTTTError(f"plots need matplotlib; {how_to_install('plots')}, or leave --out away.")
 
 
 def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..errors import InPlaceTTTError
+from ..errors import InPlaceTTTError, how_to_install
 from ..layout import ChunkLayout
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -20,7 +20,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         from ..kernels import unsupported
     except ModuleNotFoundError as error:
-        return f"the package {error.name} is not installed (pip install 'inplace-ttt[kernels]')"
+        return f"the package {error.name} is not installed ({how_to_install('kernels')})"
     return unsupported(device, dtype)
 
 

@@ -18,7 +18,7 @@ from ..checkpoint.loading import load_base
 from ..checkpoint.opened import Adapter, open_model
 from ..config import InPlaceTTTConfig
 from ..converted_config import MODEL_TYPE
-from ..errors import InPlaceTTTError, one_line
+from ..errors import InPlaceTTTError, how_to_install, one_line
 from ..families import auto_class
 from ..files.json_files import read_json
 from ..files.memory import require_memory
@@ -208,7 +208,7 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import check_target_module_exists
     except ImportError:
-        _refuse(recipe, "training.trainable", "lora needs peft; pip install 'inplace-ttt[train]'")
+        _refuse(recipe, "training.trainable", f"lora needs peft; {how_to_install('train')}")
 
     lora = recipe.training.lora or Lora()
     config = LoraConfig(

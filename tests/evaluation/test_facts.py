@@ -132,7 +132,7 @@ def test_retrieval_puts_the_best_piece_into_the_window(begins: tuple[int, ...]) 
 def test_retrieval_asks_for_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     model, fillers, _, _ = model_and_rows(distance=CHUNK)
     monkeypatch.setattr("inplace_ttt.evaluation.facts.find_spec", lambda name: None)
-    with pytest.raises(InPlaceTTTError, match=r"rank-bm25; pip install 'inplace-ttt\[eval\]'"):
+    with pytest.raises(InPlaceTTTError, match=r"rank-bm25; in a checkout of inplace-ttt, pip install -e '.\[eval\]'"):
         recall_of_facts(model, fillers, encode, RECORDS, [CHUNK], Protocol(24, 2, 0, 2))
 
 

@@ -25,8 +25,8 @@ from .recipes import VALUES, tiny_recipe, write_recipe
             "flash_attn",
             "model.attn_implementation is flash_attention_2, which needs the package flash-attn",
         ),
-        ((), "deepspeed", r"training needs deepspeed; pip install 'inplace-ttt\[train\]'"),
-        ((), "datasets", r"training needs datasets; pip install 'inplace-ttt\[train\]'"),
+        ((), "deepspeed", r"training needs deepspeed; in a checkout of inplace-ttt, pip install -e '.\[train\]'"),
+        ((), "datasets", r"training needs datasets; in a checkout of inplace-ttt, pip install -e '.\[train\]'"),
     ],
 )
 def test_what_is_missing_is_named(
@@ -71,4 +71,4 @@ def test_low_rank_adapters_without_peft(
     without(monkeypatch, "peft")
     assert cli.main([verb, str(write_recipe(tmp_path, training={"trainable": "lora", "steps": 1}))]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("inplace-ttt"))
-    assert line.endswith("training.trainable: lora needs peft; pip install 'inplace-ttt[train]'.")
+    assert line.endswith("training.trainable: lora needs peft; in a checkout of inplace-ttt, pip install -e '.[train]'.")

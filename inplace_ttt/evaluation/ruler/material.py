@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
 
-from ...errors import InPlaceTTTError, one_line
+from ...errors import InPlaceTTTError, how_to_install, one_line
 from ...files.json_files import parse_json
 from ...files.text import read_text
 
@@ -85,7 +85,7 @@ def _listed(category: str) -> list[str]:
     try:
         from wonderwords import RandomWord
     except ImportError:
-        raise InPlaceTTTError("RULER's words come from the package wonderwords; pip install 'inplace-ttt[eval]'.") from None
+        raise InPlaceTTTError(f"RULER's words come from the package wonderwords; {how_to_install('eval')}.") from None
     return sorted(set(RandomWord().filter(include_categories=[category])))
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from transformers.utils import is_flash_attn_2_available, is_kernels_available, is_liger_kernel_available
 
-from ...errors import InPlaceTTTError
+from ...errors import InPlaceTTTError, how_to_install
 from .recipe import Recipe
 
 _NEEDED = ("accelerate", "datasets", "deepspeed", "peft", "yaml")
@@ -16,7 +16,7 @@ _NEEDED = ("accelerate", "datasets", "deepspeed", "peft", "yaml")
 def check_packages(recipe: Recipe) -> None:
     """Refuse a recipe that asks for what this machine lacks, naming the setting and the package."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise InPlaceTTTError(f"training needs {', '.join(missing)}; pip install 'inplace-ttt[train]'.")
+        raise InPlaceTTTError(f"training needs {', '.join(missing)}; {how_to_install('train')}.")
     if recipe.model.load_in is not None and find_spec("bitsandbytes") is None:
         raise InPlaceTTTError("model.load_in needs bitsandbytes, which is not installed; pip install it, or leave load_in out.")
     for name in recipe.monitor.report_to:

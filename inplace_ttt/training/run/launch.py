@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import InPlaceTTTError, NotSoError
+from ...errors import InPlaceTTTError, NotSoError, how_to_install
 from ..loop.stopping import LAUNCHER, REFUSAL, on_signals
 from ..recipe.packages import check_packages
 from ..recipe.recipe import Recipe
@@ -104,7 +104,7 @@ def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     parallel = recipe.parallel
     launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if launcher is None:
-        raise InPlaceTTTError("DeepSpeed's launcher `deepspeed` is not on the PATH; pip install 'inplace-ttt[train]'.")
+        raise InPlaceTTTError(f"DeepSpeed's launcher `deepspeed` is not on the PATH; {how_to_install('train')}.")
     if parallel.hostfile is None:
         raise InPlaceTTTError(
             f"{parallel.nnodes} nodes need parallel.hostfile, or launcher: torchrun and inplace-ttt train on each (docs/train.md)."
