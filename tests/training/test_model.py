@@ -85,7 +85,7 @@ def test_every_form_of_a_checkpoint(saved: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_dtype_and_attention(saved: dict[str, Path], tmp_path: Path) -> None:
-    model = build_model(tiny_recipe(tmp_path, **at(saved["full"], dtype="bfloat16", attention="eager")))
+    model = build_model(tiny_recipe(tmp_path, **at(saved["full"], dtype="bfloat16", attn_implementation="eager")))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.config._attn_implementation == "eager"
 
