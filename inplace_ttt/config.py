@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 from .config_tables import MOST_TOKENS, KeyWhitening, PromptWrite, UpdateClip, from_mapping, is_number, require, require_size
 from .rules import Rule, WriteNorm, rule_of_config
 
-Target = Literal["embeddings", "hidden_states"]
+Target = Literal["embeddings", "hidden_states", "gradient"]
 Conv = Literal["lookahead", "causal", "next"]
 UpdateRule = Literal["sum", "ridge"]
 ProjInit = Literal["random_diagonal", "shared_diagonal", "identity", "calibrated"]
@@ -29,7 +29,8 @@ class InPlaceTTTConfig:
     layers: "every:N" (layers 0, N, 2N, …) or the layer indices. Paper appendix C.3: every sixth; offset unstated.
     chunk_size: tokens a chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
     eta: η of Eq. (1), one number or one a TTT layer. The paper gives no value.
-    target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's input).
+    target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's input). "gradient" is an
+    extension that needs no training: V is minus the gradient of the chunk's loss by the layer's output, times a measured scale.
     conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no future token);
     "next" is an extension without a convolution: the next token's source, zero for a chunk's last token.
     kernel_size: taps of the depthwise convolution (appendix C.2: 5).
@@ -120,6 +121,11 @@ class InPlaceTTTConfig:
         )
         for name in ("detach_target", "update_on_decode", "normalize_targets"):
             require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
+        for name in ("conv", "kernel_size", "detach_target", "normalize_targets", "proj_init", "prompt_write", "update_on_decode"):
+            require(
+                self.target != "gradient" or getattr(self, name) == getattr(InPlaceTTTConfig, name),
+                f"{name} has no effect on target='gradient', which has no convolution and no P and writes all it reads; leave it out.",
+            )
         usual = InPlaceTTTConfig.kernel_size
         require(
             self.conv != "next" or self.kernel_size == usual,
@@ -165,19 +171,20 @@ class InPlaceTTTConfig:
     @property
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
-        return self.whitening is not None or self.normalize_targets or self.proj_init == "calibrated"
+        return self.target == "gradient" or self.whitening is not None or self.normalize_targets or self.proj_init == "calibrated"
 
     @property
     def extensions(self) -> dict[str, Any]:
         """The settings beyond the paper's method that are on, by name."""
         values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name not in _OF_THE_PAPER}
-        target = {"conv": self.conv} if self.conv == "next" else {}
+        target: dict[str, Any] = {"conv": self.conv} if self.conv == "next" else {}
+        target |= {"target": self.target} if self.target == "gradient" else {}
         return target | {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def starts_as_base(self) -> bool:
         """Whether a fresh conversion writes nothing, so that it computes what its base does: its convolution is zero."""
-        return self.conv != "next"
+        return self.conv != "next" and self.target != "gradient"
 
     def eta_of(self, position: int) -> float:
         """η of the TTT layer at `position` among the TTT layers."""

@@ -240,3 +240,9 @@ def features(module: nn.Module) -> tuple[int, int]:
         return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
     except AttributeError:
         raise InPlaceTTTError(f"{type(module).__name__} is not a linear map with in_features and out_features.") from None
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model itself, without PEFT's wrapper."""
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if get_base is not None else model

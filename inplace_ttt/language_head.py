@@ -11,9 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
-from .families import locate
-from .surgery import causal_lm, disable_ttt
+from .families import causal_lm, locate
+from .layer.fast_linear import hooks_of
+from .layer.hooks import switching
+from .tasks import IGNORED
 
 _AT_ONCE = 1 << 26
 """Logits made at a time; in float32, with the probabilities of them, half a gigabyte."""
@@ -38,6 +41,20 @@ def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Ten
     own = hidden.clone(memory_format=torch.contiguous_format)  # a view into a row is read as a batch, for which the head's weight is copied
     with _having_read(lm, _base_of(lm), type(read)(last_hidden_state=own)):
         return lm(input_ids=ids, use_cache=False).logits
+
+
+def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
+    """Gradient [B, T, d] of the summed loss of rows [B, T] at the base model's output `read`, for a few hundred tokens at a time.
+
+    The last token of a row, after which nothing comes, is left out.
+    """
+    size, parts = tokens_at_once(lm, len(ids)), list[Tensor]()
+    wanted = pad(ids[:, 1:], (0, 1), value=IGNORED)  # `cross_entropy` leaves it out
+    for hidden, tokens, targets in zip(*(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), ids, wanted)), strict=True):
+        logits = head_logits(lm, read, hidden.requires_grad_(), tokens)
+        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        parts += torch.autograd.grad(loss, [hidden])
+    return torch.cat(parts, dim=1)
 
 
 def _base_of(lm: Any) -> nn.Module:
@@ -70,7 +87,7 @@ def _having_read(lm: nn.Module, base: nn.Module, output: Any) -> Iterator[None]:
             base.forward = stand_in = _StandIn(base)
         stand_in.outputs[get_ident()] = output
     try:
-        with disable_ttt(lm):
+        with switching(hooks_of(lm), enabled=False):
             yield
     finally:
         with _changing_forward:

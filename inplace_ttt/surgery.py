@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
+from . import gradient_reading
 from .config import InPlaceTTTConfig
 from .converted_config import mark, unmark
 from .errors import InPlaceTTTError, one_line
-from .families import is_listed, locate
-from .layer.fast_linear import FastWeight, LayerSettings, check, install, remove
+from .families import causal_lm, is_listed, locate
+from .layer.fast_linear import FastWeight, LayerSettings, check, fast_weights, hooks_of, install, remove
 from .layer.hooks import ModelHooks, sharing, switching
 from .layer.quantised import parameter_dtype
 from .layer.zero3 import is_partitioned
@@ -60,6 +61,8 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
         settings = LayerSettings(index, config, config.eta_of(position))
         install(decoder.layers[index], settings, hooks, dtype=parameter_dtype(lm.dtype), std=std, seed=SEED + index)
     hooks.attach(decoder.base, decoder.blocks[0], [attention for i, attention in enumerate(decoder.attentions) if i not in indices])
+    if config.target == "gradient":
+        gradient_reading.install(lm, decoder.base)
     mark(lm.config, config)
     if not is_listed(decoder.base) and not any(p.is_meta or is_partitioned(p) for p in lm.parameters()):
         try:
@@ -110,17 +113,13 @@ def revert(model: AnyModel) -> AnyModel:
     layers = fast_weights(lm)
     if not layers:
         raise InPlaceTTTError(f"this {type(lm).__name__} is not converted; there is nothing to revert.")
-    for hooks in _hooks_of(lm):
+    for hooks in hooks_of(lm):
         hooks.detach()
     for layer in layers.values():
         remove(layer)
+    gradient_reading.remove(locate(lm).base)
     unmark(lm.config)
     return model
-
-
-def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
-    """Layer index -> fast-weight down-projection, in order; empty for a model that is not converted."""
-    return {m.fast.layer: m for m in model.modules() if isinstance(m, FastWeight)}
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -138,7 +137,7 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
 @contextmanager
 def disable_ttt(model: nn.Module) -> Iterator[None]:
     """Within it the model reads with W0 alone and writes nothing, in this thread: the same weights, TTT off."""
-    with switching(_hooks_of(model), enabled=False):
+    with switching(hooks_of(model), enabled=False):
         yield
 
 
@@ -149,12 +148,8 @@ def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
     Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
     training under DeepSpeed's Ulysses, whose group is found by itself.
     """
-    with sharing(_hooks_of(model), group):
+    with sharing(hooks_of(model), group):
         yield
-
-
-def _hooks_of(model: nn.Module) -> set[ModelHooks]:
-    return {layer.hooks.model for layer in fast_weights(model).values()}
 
 
 def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:
@@ -169,9 +164,3 @@ def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:
 @functools.cache
 def _warn_once(message: str) -> None:
     logger.warning(message)
-
-
-def causal_lm(model: nn.Module) -> Any:
-    """The transformers model itself, without PEFT's wrapper."""
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if get_base is not None else model

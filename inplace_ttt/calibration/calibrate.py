@@ -21,6 +21,7 @@ from ..layer.fast_linear import FastWeight
 from ..surgery import config_of, convert, disable_ttt, fast_weights
 from .activations import Seen, feeling, seeing
 from .directions import Directions, LeadingDirections
+from .gradient_scale import gradient_scales
 from .initial_projection import initial_projections
 
 CALIBRATION_TOKENS = 32_768
@@ -76,6 +77,9 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
     vocabulary = _mean_embedding(model) if config.normalize_targets and config.target == "embeddings" else None
     for index, layer in layers.items():
         _set(layer, over_text[index], config.whitening, vocabulary)
+    if config.target == "gradient":
+        for index, gain in gradient_scales(model, rows, config.chunk_size, progress=progress).items():
+            layers[index].ttt.gain.fill_(gain)
     if config.proj_init == "calibrated":
         for index, proj in initial_projections(model, rows, progress=progress).items():
             layers[index].ttt.proj.copy_(proj)

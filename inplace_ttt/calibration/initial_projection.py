@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..errors import InPlaceTTTError
 from ..families import locate
-from ..language_head import head_logits, tokens_at_once
+from ..language_head import loss_gradient
 from ..surgery import disable_ttt, fast_weights
-from ..tasks import IGNORED
 from .activations import probing, seeing
 
 RIDGE = 0.1
@@ -39,7 +37,7 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
     with disable_ttt(model), seeing(model) as seen, probing(model) as probes:
         for row in tqdm(rows, desc="start of P", file=sys.stderr, disable=None if progress else True):
             read = locate(model).base(row, use_cache=False)
-            upstream = _loss_gradient(model, read, row)
+            upstream = loss_gradient(model, read, row)
             gradients = torch.autograd.grad(read.last_hidden_state, list(probes.values()), upstream)
             for index, gradient in zip(probes, gradients, strict=True):
                 ahead = layers[index].ttt.normalize_source(seen[index].source[:, 1:].to(gradient.device)).flatten(0, 1).float()
@@ -47,17 +45,6 @@ def initial_projections(model: Any, rows: Sequence[Tensor], *, progress: bool = 
                 slopes[index] = slopes.get(index, 0) - ahead.T @ here
                 moments[index] = moments.get(index, 0) + ahead.T @ ahead
     return {index: least_squares(moments[index], slopes[index]) for index in slopes}
-
-
-def _loss_gradient(model: Any, read: Any, row: Tensor) -> Tensor:
-    """Gradient [1, T, d] of the summed loss of a row [1, T] at the base model's output, for a few hundred tokens at a time."""
-    size, parts = tokens_at_once(model, len(row)), list[Tensor]()
-    wanted = torch.nn.functional.pad(row[:, 1:], (0, 1), value=IGNORED)  # nothing comes after the last token; `cross_entropy` leaves it out
-    for hidden, ids, targets in zip(*(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), row, wanted)), strict=True):
-        logits = head_logits(model, read, hidden.requires_grad_(), ids)
-        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        parts += torch.autograd.grad(loss, [hidden])
-    return torch.cat(parts, dim=1)
 
 
 def least_squares(moment: Tensor, slope: Tensor) -> Tensor:

@@ -243,7 +243,7 @@ def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) ->
             raise InPlaceTTTError(
                 f"{name}: layer {layer} has the TTT tensors {has} where its config wants {wants}; convert the base again."
             )
-        width, taps = held["proj"].shape[-1] if held["proj"].ndim else 0, config.kernel_size
+        width, taps = held["proj"].shape[-1] if "proj" in held and held["proj"].ndim else 0, config.kernel_size
         wanted = {"proj": [width, width], "conv": [width, 1, taps], "mean": [width], "gain": []}
         if (directions := held.get("keys.directions")) is not None:
             if directions.ndim != 2:
@@ -297,8 +297,9 @@ def _refuse_more_layers_than_tensors(folder: Path, config: Mapping[str, Any], te
 
 def kinds(config: InPlaceTTTConfig) -> set[str]:
     """Names of the tensors that a TTT layer adds."""
+    of_target = {"gain"} if config.target == "gradient" else {"proj"} if config.conv == "next" else {"conv", "proj"}
     return (
-        ({"proj"} if config.conv == "next" else {"conv", "proj"})
+        of_target
         | ({"write_gate.gate"} if config.write_gate else set())
         | ({"mean", "gain"} if config.normalize_targets else set())
         | ({"keys.directions", "keys.centre"} if config.whitening else set())

@@ -68,10 +68,11 @@ def down_projections(checkpoint: Checkpoint, paths: Mapping[int, str], model: Pr
     """
     names = checkpoint.names(model)
     found = {layer: names[f"{path}.weight"] for layer, path in paths.items()}
-    new = {layer: f"{name.removesuffix('weight')}ttt.proj" for layer, name in found.items()}
+    kind = "gain" if config_of(model).target == "gradient" else "proj"
+    new = {layer: f"{name.removesuffix('weight')}ttt.{kind}" for layer, name in found.items()}
     loaded = parameters(new.values(), model)
     for layer, path in paths.items():
-        if is_computed(f"{path}.weight", model) or loaded[new[layer]] != f"{path}.ttt.proj" or layer_of(new[layer]) != layer:
+        if is_computed(f"{path}.weight", model) or loaded[new[layer]] != f"{path}.ttt.{kind}" or layer_of(new[layer]) != layer:
             raise InPlaceTTTError(
                 f"{checkpoint.name} keeps {path}.weight as {found[layer]}, beside which transformers would not load new tensors into "
                 f"{path}.ttt; load the model, convert it in memory by inplace_ttt.convert, and save it."

@@ -24,9 +24,10 @@ from ..ops import fast_weight, form_of, keeping_row_norms, state_dtype, takes_we
 from ..ops.scan import fast_weight_across_ranks
 from .cache import stream_of
 from .forward_context import ForwardContext
+from .gradient_stream import GradientStream
 from .hooks import LayerCall, LayerHooks, ModelHooks
 from .quantised import is_encoded
-from .target import TargetGenerator
+from .target import GradientTarget, TargetGenerator
 from .whitened_keys import WhitenedKeys
 from .write_gate import WriteGate
 from .zero3 import gathered
@@ -78,6 +79,9 @@ class FastWeight(nn.Module):
         if context.group is not None:
             raise InPlaceTTTError("a cache cannot be shared by the ranks of a sequence; pass use_cache=False.")
         stream = stream_of(call.cache, self.fast.layer, z.shape[0], self.fast.config)
+        if isinstance(stream, GradientStream):
+            ids, positions = context.tokens()
+            return stream.take(super().forward(z), self.keys(z), ids, positions, context.spans(), self, self.fast.layer)
         if not self._needs_gradient(z, x):
             return stream.advance(super().forward(z), self.keys(z), x, context.spans(), self, generated=context.generated)
         context.spans()  # with a cache, attention sees one document a row: refuse packed ones
@@ -93,13 +97,13 @@ class FastWeight(nn.Module):
             )
 
     def _source(self, call: LayerCall) -> Tensor:
-        """X of the target [B, T, d]."""
+        """X of the target [B, T, d]; of a gradient's, the embeddings, which nothing reads."""
         if self.training and call.context.with_gradient and not torch.is_grad_enabled():
             raise InPlaceTTTError(
                 "gradient checkpointing with use_reentrant=True loses the gradient of the targets; enable it with "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}.'
             )
-        x = call.context.embeddings if self.fast.config.target == "embeddings" else call.mlp_input
+        x = call.context.embeddings if self.fast.config.target != "hidden_states" else call.mlp_input
         assert x is not None
         x = x.reshape(*call.context.shape, -1)
         if x.shape[-1] != (width := features(self)[1]):
@@ -204,7 +208,10 @@ class FastWeight(nn.Module):
 
         state: the one before, zero without one. reads: whether the first is wanted; else it may leave `state` out.
         """
-        v = self.ttt(x, layout).to(z.dtype)
+        return self.write_targets(z, self.ttt(x, layout).to(z.dtype), layout, state, reads=reads)
+
+    def write_targets(self, z: Tensor, v: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
+        """`write` of targets v [B, T, d] that are there already."""
         known = state if reads else None  # a sum goes on without what it has
         read = {"layout": layout, "initial_state": known, "gate": self.gate(z), **self._settings()}
         out, after = fast_weight(z, v, None, return_state=True, **read)
@@ -242,6 +249,16 @@ def _empty(plain: type) -> Any:
     return made.__new__(made)
 
 
+def fast_weights(model: nn.Module) -> dict[int, FastWeight]:
+    """Layer index -> fast-weight down-projection, in order; empty for a model that is not converted."""
+    return {m.fast.layer: m for m in model.modules() if isinstance(m, FastWeight)}
+
+
+def hooks_of(model: nn.Module) -> set[ModelHooks]:
+    """The hooks of the converted models in a model."""
+    return {layer.hooks.model for layer in fast_weights(model).values()}
+
+
 def plain_class(down: FastWeight) -> type:
     """The layer's own class, without the fast weight."""
     classes = type(down).__mro__
@@ -275,11 +292,13 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     hooks.attach(parts.attention, parts.mlp if config.target == "hidden_states" else None)
 
 
-def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: Any) -> TargetGenerator:
+def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: Any) -> TargetGenerator | GradientTarget:
     """The new parameters of a down-projection from `width` to `dim`, all zero."""
     rank = None if config.whitening is None else config.whitening.directions(dim, width)
     keys = None if rank is None else WhitenedKeys(width, rank, **factory)
     gate = None if rank is None or not config.write_gate else WriteGate(rank, **factory)
+    if config.target == "gradient":
+        return GradientTarget(keys=keys, write_gate=gate, **factory)
     chosen: dict[str, Any] = {"normalize_targets": config.normalize_targets, "proj_init": config.proj_init}
     return TargetGenerator(dim, config.kernel_size, config.conv, **chosen, keys=keys, write_gate=gate, **factory)
 

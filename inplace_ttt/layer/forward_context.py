@@ -43,6 +43,7 @@ class ForwardContext:
         self.position_ids: Tensor | None = given.get("position_ids")
         ids, embedded = given.get("input_ids"), given.get("inputs_embeds")
         self._rows = embedded.shape[:2] if embedded is not None else None if ids is None else ids.shape[:2]
+        self.input_ids: Tensor | None = ids
         self.cu_seqlens: Tensor | None = given.get("cu_seq_lens_q")
         cache = cache_in(given)
         self.past = 0 if cache is None else int(cache.get_seq_length())  # tokens in the cache before this forward
@@ -66,6 +67,15 @@ class ForwardContext:
                 "inside, which the fast weight needs."
             )
         self.embeddings = embeddings
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [B, T] of this forward. Raises InPlaceTTTError where it was given embeddings alone."""
+        if self.input_ids is None:
+            raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings alone; pass input_ids.")
+        positions = self._positions()
+        if positions is None:
+            positions = torch.arange(self.past, self.past + self.shape[1], device=self.input_ids.device).expand(self.shape[0], -1)
+        return self.input_ids, positions
 
     @property
     def generated(self) -> bool:

@@ -15,6 +15,7 @@ from ..ops import keeping_row_norms, state_dtype
 from ..ops.precision import without_autocast
 from ..rules import SumRule
 from .buffers import State
+from .gradient_stream import GradientStream
 from .stream import FastWeightStream
 from .target import TargetGenerator
 
@@ -219,5 +220,7 @@ class PromptStream(FastWeightStream):
 
 
 def stream_class(config: InPlaceTTTConfig) -> type[FastWeightStream]:
-    """What keeps a layer's fast weight under this config: chunk by chunk, or for one write at a prompt's end."""
+    """What keeps a layer's fast weight under this config: chunk by chunk, by targets or loss gradients, or for one write at a prompt's end."""
+    if config.target == "gradient":
+        return GradientStream
     return FastWeightStream if config.prompt_write is None else PromptStream

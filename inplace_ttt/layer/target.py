@@ -104,3 +104,40 @@ class TargetGenerator(nn.Module):
                     "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, rows) on some text."
                 )
             self._is_measured = True
+
+
+class GradientTarget(nn.Module):
+    """What a layer of `target: gradient` adds: nothing that is trained, and the scale of its targets, measured on a text.
+
+    A token's target is V_t = -gain ∂L/∂o_t, L the summed loss of the chunk's tokens, o_t the down-projection's output.
+    gain [] is rms‖o_t‖ / (rms‖∂L/∂o_t‖ · mean‖k_t‖²) over the text, so that at η = 1 a key reads back a write of about the output's size.
+    """
+
+    gain: Tensor
+    conv = proj = mean = None  # of a generator of targets
+    _is_hf_initialized = False
+
+    def __init__(self, *, keys: WhitenedKeys | None = None, write_gate: WriteGate | None = None, **factory: Any) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.zeros((), **factory))
+        self.keys, self.write_gate = keys, write_gate
+
+    @property
+    def gate(self) -> nn.Parameter | None:
+        """The write gate's parameter [r + 1], if there is one."""
+        return None if self.write_gate is None else self.write_gate.gate
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float, seed: int) -> None:
+        """All zero, until it is measured."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.zero_()
+        self._is_hf_initialized = True
+
+    def targets(self, gradient: Tensor) -> Tensor:
+        """V [..., d] of the loss gradient at the down-projection's output [..., d]. Raises InPlaceTTTError before it is measured."""
+        if not self.gain:
+            raise InPlaceTTTError(
+                "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, rows) on some text."
+            )
+        return -self.gain.to(gradient.dtype) * gradient
