@@ -221,6 +221,8 @@ def _before_chunk(cache: Cache, row: int, chunk: int, tape: Tape) -> Cache:
 
 
 def _stop_recording(cache: Cache) -> None:
+    """Let layers with a window forget again what the next forward does not see."""
     for layer in cache.layers:
-        if hasattr(layer, "record_past"):
+        if getattr(layer, "record_past", False):
+            layer.crop(0)
             layer.record_past = False

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, pad
 from .families import causal_lm, locate
 from .layer.fast_linear import hooks_of
 from .layer.hooks import switching
+from .ops import state_dtype
 from .tasks import IGNORED
 
 _AT_ONCE = 1 << 26
@@ -52,7 +53,7 @@ def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
     wanted = pad(ids[:, 1:], (0, 1), value=IGNORED)  # `cross_entropy` leaves it out
     for hidden, tokens, targets in zip(*(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), ids, wanted)), strict=True):
         logits = head_logits(lm, read, hidden.requires_grad_(), tokens)
-        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        loss = cross_entropy(logits.flatten(0, 1).to(state_dtype(logits.dtype)), targets.flatten(), reduction="sum")
         parts += torch.autograd.grad(loss, [hidden])
     return torch.cat(parts, dim=1)
 

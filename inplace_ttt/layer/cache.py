@@ -70,6 +70,7 @@ def attach(cache: Cache, layer: int, stream: FastWeightStream) -> None:
 def only_written(cache: Cache, empty: Cache) -> Cache:
     """`empty` with copies of the streams of `cache`: the same fast weights, and nothing to attend to."""
     for layer, stream in copy.deepcopy(streams(cache)).items():
+        stream.forget_attention()
         attach(empty, layer, stream)
     return empty
 

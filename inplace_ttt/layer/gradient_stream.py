@@ -69,6 +69,15 @@ class GradientStream(FastWeightStream):
         """Rows whose chunk is complete and not written."""
         return [index for index, row in enumerate(self.rows) if row.filled == self.chunk_size]
 
+    @property
+    def asks_again(self) -> int:
+        return max(self.filled, default=0)
+
+    def forget_attention(self) -> None:
+        """The open chunk's tokens cannot be read again without it."""
+        for row in self.rows:
+            row.filled, row.unbroken, row.undo = 0, 0, None
+
     def tokens_of(self, row: int) -> tuple[Tensor, Tensor]:
         """Ids and positions [n] of a row's open chunk."""
         ids, positions = self._open.held

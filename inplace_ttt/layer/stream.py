@@ -263,6 +263,14 @@ class FastWeightStream:
         """Give row r the state of row sources[r]; what each row has in its open chunk, and how far it is, stay its own."""
         self._state = self._state and self._state.select(sources)
 
+    @property
+    def asks_again(self) -> int:
+        """How many of the last tokens a write may have to read again, so that their KV cache must be kept."""
+        return 0
+
+    def forget_attention(self) -> None:
+        """Go on without the KV cache of the tokens that were read."""
+
     def tensors(self) -> dict[str, Tensor]:
         """All that the stream holds, as tensors to save; `restore` is the inverse."""
         self.check_holds_state()

@@ -134,8 +134,10 @@ class _Streams:
         if any(written) or self.config.prompt_write is not None or f"{name}.state" in self.tensors:
             self._shape(f"{name}.state", [self.rows, rows, width], torch.float32, torch.float64)
         if any(filled) or {f"{name}.z", f"{name}.x"} & set(self.tensors):
-            open_rows = self._shape(f"{name}.z", [self.rows, None, width]).shape[1]
-            self._shape(f"{name}.x", [self.rows, open_rows, d])
+            by_gradient = self.config.target == "gradient"  # then tokens and positions are held, not keys and sources
+            of_z, of_x, dtypes = (1, 1, (torch.int64,)) if by_gradient else (width, d, ())
+            open_rows = self._shape(f"{name}.z", [self.rows, None, of_z], *dtypes).shape[1]
+            self._shape(f"{name}.x", [self.rows, open_rows, of_x], *dtypes)
             self._require(max(filled) <= open_rows <= chunk, f"{name}.z has {open_rows} tokens of an open chunk of {max(filled)}")
 
 
@@ -159,6 +161,11 @@ class _Session(_Streams):
             held = self.tensors["tokens"].shape[1]
             self._require(taken <= held, f"{index}.fast has taken in {taken} tokens, more than it holds")
 
+    def _asked_again(self) -> int:
+        """Tokens of open chunks, whose KV cache is kept for the gradient of the chunk's loss."""
+        counts = [self.tensors[f"{index}.fast.counts"] for index in self.sizes if self.config.target == "gradient"]
+        return max((int(count[0].max()) for count in counts), default=0)
+
     def _tokens(self) -> None:
         if "tokens" in self.tensors:
             tokens = self._shape("tokens", [self.rows, None], torch.int64)
@@ -181,6 +188,6 @@ class _Session(_Streams):
         for index, layer in layers.items():
             window = kept[str(index)].window
             self._require(window in (None, layer.window), f"layer {index} has a window of {window} instead of {layer.window}")
-            held = length if window is None else min(length, max(window - 1, 1))
+            held = length if window is None else min(length, max(window - 1, 1) + self._asked_again())
             for kind, (heads, width) in (("keys", layer.keys), ("values", layer.values)):
                 self._shape(f"{index}.{kind}", [self.rows, heads, held, width])

@@ -185,6 +185,7 @@ class Session:
             self._refuse_unknown()
         tensors: dict[str, Tensor] = {}
         attention: dict[int, dict[str, int | None]] = {}
+        again = max((stream.asks_again for stream in streams(self.cache).values()), default=0)
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, CarriesFastWeight):
                 tensors |= {f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()}
@@ -194,7 +195,7 @@ class Session:
                         f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save state.drop_kv_cache()."
                     )
                 window = getattr(layer, "sliding_window", None)
-                kept = slice(None) if window is None else slice(-window + 1, None)  # more is there while past is recorded
+                kept = slice(None) if window is None else slice(-window + 1 - again, None)  # more is there while past is recorded
                 tensors |= {f"{index}.keys": layer.keys[:, :, kept], f"{index}.values": layer.values[:, :, kept]}
                 attention[index] = {"length": layer.get_seq_length(), "window": window}
         if self.tokens is not None:
@@ -227,6 +228,7 @@ class Session:
             layer.keys, layer.values = keys, values
             if saved.window is not None:
                 layer.cumulative_length = saved.length
+                layer.record_past = keys.shape[2] >= saved.window
         for index in fast_weights(model):
             prefix = f"{index}.fast."
             held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}
