@@ -220,6 +220,8 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         preserve_row_norms=True,
         prompt_write=PromptWrite(),
     ),
+    # Ours: helps without any training. A chunk takes one step of its own loss; one forward and backward per chunk.
+    "gradient": InPlaceTTTConfig(chunk_size=128, eta=0.03, target="gradient"),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "ridge": InPlaceTTTConfig(
         chunk_size=128,

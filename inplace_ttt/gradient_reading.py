@@ -51,7 +51,7 @@ def _class_of(plain: type) -> type:
 
 
 def _empty(plain: type) -> Any:
-    made = _class_of(plain)
+    made: Any = _class_of(plain)
     return made.__new__(made)
 
 
@@ -71,9 +71,9 @@ def remove(base: nn.Module) -> None:
 class GradientReading:
     """How one model reads. lm: it, whose head makes the loss; base: the model below the head."""
 
-    def __init__(self, lm: nn.Module, base: nn.Module) -> None:
+    def __init__(self, lm: nn.Module, base: Any) -> None:
         self.lm, self.base = lm, base
-        self.names = [name for name in inspect.signature(type(base).__mro__[2].forward).parameters if name != "self"]
+        self.names = [name for name in inspect.signature(base.forward).parameters if name != "self"]
 
     @torch.compiler.disable(reason="a chunk is written between two forwards")
     def read(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,7 +100,11 @@ class GradientReading:
     def _cache(self, given: dict[str, Any]) -> Cache:
         """The cache of a forward, a new one where it has none."""
         cache = cache_in(given)
-        return DynamicCache(config=self.base.config.get_text_config()) if cache is None else cache
+        if cache is None:
+            return DynamicCache(config=self.base.config.get_text_config())
+        if any(layer.is_compileable for layer in cache.layers):
+            raise InPlaceTTTError("target='gradient' reads behind a cache that grows; use a DynamicCache, not a static one.")
+        return cache
 
     def _pieces(self, given: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Iterator[dict[str, Any]]:
         """Arguments of each piece; the next one's are made when the one before was read."""
@@ -130,10 +134,10 @@ class GradientReading:
             return self._learn_whole(call, piece, cache, layers)
         cache.activate_past_recording()  # a layer with a window keeps what the open chunk may ask for again
         output = call(**piece)
-        held = streams(cache)
-        for row in next(iter(held.values())).complete:
+        first = _first(cache)
+        for row in first.complete:
             self._learn_again(call, piece, cache, row, layers)
-        if not any(next(iter(held.values())).filled):
+        if not any(first.filled):
             _stop_recording(cache)
         return output
 
@@ -155,8 +159,7 @@ class GradientReading:
     def _learn_again(self, call: Call, piece: dict[str, Any], cache: Cache, row: int, layers: dict[int, FastWeight]) -> None:
         """Read a row's complete chunk once more, alone and with gradients, behind the KV cache that it had; and write it."""
         held, tape = streams(cache), Tape()
-        first = next(iter(held.values()))
-        assert isinstance(first, GradientStream)
+        first = _first(cache)
         if first.rows[row].unbroken < first.chunk_size:
             raise InPlaceTTTError(
                 "a chunk has padding or tokens read with TTT off among its tokens, so that its gradient is not known; pad at the left, "
@@ -181,9 +184,16 @@ class GradientReading:
             upstream = loss_gradient(self.lm, output, piece["input_ids"])
             found = torch.autograd.grad(output.last_hidden_state, list(tape.probes.values()), upstream)
         for index, gradient in zip(tape.probes, found, strict=True):
-            tape.probes[index] = layers[index].ttt.targets(gradient).to(tape.keys[index].dtype)  # type: ignore[union-attr]
+            tape.probes[index] = layers[index].targets(gradient).to(tape.keys[index].dtype)
         output.last_hidden_state = output.last_hidden_state.detach()
         return output
+
+
+def _first(cache: Cache) -> GradientStream:
+    """A stream of the cache: all are as far as each other."""
+    stream = next(iter(streams(cache).values()))
+    assert isinstance(stream, GradientStream)
+    return stream
 
 
 def _spans(ids: Tensor, mask: Tensor | None, past: int) -> list[Span]:

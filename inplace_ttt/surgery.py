@@ -134,6 +134,12 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
     raise InPlaceTTTError(f"this {type(model).__name__} is not converted; convert(model, config) it, or load a converted checkpoint.")
 
 
+def refuse_gradient_target(model: nn.Module, what: str) -> None:
+    """Raise InPlaceTTTError where a model's targets are loss gradients, for `what` cannot be done with them yet."""
+    if config_of(model).target == "gradient":
+        raise InPlaceTTTError(f"a model with target='gradient' cannot be {what} yet; `inplace-ttt evaluate` says whether its writes help.")
+
+
 @contextmanager
 def disable_ttt(model: nn.Module) -> Iterator[None]:
     """Within it the model reads with W0 alone and writes nothing, in this thread: the same weights, TTT off."""

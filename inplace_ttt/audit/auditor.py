@@ -13,7 +13,7 @@ from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, one_line
 from ..families import features
 from ..layer.overrides import seeded
-from ..surgery import config_of, fast_weights
+from ..surgery import config_of, fast_weights, refuse_gradient_target
 from .adapters import AuditedModule
 from .blame import is_the_probes
 from .catalogue import METHOD
@@ -63,6 +63,7 @@ def audit_model(
     seed: of the probes' inputs. extra: further items, as a recipe's, each with what its probe measures.
     Raises InPlaceTTTError for a model that is not converted, or whose weights are not in this process.
     """
+    refuse_gradient_target(model, "audited")
     with seeded(model, seed):  # dropout in training mode draws
         return _audit_model(WholeModel(model, tokenizer, seed), profile, declared, progress, extra)
 

@@ -79,7 +79,7 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
         _set(layer, over_text[index], config.whitening, vocabulary)
     if config.target == "gradient":
         for index, gain in gradient_scales(model, rows, config.chunk_size, progress=progress).items():
-            layers[index].ttt.gain.fill_(gain)
+            layers[index].ttt.get_buffer("gain").fill_(gain)
     if config.proj_init == "calibrated":
         for index, proj in initial_projections(model, rows, progress=progress).items():
             layers[index].ttt.proj.copy_(proj)

@@ -174,6 +174,7 @@ def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
         f"its code knows {' and '.join(_MODEL_TYPES)} only, this is a {base_type}": base_type not in _MODEL_TYPES,
         "its convolution is symmetric, this one is causal": config.conv == "causal",
         "its targets have a convolution, these have none": config.conv == "next",
+        "its targets are made by a convolution, these are loss gradients": config.target == "gradient",
         "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
         "it has no delta clip": config.clip is not None,
         "it has neither whitened keys nor normalize_targets targets": config.whitening is not None or config.normalize_targets,

@@ -64,11 +64,12 @@ def render(result: dict[str, Any]) -> str:
     ]
     if result["identity"]:
         lines.append(f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} over {TOKENS} tokens")
-    starts = InPlaceTTTConfig.from_dict(result["config"]).starts_as_base
+    config = InPlaceTTTConfig.from_dict(result["config"])
+    setting = "target='gradient'" if config.target == "gradient" else "conv='next'"
     lines.append(
         "A fresh conversion writes nothing until its convolution is trained."
-        if starts
-        else "With conv='next' a fresh conversion writes at once, so that it does not compute what its base does."
+        if config.starts_as_base
+        else f"With {setting} a fresh conversion writes at once, so that it does not compute what its base does."
     )
     return "\n".join([*lines, *pushed(result)])
 

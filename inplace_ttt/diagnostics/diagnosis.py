@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..surgery import refuse_gradient_target
 from .diagnosed_model import GENERATOR, DiagnosedModel, Key
 from .findings import SEVERITIES, Finding
 from .gradients import Rates, summed
@@ -70,6 +71,7 @@ def diagnose(
     parameters in float32 besides, as DeepSpeed does, so that no step rounds away. tokenizer: says the text of a token that a finding names.
     Raises InPlaceTTTError for a model that is not converted or has partitioned weights, and for rows that do not fit it.
     """
+    refuse_gradient_target(model, "diagnosed")
     diagnosed = DiagnosedModel.of(model, batch, tokenizer)
     rate = PAPER_RATE if learning_rates is None else learning_rates
     rates = rate if isinstance(rate, Rates) else Rates(rate, rate, rate)

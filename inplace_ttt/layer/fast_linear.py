@@ -46,7 +46,7 @@ class LayerSettings:
 class FastWeight(nn.Module):
     """Mixin over a linear map's own class: its forward, plus the fast weight."""
 
-    ttt: TargetGenerator
+    ttt: TargetGenerator  # a GradientTarget with `target: gradient`
     fast: LayerSettings
     hooks: LayerHooks
 
@@ -133,6 +133,11 @@ class FastWeight(nn.Module):
     def keys(self, z: Tensor) -> Tensor:
         """What is written under and read with: z itself [..., h] (the paper), or z whitened [..., r]."""
         return z if self.ttt.keys is None else self.ttt.keys(z)
+
+    def targets(self, gradient: Tensor) -> Tensor:
+        """V [..., d] of the loss gradient at the output [..., d], with `target: gradient`."""
+        target: Any = self.ttt
+        return target.targets(gradient)
 
     def gate(self, keys: Tensor) -> Tensor | None:
         """How much the write under each key [..., r] counts [...]; None where all count alike."""

@@ -220,7 +220,7 @@ class PromptStream(FastWeightStream):
 
 
 def stream_class(config: InPlaceTTTConfig) -> type[FastWeightStream]:
-    """What keeps a layer's fast weight under this config: chunk by chunk, by targets or loss gradients, or for one write at a prompt's end."""
+    """What keeps a layer's fast weight under this config: chunk by chunk, by loss gradients, or a prompt at its end."""
     if config.target == "gradient":
         return GradientStream
     return FastWeightStream if config.prompt_write is None else PromptStream

@@ -100,6 +100,7 @@ def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
     """What is not served yet, in one sentence."""
     parallel = vllm_config.parallel_config
     refused = {
+        "target='gradient'": config.target == "gradient",
         "preserve_row_norms": config.preserve_row_norms,
         "prompt_write": config.prompt_write is not None,
         "update_on_decode off": not config.update_on_decode,

@@ -22,7 +22,7 @@ from ..errors import InPlaceTTTError, how_to_install, one_line
 from ..families import auto_class
 from ..files.json_files import read_json
 from ..files.memory import require_memory
-from ..surgery import convert, fast_weights
+from ..surgery import config_of, convert, fast_weights
 from .recipe.recipe import Recipe
 from .recipe.sections import Lora, Model
 
@@ -60,6 +60,8 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         _refuse(recipe, "model", one_line(error).rstrip("."))
     if not fast_weights(built):
         convert(built, ttt)
+    if config_of(built).target == "gradient":
+        _refuse(recipe, "ttt", "a model with target='gradient' cannot be trained yet; choose another target")
     if model.window is not None:
         set_attention_window(built, model.window.size, model.window.sinks)
     return _choose_trained(built, recipe)
