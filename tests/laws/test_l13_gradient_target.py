@@ -1,0 +1,236 @@
+"""L13: reading with `target: gradient` equals plain gradient steps on a copy of the model, one per chunk, however the text comes."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from models import NAMES, RIDGE, distance, random_ids
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, Session, calibrate, convert, disable_ttt, load, revert
+from inplace_ttt.checkpoint.to_adapter import save_adapter
+from inplace_ttt.families import CACHE, locate
+from inplace_ttt.layer.cache import streams
+from inplace_ttt.rules import RidgeRule, SumRule
+from inplace_ttt.surgery import fast_weights
+
+LAYERS, CHUNK, LENGTH = (0, 2), 7, 40
+SUM: dict[str, Any] = {"eta": 0.3}
+SOLVED = {"update_rule": "ridge", "ridge": 0.5, "whitening": RIDGE["whitening"], "eta": 0.3}
+RULES = {"sum": SUM, "ridge": SOLVED, "row norms": {**SUM, "preserve_row_norms": True}, "clip": {"eta": 3.0, "clip": {"max_norm": 0.3}}}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.05}
+SPLITS = {"whole": [40], "chunks": [7] * 5 + [5], "tokens": [1] * 40, "odd": [3, 10, 2, 25], "two chunks": [14, 26]}
+
+
+def reading(name: str, dtype: torch.dtype = torch.float64, **config: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A family, and its conversion."""
+    base = build(name).to(dtype).eval()
+    settings = {"layers": LAYERS, "chunk_size": CHUNK, "target": "gradient", **(config or SUM)}
+    model = convert(copy.deepcopy(base), InPlaceTTTConfig(**settings))
+    calibrate(model, [random_ids(1, 64, seed=2)])
+    return base, model
+
+
+def plain_steps(base: PreTrainedModel, model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits [1, T, V] by autograd: a chunk is read with W0 + ηM, then its loss moves the sums that M is made of."""
+    ttt, cache, logits = fast_weights(model), DynamicCache(config=base.config.get_text_config()), []
+    down = {i: locate(base).layers[i].down_proj for i in ttt}
+    kept: dict[int, list[Tensor]] = {i: [] for i in ttt}
+    state: dict[int, Tensor] = {}
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def read(i: int) -> Any:
+        def hook(module: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
+            keys = ttt[i].keys(args[0])
+            change = torch.zeros(out.shape[-1], keys.shape[-1]).to(out) if i not in state else ttt[i].readout(state[i]).to(out)
+            out = out + ttt[i].eta * keys @ change.T
+            probe = torch.zeros_like(out, requires_grad=True)
+            seen[i] = keys.detach(), probe
+            return out + probe
+
+        return hook
+
+    handles = [module.register_forward_hook(read(i)) for i, module in down.items()]
+    for start in range(0, ids.shape[1], CHUNK):
+        chunk = ids[:, start : start + CHUNK]
+        out = base(input_ids=chunk, **{CACHE: cache}, use_cache=True).logits
+        logits.append(out.detach())
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        if chunk.shape[1] < CHUNK:
+            break
+        loss = cross_entropy(out[0, :-1].to(torch.float64 if out.dtype == torch.float64 else torch.float32), chunk[0, 1:], reduction="sum")
+        for i, gradient in zip(seen, torch.autograd.grad(loss, [probe for _, probe in seen.values()]), strict=True):
+            keys, values = (x[0].to(torch.promote_types(x.dtype, torch.float32)) for x in (seen[i][0], -ttt[i].ttt.gain * gradient))
+            delta = values.T @ keys
+            clip = ttt[i].tau()
+            delta = delta if clip is None else delta * min(1.0, float(clip) / float(delta.norm()))
+            factor = 1.0 if clip is None else float(delta.norm() / (values.T @ keys).norm())
+            rule = ttt[i].fast.config.rule
+            step = torch.cat([delta, factor * keys.T @ keys]) if isinstance(rule, RidgeRule) else delta
+            state[i] = step + state.get(i, torch.zeros_like(step))
+            kept[i].append(delta)
+    for handle in handles:
+        handle.remove()
+    return torch.cat(logits, 1)
+
+
+@torch.no_grad()
+def read_in(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
+    cache, found = DynamicCache(config=model.config.get_text_config()), []
+    for part in ids.split(parts, dim=1):
+        found.append(model(input_ids=part, **{CACHE: cache}).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_takes_plain_gradient_steps(name: str) -> None:
+    base, model = reading(name)
+    ids = random_ids(1, LENGTH)
+    wanted = plain_steps(base, model, ids)
+    for parts in SPLITS.values():
+        assert distance(read_in(model, ids, parts), wanted) < TOLERANCE[torch.float64]
+    with torch.no_grad():
+        assert distance(model(input_ids=ids, use_cache=False).logits, wanted) < TOLERANCE[torch.float64]
+        assert distance(base(input_ids=ids).logits, wanted) > 0.01, "the writes do not show"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_and_dtype(rule: str, dtype: torch.dtype) -> None:
+    base, model = reading("llama", dtype, **RULES[rule])
+    ids = random_ids(1, LENGTH)
+    wanted = plain_steps(base, model, ids)
+    for parts in (SPLITS["whole"], SPLITS["odd"]):
+        assert distance(read_in(model, ids, parts).float(), wanted.float()) < TOLERANCE[dtype]
+    assert distance(base(input_ids=ids).logits.detach().float(), wanted.float()) > 0.3, "the writes do not show"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_rows_of_a_padded_batch_are_as_alone(name: str) -> None:
+    """Each row has its own state, and its chunks begin at its own first token."""
+    base, model = reading(name)
+    rows = [random_ids(1, n, seed=n) for n in (33, 29, 5)]
+    batch = torch.cat([torch.nn.functional.pad(row, (33 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (33 - row.shape[1], 0)) for row in rows])
+    with torch.no_grad():
+        found = model(input_ids=batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    for row, logits in zip(rows, found, strict=True):
+        assert distance(logits[33 - row.shape[1] :], plain_steps(base, model, row)[0]) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_sessions_fork_are_saved_and_go_on(name: str, rule: dict[str, Any], tmp_path: Path) -> None:
+    _, model = reading(name, **rule)
+    ids = random_ids(1, 32)
+    whole = Session(model)
+    whole.read(ids[:, :30])
+    wanted = whole.generate(ids[:, 30:], max_new_tokens=12, do_sample=False)
+    for cut in (3, 14, 25):
+        session = Session(model)
+        session.read(ids[:, :cut])
+        session.save(tmp_path / "session")
+        for other in (session.fork(), Session.load(tmp_path / "session", model)):
+            other.read(ids[:, cut:30])
+            assert torch.equal(other.generate(ids[:, 30:], max_new_tokens=12, do_sample=False), wanted), cut
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(ids, **given)[:, 32:], wanted)
+
+
+def test_a_session_without_its_kv_cache_keeps_what_was_written() -> None:
+    _, model = reading("llama")
+    session = Session(model)
+    session.read(random_ids(1, 18))
+    left = session.drop_kv_cache()
+    states = [{i: s.state for i, s in streams(one.cache).items()} for one in (session, left)]
+    assert all(torch.equal(states[0][i], states[1][i]) for i in LAYERS)
+    left.read(random_ids(1, 9, seed=3))  # the open chunk, whose tokens cannot be read again, begins anew
+    assert next(iter(streams(left.cache).values())).written == [3]
+
+
+def test_beams_keep_the_state_of_the_beam_that_they_follow() -> None:
+    _, model = reading("llama")
+    ids, given = random_ids(2, 12), {"max_new_tokens": 10, "do_sample": False, "num_beams": 3}
+    both = model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+    for row, found in zip(ids, both, strict=True):
+        alone = model.generate(row[None], attention_mask=torch.ones_like(row[None]), **given)[0]
+        assert torch.equal(alone, found[: len(alone)])
+
+
+def test_tokens_can_be_taken_back() -> None:
+    _, model = reading("llama")
+    ids, other = random_ids(1, 30), random_ids(1, 8, seed=9)
+    with torch.no_grad():
+        wanted = Session(model)
+        wanted.read(torch.cat([ids[:, :20], other], 1))
+        found = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :23], **{CACHE: found})
+        found.crop(-3)
+        model(input_ids=other, **{CACHE: found})
+    for index, stream in streams(found).items():
+        assert distance(stream.state, streams(wanted.cache)[index].state) < TOLERANCE[torch.float64]
+
+
+def test_copies_read_alike_and_a_reverted_model_is_the_base() -> None:
+    base, model = reading("llama")
+    ids = random_ids(1, LENGTH)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(input_ids=ids).logits, wanted)
+        with disable_ttt(model):
+            assert torch.equal(model(input_ids=ids).logits, base(input_ids=ids).logits)
+        assert torch.equal(revert(model)(input_ids=ids).logits, base(input_ids=ids).logits)
+    assert type(locate(model).base) is type(locate(base).base)
+
+
+@pytest.mark.parametrize("form", ["full", "adapter"])
+def test_checkpoints_read_alike(form: str, tmp_path: Path) -> None:
+    base, model = reading("llama", torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    if form == "full":
+        model.save_pretrained(tmp_path / "model")
+    else:
+        save_adapter(model, tmp_path / "model", base=str(tmp_path / "base"))
+    ids = random_ids(1, LENGTH)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "model")(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_no_output_depends_on_a_later_token() -> None:
+    _, model = reading("llama")
+    ids = random_ids(1, LENGTH)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        for place in (6, 7, 13, 20):
+            changed = ids.clone()
+            changed[0, place] = (changed[0, place] + 1) % model.config.vocab_size
+            assert torch.equal(model(input_ids=changed).logits[:, :place], wanted[:, :place])
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    _, model = reading("llama", torch.float32)
+    ids = random_ids(1, LENGTH)
+    with pytest.raises(InPlaceTTTError, match=r"cannot be trained yet; call model\.eval\(\)"):
+        model.train()(input_ids=ids)
+    model.eval()
+    with pytest.raises(InPlaceTTTError, match="pass input_ids alone"):
+        model(inputs_embeds=model.get_input_embeddings()(ids))
+    with pytest.raises(InPlaceTTTError, match="use a DynamicCache, not a static one"):
+        model(input_ids=ids, **{CACHE: StaticCache(config=model.config, max_cache_len=64)})
+    holes = torch.ones_like(ids)
+    holes[0, 10] = 0
+    with pytest.raises(InPlaceTTTError):
+        model(input_ids=ids, attention_mask=holes)
+    fresh = convert(build("llama"), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK, target="gradient"))
+    with pytest.raises(InPlaceTTTError, match=r"not measured yet; run inplace_ttt\.calibrate"):
+        fresh(input_ids=ids)
+    assert SumRule() == InPlaceTTTConfig(target="gradient").rule
