@@ -49,7 +49,16 @@ def test_the_presets_say_what_their_sources_say() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "of", "expected"),
-    [("every:6", 13, (0, 6, 12)), ("every:6", 12, (0, 6)), ("every:1", 3, (0, 1, 2)), ("every:50", 4, (0,)), ((1, 3), 4, (1, 3))],
+    [
+        ("every:6", 13, (0, 6, 12)),
+        ("every:6", 12, (0, 6)),
+        ("every:1", 3, (0, 1, 2)),
+        ("every:50", 4, (0,)),
+        ((1, 3), 4, (1, 3)),
+        ("upper:6", 30, (12, 18, 24)),
+        ("upper:1", 5, (2, 3, 4)),
+        ("upper:9", 4, (0,)),
+    ],
 )
 def test_resolve_writes_the_layers_out(layers: Any, of: int, expected: tuple[int, ...]) -> None:
     config = InPlaceTTTConfig(layers=layers, chunk_size=9)
@@ -71,14 +80,14 @@ def test_resolve_refuses_what_the_model_does_not_have() -> None:
 
 NAN, INF = float("nan"), float("inf")
 REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
-    ("layers must be 'every:N' or a list", [{"layers": x} for x in ("every:0", "every:", "6", "every:2 ", "every:1.5", "")]),
-    ("layers must be 'every:N' or a non-empty list", [{"layers": x} for x in ([], (-1,), (0.0,), (True,), 6, None, ["0"])]),
+    ("layers must be 'every:N', 'upper:N' or a list", [{"layers": x} for x in ("every:0", "every:", "6", "every:2 ", "every:1.5", "")]),
+    ("layers must be 'every:N', 'upper:N' or a non-empty list", [{"layers": x} for x in ([], (-1,), (0.0,), (True,), 6, None, ["0"])]),
     ("layers names a layer twice", [{"layers": (1, 1)}]),
     ("layers must be in order", [{"layers": (2, 1)}]),
     ("chunk_size must be an integer of at least 1", [{"chunk_size": x} for x in (0, -4, 2.0, "512", None, True)]),
     ("eta must be a number of at least 0", [{"eta": x} for x in (-1.0, NAN, INF, "1", None, True, (), (1.0, None))]),
     ("eta has 1 values for 2 layers; give one", [{"layers": (0, 2), "eta": (1.0,)}]),
-    ("target must be one of ('embeddings', 'hidden_states')", [{"target": x} for x in ("embedding", "", None, 1)]),
+    ("target must be one of ('embeddings', 'hidden_states', 'gradient')", [{"target": x} for x in ("embedding", "", None, 1)]),
     ("conv must be one of ('lookahead', 'causal', 'next')", [{"conv": x} for x in ("left", None)]),
     ("kernel_size must be an integer of at least 1", [{"kernel_size": x} for x in (0, -1, 5.0, None, True)]),
     ("kernel_size 4 is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'", [{"kernel_size": 4}]),
@@ -99,7 +108,7 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("whitening.rank must be an integer of at least 1, a f", [{"whitening": {"rank": x}} for x in (0, -1, 0.0, 1.5, NAN, True, "8")]),
     ("chunk_size must be at most", [{"chunk_size": 10**20}]),
     ("kernel_size must be at most", [{"kernel_size": 10**9 + 1}]),
-    ("layers must be 'every:N'", [{"layers": "every:" + "9" * 5000}]),
+    ("layers must be 'every:N', 'upper:N'", [{"layers": "every:" + "9" * 5000}]),
     ("update_on_decode must be true or false", [{"update_on_decode": x} for x in (0, None)]),
     ("kernel_size 3 is of a convolution, and conv='next' has none", [{"conv": "next", "kernel_size": 3}]),
     ("proj_init must be one of", [{"proj_init": x} for x in ("small", None, 1)]),
@@ -107,6 +116,9 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("preserve_row_norms must be true or false", [{"preserve_row_norms": x} for x in (1, None, "yes")]),
     ("write_norm belongs to update_rule='sum', and", [{"write_norm": "spectral", "update_rule": "ridge", "ridge": 0.5}]),
     ("preserve_row_norms belongs to update_rule='sum', and", [{"preserve_row_norms": True, "update_rule": "ridge", "ridge": 0.5}]),
+    ("conv has no effect on target='gradient'", [{"target": "gradient", "conv": "next"}, {"target": "gradient", "conv": "causal"}]),
+    ("update_on_decode has no effect on target='gradient'", [{"target": "gradient", "update_on_decode": False}]),
+    ("a chunk of one token has no loss of its own", [{"target": "gradient", "chunk_size": 1}]),
     ("write_gate belongs to update_rule='ridge', and the rule is 'sum'", [{"write_gate": True}, {"write_gate": True, "whitening": {}}]),
     ("prompt_write belongs to update_rule='sum', and", [{"conv": "next", "prompt_write": {}, "update_rule": "ridge", "ridge": 1}]),
     ("write_gate weighs tokens by their whitened keys", [{"write_gate": True, "update_rule": "ridge", "ridge": 0.5}]),

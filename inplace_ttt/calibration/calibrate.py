@@ -14,10 +14,11 @@ from tqdm import tqdm
 from ..checkpoint.loading import load_base
 from ..checkpoint.reading import Checkpoint, LayerTensors
 from ..checkpoint.writing import ConversionPlan
-from ..config import KeyWhitening
+from ..config import InPlaceTTTConfig, KeyWhitening
 from ..errors import InPlaceTTTError
 from ..families import locate
 from ..layer.fast_linear import FastWeight
+from ..ops.precision import emulated
 from ..surgery import config_of, convert, disable_ttt, fast_weights
 from .activations import Seen, feeling, seeing
 from .directions import Directions, LeadingDirections
@@ -26,8 +27,15 @@ from .initial_projection import initial_projections
 
 CALIBRATION_TOKENS = 32_768
 """Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
+_TOKENS_FOR_SCALE = 4096
+"""The same where one number per layer is measured."""
 
-_AT_ONCE = 4096
+_AT_ONCE, _SMALL = 4096, 10**9
+
+
+def tokens_to_read(config: InPlaceTTTConfig) -> int:
+    """Tokens that a calibration of this config reads where nobody says otherwise."""
+    return _TOKENS_FOR_SCALE if config.target == "gradient" and config.whitening is None else CALIBRATION_TOKENS
 
 
 class _Seen:
@@ -86,10 +94,17 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
 
 
 def measured_tensors(checkpoint: Checkpoint, plan: ConversionPlan, rows: Sequence[Tensor]) -> LayerTensors:
-    """The new tensors of a fresh conversion with its measurements; loads the base, in the dtype of its weights."""
-    model = convert(load_base(checkpoint.folder), plan.config)
+    """The new tensors of a fresh conversion with its measurements; loads the base, in the dtype of its weights.
+
+    A small model is measured in float32 where this processor only emulates that dtype, which takes several times longer.
+    """
+    base = load_base(checkpoint.folder)
+    dtype = base.dtype
+    if emulated(dtype) and not getattr(base, "is_quantized", False) and base.num_parameters() < _SMALL:
+        base = base.float()
+    model = convert(base, plan.config)
     calibrate(model, rows, progress=True)
-    return {index: dict(layer.ttt.state_dict()) for index, layer in fast_weights(model).items()}
+    return {index: {kind: x.to(dtype) for kind, x in layer.ttt.state_dict().items()} for index, layer in fast_weights(model).items()}
 
 
 def _mean_embedding(model: Any) -> Tensor:

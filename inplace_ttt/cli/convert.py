@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.calibrate import CALIBRATION_TOKENS, measured_tensors
+from ..calibration.calibrate import measured_tensors, tokens_to_read
 from ..calibration.rows import calibration_rows
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
@@ -83,7 +83,7 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
     if not args.calibrate:
         raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
     tokenizer = tokenizer_of(args.src, model=plan.model)
-    return calibration_rows(files_in(args.calibrate), tokenizer, args.calibrate_tokens or CALIBRATION_TOKENS)
+    return calibration_rows(files_in(args.calibrate), tokenizer, args.calibrate_tokens or tokens_to_read(plan.config))
 
 
 def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:

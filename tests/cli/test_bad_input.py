@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["convert", "BASE", "OUT", "--chunk-size", "0"], "chunk_size must be an integer of at least 1, got 0"),
         (["convert", "BASE", "OUT", "--chunk-size", "x"], "invalid int value"),
         (["convert", "BASE", "OUT", "--layers", "0,3"], "layers [3] do not exist: the model has 3 layers, 0 to 2"),
-        (["convert", "BASE", "OUT", "--layers", "first"], "--layers must be every:N or indices"),
+        (["convert", "BASE", "OUT", "--layers", "first"], "--layers must be every:N, upper:N or indices"),
         (["convert", "BASE", "OUT", "--eta", "-1"], "eta must be a number of at least 0"),
         (["convert", "BASE", "OUT", "--eta", "nan"], "eta must be a number"),
         (["convert", "BASE", "OUT", "--target", "labels"], "target must be one of"),

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", type=path, metavar="SRC", help="model folder or hub id")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--preset", default="paper", metavar="P", help=f"starting point: {', '.join(PRESETS)} (default: paper)")
-    parser.add_argument("--layers", metavar="L", help="every:N, or indices like 0,6,12")
+    parser.add_argument("--layers", metavar="L", help="every:N, upper:N, or indices like 0,6,12")
     parser.add_argument("--chunk-size", type=whole(), metavar="C", help="tokens a chunk")
     parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
     parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
@@ -65,9 +65,9 @@ def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
 
 
 def _layers(text: str | None) -> str | list[int] | None:
-    if text is None or text.startswith("every:"):
+    if text is None or text.startswith(("every:", "upper:")):
         return text
     try:
         return [int(index) for index in text.split(",")]
     except ValueError:
-        raise InPlaceTTTError(f"--layers must be every:N or indices like 0,6,12, got {text!r}.") from None
+        raise InPlaceTTTError(f"--layers must be every:N, upper:N or indices like 0,6,12, got {text!r}.") from None
