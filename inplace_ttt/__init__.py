@@ -42,18 +42,18 @@ __all__ = [
 register()
 
 _HOMES = {
-    "UpdateClip": "config_tables",
-    "Session": "session.session",
     "InPlaceTTTCallback": "training.loop.callback",
     "InPlaceTTTConfig": "config",
     "KeyWhitening": "config_tables",
     "PromptWrite": "config_tables",
+    "Session": "session.session",
+    "UpdateClip": "config_tables",
     "calibrate": "calibration.calibrate",
     "convert": "surgery",
+    "disable_ttt": "surgery",
     "load": "checkpoint.opened",
     "revert": "surgery",
     "save_adapter": "checkpoint.to_adapter",
-    "disable_ttt": "surgery",
 }
 
 

@@ -83,20 +83,20 @@ print("ok")
 
 def test_public_names() -> None:
     assert inplace_ttt.__all__ == [
-        "UpdateClip",
-        "Session",
         "InPlaceTTTCallback",
         "InPlaceTTTConfig",
         "InPlaceTTTError",
         "KeyWhitening",
         "PromptWrite",
+        "Session",
+        "UpdateClip",
         "__version__",
         "calibrate",
         "convert",
+        "disable_ttt",
         "load",
         "revert",
         "save_adapter",
-        "disable_ttt",
     ]
 
 
