@@ -1,7 +1,8 @@
 """The gate, `make test`: every law and every kind of case, in a few minutes. `make test-all` runs every case.
 
-A test marked `full` is not in the gate. Of a test marked `sample(n)` the gate runs n cases. Of other parametrized tests it runs
-as few cases as hold, together, every value of each parameter, and every pair of values where there are three parameters or more.
+A test marked `full` is not in the gate. Of a test marked `sample(n)` the gate runs n cases. Of other parametrized tests it runs as few
+cases as hold, together, every value of each parameter, and every pair of values where there are three parameters or more. Of a test over
+model families it runs at most `MOST` cases; which ones differs from test to test, so that together they meet every family.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ BUDGET = {
 """Seconds that the tests of a folder may take in the gate, added over processes, on two cores of 2.5 GHz."""
 
 
+MOST = 8
+"""Cases that the gate runs of a test over model families (its parameter is called `name`)."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gate", action="store_true", help="run every law and each kind of case alone; check the time per folder")
 
@@ -58,7 +63,12 @@ def _of_grid(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     if mark := cases[0].get_closest_marker("sample"):
         return cases[:: -(-len(cases) // mark.args[0])]
     values = [_values(case) for case in cases]
-    return [cases[index] for index in covering(values, strength=2 if len(values[0]) > 2 else 1)]
+    if len(values[0]) > 2:
+        return [cases[index] for index in covering(values, strength=2)]
+    chosen = covering(values, strength=1)
+    if "name" in getattr(getattr(cases[0], "callspec", None), "params", {}):  # as tests call a model's family
+        chosen = spread(chosen, MOST, cases[0].name.partition("[")[0])
+    return [cases[index] for index in chosen]
 
 
 def _values(case: pytest.Item) -> tuple[str, ...]:
@@ -84,6 +94,19 @@ def covering(cases: Sequence[tuple[Any, ...]], strength: int) -> list[int]:
         chosen.append(best)
         missing -= wanted[best]
     return sorted(chosen) or list(range(len(cases)))
+
+
+def spread(indices: Sequence[int], most: int, name: str) -> list[int]:
+    """At most so many of the indices, as far apart as they can be; the name of the test decides where they begin.
+
+    Example:
+        >>> spread(range(6), 3, "a"), spread(range(6), 3, "b"), spread(range(2), 3, "a")
+        ([1, 3, 5], [0, 2, 4], [0, 1])
+    """
+    if len(indices) <= most:
+        return list(indices)
+    first = sum(name.encode()) % len(indices)
+    return sorted(indices[(first + place * len(indices) // most) % len(indices)] for place in range(most))
 
 
 def _combinations(case: tuple[Any, ...], strength: int) -> Iterator[Any]:

@@ -66,6 +66,7 @@ def two_are_one(group: dist.ProcessGroup, rule: str, precision: str, recomputed:
         assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rule", "precision", "recomputed"),
     [("paper", "float32", False), ("paper", "bfloat16", True), ("ridge", "float32", True), ("ridge", "bfloat16", False)],

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from gate import covering
+from gate import covering, spread
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 4), (7, 4, 3, 2, 2)])
@@ -21,3 +21,11 @@ def test_every_value_and_every_pair_stays(sizes: tuple[int, ...]) -> None:
 def test_a_list_of_cases_stays_whole() -> None:
     assert covering([("a",), ("b",), ("c",)], 1) == [0, 1, 2]
     assert covering([()], 1) == [0]
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 30])
+def test_a_part_of_the_families_is_spread_and_differs_by_test(most: int) -> None:
+    chosen = {name: spread(range(20), most, name) for name in ("test_a", "test_b", "test_c")}
+    assert all(len(set(part)) == min(most, 20) and part == sorted(part) for part in chosen.values())
+    assert most >= 20 or len(set(map(tuple, chosen.values()))) > 1
+    assert {index for number in range(20) for index in spread(range(20), most, chr(number))} == set(range(20))

@@ -60,6 +60,7 @@ def test_a_paper_conversion_has_no_deviation(folder: Path, capsys: pytest.Captur
     assert values["items"][0].keys() >= {"id", "title", "paper_ref", "expected", "found", "evidence", "verdict"}
 
 
+@pytest.mark.full
 def test_an_official_conversion_has_the_known_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = audit(capsys, folder / "official", "--json")
     assert code == 1 and json.loads(out)["undeclared"] == ["chunk-size", "target-source"]
@@ -72,6 +73,7 @@ def test_an_adapter_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert audit(capsys, tmp_path / "adapter", "--json")[0] == 0
 
 
+@pytest.mark.full
 def test_a_checkpoint_declares(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(capsys, folder / "short")[0] == 1
     declared = copy_of(folder / "short", tmp_path / "declared")

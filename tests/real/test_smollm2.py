@@ -45,7 +45,7 @@ def logits(model: PreTrainedModel, ids: Tensor, **kwargs: object) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_l6_a_fresh_conversion_is_its_base(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert cli.main(["convert", str(MODEL), str(tmp_path / "out"), "--chunk-size", "64", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -74,6 +74,7 @@ def test_l2_any_split_is_one_call(model: PreTrainedModel, text: str) -> None:
     assert torch.allclose(whole[:, :CHUNK], off[:, :CHUNK], atol=1e-3), "the first chunk reads W0"
 
 
+@pytest.mark.full
 def test_l4_a_row_alone_is_the_row_in_a_batch(model: PreTrainedModel, text: str) -> None:
     ids = tokenize(text)
     rows = [ids[:, :200], ids[:, 200:333]]
