@@ -174,7 +174,8 @@ class InPlaceTTTConfig:
     @property
     def wanting_whole_input(self) -> list[str]:
         """The settings under which a fast weight is not a sum over parts of its layer's input, so that ranks cannot split that."""
-        return [*(name for name in ("clip", "whitening") if getattr(self, name)), *self.rule.wanting_whole_input()]
+        target = ["target='gradient'"] if self.target == "gradient" else []
+        return [*target, *(name for name in ("clip", "whitening") if getattr(self, name)), *self.rule.wanting_whole_input()]
 
     @property
     def needs_calibration(self) -> bool:

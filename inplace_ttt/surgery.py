@@ -54,6 +54,8 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     decoder.check_dense(indices)
     for index in indices:
         check(decoder.layers[index])
+    if config.target == "gradient" and getattr(lm.config, "vision_config", None) is not None:
+        raise InPlaceTTTError("target='gradient' reads text alone, and this model reads images too; choose another target.")
     _warn_if_nothing_reads(config, lm.config.get_text_config())
     std = initial_std(lm.config)
     hooks = ModelHooks(decoder.base, list(indices))

@@ -234,3 +234,12 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(InPlaceTTTError, match=r"not measured yet; run inplace_ttt\.calibrate"):
         fresh(input_ids=ids)
     assert SumRule() == InPlaceTTTConfig(target="gradient").rule
+
+
+def test_a_model_that_reads_images_and_a_split_input_are_refused() -> None:
+    gradient = InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK, target="gradient")
+    model = build("llama")
+    model.config.vision_config = {}
+    with pytest.raises(InPlaceTTTError, match="reads text alone, and this model reads images too"):
+        convert(model, gradient)
+    assert gradient.wanting_whole_input == ["target='gradient'"]
