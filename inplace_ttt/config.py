@@ -45,7 +45,6 @@ class InPlaceTTTConfig:
     update_rule: what is read of everything written: "sum" is the paper's S = Σ VᵀZ; "ridge" the M that minimises
     Σ ‖V - ZMᵀ‖² + λ‖M‖², from that sum and the one of ZᵀZ.
     ridge: λ of least squares.
-    forget: γ, by which both sums shrink per chunk; 1 keeps all.
     whitening: whitened keys, or None for the paper's.
     write_gate: each token's write counts by a gate of its key, which is learnt, in what least squares over whitened keys minimises:
     what a text says beside the matter then takes less of the memory. 1 before it has learnt.
@@ -70,7 +69,6 @@ class InPlaceTTTConfig:
     update_on_decode: bool = True
     update_rule: UpdateRule = "sum"
     ridge: float | None = None
-    forget: float = 1.0
     whitening: KeyWhitening | None = None
     write_gate: bool = False
     normalize_targets: bool = False

@@ -137,7 +137,6 @@ class RidgeRule(Rule):
 
     ridge: float
     write_gate: bool = False
-    forget: float = 1.0
 
     name: ClassVar[str] = "ridge"
 
@@ -145,7 +144,6 @@ class RidgeRule(Rule):
         require(self.ridge is not None, "update_rule='ridge' needs ridge, its λ.")
         require(is_number(self.ridge) and self.ridge > 0, f"ridge must be a number above 0, got {self.ridge!r}.")
         require_size("ridge", self.ridge)
-        require(is_number(self.forget) and 0 < self.forget <= 1, f"forget must be above 0 and at most 1, got {self.forget!r}.")
         require(isinstance(self.write_gate, bool), f"write_gate must be true or false, got {self.write_gate!r}.")
 
     def check_with(self, config: Any) -> None:

@@ -119,8 +119,6 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("conv has no effect on target='gradient'", [{"target": "gradient", "conv": "next"}, {"target": "gradient", "conv": "causal"}]),
     ("update_on_decode has no effect on target='gradient'", [{"target": "gradient", "update_on_decode": False}]),
     ("a chunk of one token has no loss of its own", [{"target": "gradient", "chunk_size": 1}]),
-    ("forget belongs to update_rule='ridge', and the rule is 'sum'", [{"forget": 0.9}]),
-    ("forget must be above 0 and at most 1", [{"update_rule": "ridge", "ridge": 1, "forget": x} for x in (0, 1.5, "1")]),
     ("write_gate belongs to update_rule='ridge', and the rule is 'sum'", [{"write_gate": True}, {"write_gate": True, "whitening": {}}]),
     ("prompt_write belongs to update_rule='sum', and", [{"conv": "next", "prompt_write": {}, "update_rule": "ridge", "ridge": 1}]),
     ("write_gate weighs tokens by their whitened keys", [{"write_gate": True, "update_rule": "ridge", "ridge": 0.5}]),

@@ -191,7 +191,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "update_on_decode": {"update_on_decode": False},
     "update_rule": LEAST_SQUARES,
     "ridge": LEAST_SQUARES,
-    "forget": {**LEAST_SQUARES, "forget": 0.9},
     "whitening": {"whitening": {"rank": 8}},
     "write_gate": {**LEAST_SQUARES, "whitening": {"rank": 8}, "write_gate": True},
     "normalize_targets": {"normalize_targets": True},
