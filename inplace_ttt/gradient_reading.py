@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import InPlaceTTTError
 from .families import CACHE, cache_in
 from .language_head import loss_gradient
-from .layer.cache import streams
+from .layer.cache import plain_class, streams
 from .layer.fast_linear import FastWeight, fast_weights
 from .layer.gradient_stream import GradientStream, Tape
 from .layer.overrides import overriding
-from .layout import ChunkLayout, Span
+from .layout import ChunkLayout, Span, document_starts
 
 Call = Callable[..., Any]
 
@@ -85,6 +86,7 @@ class GradientReading:
             raise InPlaceTTTError("target='gradient' cannot be trained yet; call model.eval(), or choose another target.")
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         cache, keeps = self._cache(given), given.get("use_cache")
+        _refuse_other_layers(cache)
         with torch.no_grad():
             outputs = [self._piece(call, piece, cache, layers) for piece in self._pieces(given, cache, layers)]
         whole = outputs[-1]
@@ -100,11 +102,7 @@ class GradientReading:
     def _cache(self, given: dict[str, Any]) -> Cache:
         """The cache of a forward, a new one where it has none."""
         cache = cache_in(given)
-        if cache is None:
-            return DynamicCache(config=self.base.config.get_text_config())
-        if any(layer.is_compileable for layer in cache.layers):
-            raise InPlaceTTTError("target='gradient' reads behind a cache that grows; use a DynamicCache, not a static one.")
-        return cache
+        return DynamicCache(config=self.base.config.get_text_config()) if cache is None else cache
 
     def _pieces(self, given: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Iterator[dict[str, Any]]:
         """Arguments of each piece; the next one's are made when the one before was read."""
@@ -113,6 +111,11 @@ class GradientReading:
             raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings; pass input_ids alone.")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             raise InPlaceTTTError("target='gradient' reads rows with a 2-D attention_mask [B, T], or none; pass one of these.")
+        if given.get("output_attentions"):
+            raise InPlaceTTTError("target='gradient' reads in pieces, whose attentions do not fit together; leave output_attentions out.")
+        packed = mask is None and positions is not None and positions.dim() == 2 and bool(document_starts(positions)[:, 1:].any())
+        if packed or given.get("cu_seq_lens_q") is not None:
+            raise InPlaceTTTError("target='gradient' reads one document per row; give packed documents rows of their own.")
         past, chunk = int(cache.get_seq_length()), next(iter(layers.values())).chunk_size
         held = next(iter(streams(cache).values()), None)
         filled = [0] * len(ids) if held is None or held.batch != len(ids) else held.filled
@@ -228,6 +231,16 @@ def _before_chunk(cache: Cache, row: int, chunk: int, tape: Tape) -> Cache:
         if isinstance(stream := getattr(layer, "fast_weight", None), GradientStream):
             layer.fast_weight = stream.on_tape(row, tape)
     return before
+
+
+def _refuse_other_layers(cache: Cache) -> None:
+    """Refuse what cannot go back a chunk: static, quantized and indexed caches, and states of linear attention."""
+    for layer in cache.layers:
+        plain = plain_class(layer)
+        if plain is not DynamicLayer and not issubclass(plain, DynamicSlidingWindowLayer):
+            raise InPlaceTTTError(
+                f"target='gradient' reads again behind plain keys and values, and this cache has a {plain.__name__}; use a DynamicCache."
+            )
 
 
 def _stop_recording(cache: Cache) -> None:

@@ -224,8 +224,12 @@ def test_what_it_cannot_do_is_refused() -> None:
     model.eval()
     with pytest.raises(InPlaceTTTError, match="pass input_ids alone"):
         model(inputs_embeds=model.get_input_embeddings()(ids))
-    with pytest.raises(InPlaceTTTError, match="use a DynamicCache, not a static one"):
+    with pytest.raises(InPlaceTTTError, match=r"this cache has a StaticLayer; use a DynamicCache"):
         model(input_ids=ids, **{CACHE: StaticCache(config=model.config, max_cache_len=64)})
+    with pytest.raises(InPlaceTTTError, match="leave output_attentions out"):
+        model(input_ids=ids, output_attentions=True)
+    with pytest.raises(InPlaceTTTError, match="reads one document per row"):
+        model(input_ids=ids, position_ids=torch.arange(LENGTH // 2).repeat(2)[None], use_cache=False)
     holes = torch.ones_like(ids)
     holes[0, 10] = 0
     with pytest.raises(InPlaceTTTError):
