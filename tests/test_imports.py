@@ -65,6 +65,7 @@ def test_ops_and_layout_know_no_transformers() -> None:
         assert "transformers" not in file.read_text()
 
 
+@pytest.mark.full
 def test_transformers_imports_from_the_repository_root() -> None:
     """No folder there passes for a package that transformers, bitsandbytes or peft look for."""
     code = """

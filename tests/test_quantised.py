@@ -111,6 +111,7 @@ def test_the_commands_take_a_quantised_folder(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("quantiser", ["quanto", BY_WEIGHT], indirect=True)
+@pytest.mark.full
 def test_weights_that_few_operations_know_can_be_audited(base: PreTrainedModel) -> None:
     model = convert(base, InPlaceTTTConfig(layers=(0,), chunk_size=CHUNK))
     refuse_not_finite(model, "the model")

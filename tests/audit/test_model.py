@@ -40,11 +40,13 @@ def test_the_paper_preset_has_no_deviation_and_the_official_one_two() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2", "phi3", "gpt_neox", "moshi", "falcon"])
+@pytest.mark.sample(2)
 def test_other_families(name: str) -> None:
     assert audit_model(converted(name)).undeclared == TINY
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.sample(1)
 def test_everything_is_put_back(dtype: torch.dtype) -> None:
     """Values, storages, dtypes, modes, settings, hooks and the generator of random numbers."""
     model = converted("llama", dtype=dtype, clip=UpdateClip(0.5)).train()

@@ -29,6 +29,7 @@ from inplace_ttt.files.results import Results
 from inplace_ttt.layer import fast_linear
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import fast_weight
+from inplace_ttt.rules import PAPER_RULE, Rule
 from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.recall import recall_accuracy, recall_data
 from inplace_ttt.training.loop.parameters import parameter_groups, schedule
@@ -145,8 +146,10 @@ def _hold_at_identity(model: nn.Module, kinds: tuple[str, ...]) -> None:
 def _state_kept_in(dtype: torch.dtype) -> Iterator[None]:
     """Within it, every TTT layer rounds its state to `dtype` after each chunk; rows are one document each."""
 
-    def rounded(z: Tensor, v: Tensor, weight: Tensor, *, eta: float, layout: ChunkLayout, clip: Any = None, **extensions: Any) -> Tensor:
-        assert not any(value is not None for value in extensions.values())
+    def rounded(
+        z: Tensor, v: Tensor, weight: Tensor, *, eta: float, layout: ChunkLayout, clip: Any = None, rule: Rule = PAPER_RULE, **none: Any
+    ) -> Tensor:
+        assert rule == PAPER_RULE and not any(value is not None for value in none.values())
         batch, length, _ = z.shape
         assert layout.documents == (((0, length),),) * batch
         state, outs = z.new_zeros(batch, *weight.shape), []
