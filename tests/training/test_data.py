@@ -224,7 +224,7 @@ class TestCache:
         code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from transformers import AutoTokenizer
-import inplace_ttt.training.data as data
+import inplace_ttt.training.data.data as data
 from corpus import recipe, Data
 def never(*_, **__): raise AssertionError
 data.tokenise = data.pack = never
@@ -297,7 +297,7 @@ class TestReport:
     def test_warns_when_rows_repeat_within_a_step(self, folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
         data = Data(train=[str(folder)], sequence_length=LENGTH, cache=str(tmp_path / "cache"))
         for accumulation, warnings in ((6, []), (7, ["one step reads 14 rows, but there are 12: rows repeat within a step"])):
-            steps = Training(steps=1, batch_size=2, accumulation=accumulation)
+            steps = Training(steps=1, batch_size=2, gradient_accumulation_steps=accumulation)
             found = build_data(Recipe(Model(path="none"), data, steps, output="none"), tokenizer, CHUNK)
             assert found.report.warnings == warnings and found.report.rows == 12
 

@@ -65,7 +65,7 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
 )
 def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ...], tmp_path: Path) -> None:
     for every in EVERY:
-        with pytest.raises(InPlaceTTTError, match="_every needs whole weights and whole rows on a process"):
+        with pytest.raises(InPlaceTTTError, match="_steps needs whole weights and whole rows on a process"):
             tiny_recipe(tmp_path, every, *settings)
 
 

@@ -224,7 +224,7 @@ def test_the_speed_is_that_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -
     """Without the first, and without evaluation and saving, which are as long as many steps."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    recipe = Recipe(Model(path="x"), Data(train=["x"], sequence_length=100), Training(steps=5, accumulation=2), "out")
+    recipe = Recipe(Model(path="x"), Data(train=["x"], sequence_length=100), Training(steps=5, gradient_accumulation_steps=2), "out")
     speed = Speed(recipe, Clock(), flops=8 * 10**12, peak=1e13)
     assert speed.of_run() == {}
     for step in range(1, 6):

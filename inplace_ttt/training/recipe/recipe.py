@@ -64,7 +64,7 @@ class Recipe:
             require(
                 not getattr(self.monitor, name) or (stage <= 2 and shared == 1),
                 "monitor",
-                f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and sequence_parallel 1",
+                f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and parallel.sequence_parallel_size 1",
             )
         for name in ("eval_steps", "compare_steps"):
             held_out = bool(self.data.validation or self.data.validation_documents)
