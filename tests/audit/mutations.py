@@ -231,6 +231,7 @@ def clip_by_largest_entry(patch: Patch) -> None:
         return delta.new_ones(()) if tau is None else (tau / delta.abs().max().clamp(min=1e-300)).clamp(max=1)
 
     patch.setattr("inplace_ttt.ops.chunked.clip_factor", factor)
+    patch.setattr("inplace_ttt.ops.chunked.write_factor", lambda delta, tau, rule: factor(delta, tau))
 
 
 def clip_on_the_sum(patch: Patch) -> None:
