@@ -87,7 +87,7 @@ def test_writes_out_of_range() -> None:
 @pytest.mark.parametrize("tau", [None, 1e-3])
 def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     """η‖S‖/‖W0‖ against a sum over chunks with keys and targets taken by hooks of the test's own."""
-    model = converted("llama", eta=0.5, clip=None if tau is None else {"tau": tau, "mode": "always"}).eval()
+    model = converted("llama", eta=0.5, clip=None if tau is None else {"max_norm": tau, "mode": "always"}).eval()
     layer = fast_weights(model)[2]
     seen: dict[str, Any] = {}
     layer.register_forward_pre_hook(lambda m, args: seen.update(z=args[0][0]))
@@ -190,7 +190,7 @@ def test_eta_rises_to_its_own_value() -> None:
 def test_groups_and_schedules() -> None:
     model = converted("llama")
     settings = Training(
-        steps=10, learning_rate=1.0, conv_learning_rate=2.0, weight_decay=0.3, warmup_steps=4, ttt_warmup_steps=1, schedule="linear"
+        steps=10, learning_rate=1.0, conv_learning_rate=2.0, weight_decay=0.3, warmup_steps=4, ttt_warmup_steps=1, lr_scheduler="linear"
     )
     groups = {group["name"]: group for group in parameter_groups(model, settings)}
     assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
