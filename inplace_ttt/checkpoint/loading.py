@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..config import InPlaceTTTConfig
 from ..converted_class import refuse_lack
@@ -63,6 +64,8 @@ def _refuse_more_than_stored(path: str | os.PathLike[str], config: PreTrainedCon
 
     transformers would first allocate and initialize every parameter that the files lack.
     """
+    if is_deepspeed_zero3_enabled():  # which parts a model from its first tensor on, and builds none without weights
+        return
     stored = sum(file.stat().st_size for pattern in WEIGHTS for file in Path(path).glob(pattern)) if os.path.isdir(path) else 0
     if not stored:
         return

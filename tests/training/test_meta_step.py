@@ -74,7 +74,7 @@ def test_a_steps_products_by_hand(tmp_path: Path) -> None:
 def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: str, config: dict[str, Any], tmp_path: Path) -> None:
     """Whatever is trained; and it stays that where a step recomputes."""
     recipe = small_recipe(tmp_path, "bfloat16", False, **config)
-    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, train=train))
+    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, trainable=train))
     model = meta_model(recipe)
     needed = model_flops(recipe, model)
     assert needed == pytest.approx(step_cost(recipe).product_flops + attention_flops(recipe, model.config, 3), rel=0.03)
@@ -114,7 +114,7 @@ def test_logits_dominate_unless_they_are_fused(tmp_path: Path) -> None:
 def test_sdpa_keeps_masks_and_repeated_heads_that_flash_attention_does_not(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, "bfloat16", False)
     by_name = {
-        name: step_cost(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attention=name))).activations
+        name: step_cost(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=name))).activations
         for name in ("sdpa", "flash_attention_2", "eager")
     }
     masks = 1024 * 1024 * (1 + 4 * 2)  # the booleans, and numbers of them in each layer

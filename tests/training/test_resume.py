@@ -194,7 +194,7 @@ def other_eta(unbroken: Path, folder: Path) -> Path:
 
 
 FIXED = {
-    "parallel.nproc_per_node=1": "parallel.nproc_per_node x nodes 2, not 1",
+    "parallel.nproc_per_node=1": "parallel.nproc_per_node x nnodes 2, not 1",
     "model.dtype=bfloat16": "model.dtype 'float32', not 'bfloat16'",
     "training.trainable=ttt": "training.trainable 'all', not 'ttt'",
     "training.seed=1": "training.seed 0, not 1",

@@ -222,7 +222,7 @@ def test_bad_input_is_one_line(settings: tuple[str, ...], message: str, made: Pa
         (("training.stepz=3",), "--set, training.stepz: there is no such setting"),
         (
             ("deepspeed=0", "parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "monitor.save_steps=4"),
-            "sequence_parallel needs ZeRO stage 1, 2 or 3",
+            "sequence_parallel_size above 1 needs ZeRO stage 1, 2 or 3",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

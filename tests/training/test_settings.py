@@ -95,7 +95,11 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
             "no such setting; known here: preset, layers",
         ),
         (changed("chunk_size: 16", "chunk_size: many"), "line 4, ttt.chunk_size", "must be a whole number, got 'many'"),
-        (changed("chunk_size: 16", "target: words"), "line 4, ttt.target", "must be one of embeddings, hidden_states, got 'words'"),
+        (
+            changed("chunk_size: 16", "target: words"),
+            "line 4, ttt.target",
+            "must be one of embeddings, hidden_states, gradient, got 'words'",
+        ),
         (changed("chunk_size: 16", "clip: {}"), "line 4, ttt.clip.max_norm", "this setting is missing"),
         (changed("chunk_size: 16", "clip: {max_norm: -1}"), "line 4, ttt.clip", "max_norm must be a number above 0, got -1.0"),
         (changed("chunk_size: 16", "layers: [0, x]"), "line 4, ttt.layers", "must be text or a list (a whole number), got"),

@@ -51,7 +51,7 @@ TAKES_EFFECT = (
 not fit the checkpoint (processes, dtype, ZeRO stage, what is trained), or change which rows come next (batch, row length, data)."""
 
 _RESHARDED = (
-    "parallel.nproc_per_node x nodes",
+    "parallel.nproc_per_node x nnodes",
     "training.gradient_accumulation_steps",
     "training.batch_size",
     "deepspeed.zero_optimization*",
@@ -83,7 +83,7 @@ def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
     values["ttt"] = config_of(model).to_dict()
     values["architecture"] = {key: value for key, value in model.config.to_dict().items() if key not in _PASSING}
     values["deepspeed"] = recipe.deepspeed_settings
-    values["parallel"] = {**values["parallel"], "processes x nodes": recipe.parallel.world, "nproc_per_node": None, "nnodes": None}
+    values["parallel"] = {**values["parallel"], "nproc_per_node x nnodes": recipe.parallel.world, "nproc_per_node": None, "nnodes": None}
     facts = dict(_flat(json.loads(json.dumps(values, default=str))))
     if recipe.training.trainable == "lora" and recipe.model.path is not None:
         facts[WEIGHTS] = base_fingerprint_in(recipe.model.path)
@@ -110,7 +110,7 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
 
 def _rows_a_step(facts: Facts) -> int:
     return math.prod(
-        facts[key] for key in ("parallel.nproc_per_node x nodes", "training.gradient_accumulation_steps", "training.batch_size")
+        facts[key] for key in ("parallel.nproc_per_node x nnodes", "training.gradient_accumulation_steps", "training.batch_size")
     )
 
 
