@@ -26,10 +26,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .errors import InPlaceTTTError
 from .families import CACHE, cache_in
 from .language_head import loss_gradient
-from .layer.cache import plain_class, streams
+from .layer.cache import plain_class, stop_recording, streams
 from .layer.fast_linear import FastWeight, fast_weights
 from .layer.gradient_stream import GradientStream, Tape
 from .layer.overrides import overriding
+from .layer.stream import FastWeightStream
 from .layout import ChunkLayout, Span, document_starts
 
 Call = Callable[..., Any]
@@ -70,7 +71,7 @@ def remove(base: nn.Module) -> None:
 
 
 class GradientReading:
-    """How one model reads. lm: it, whose head makes the loss; base: the model below the head."""
+    """Reads for one model. lm: the model with its head, which gives the loss; base: the model below the head."""
 
     def __init__(self, lm: nn.Module, base: Any) -> None:
         self.lm, self.base = lm, base
@@ -78,7 +79,7 @@ class GradientReading:
 
     @torch.compiler.disable(reason="a chunk is written between two forwards")
     def read(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The base model's output for these arguments. call: its own `__call__`."""
+        """Returns the base model's output for these arguments. call: the base's own `__call__`."""
         layers = fast_weights(self.lm)
         if not next(iter(layers.values())).hooks.model.enabled:
             return call(*args, **kwargs)
@@ -96,16 +97,16 @@ class GradientReading:
                 torch.cat(parts, dim=1) for parts in zip(*(output.hidden_states for output in outputs), strict=True)
             )
         if keeps is False:
-            whole.past_key_values = None
+            whole[CACHE] = None
         return whole
 
     def _cache(self, given: dict[str, Any]) -> Cache:
-        """The cache of a forward, a new one where it has none."""
+        """Returns the cache that a forward was given, or a new one."""
         cache = cache_in(given)
         return DynamicCache(config=self.base.config.get_text_config()) if cache is None else cache
 
     def _pieces(self, given: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Iterator[dict[str, Any]]:
-        """Arguments of each piece; the next one's are made when the one before was read."""
+        """Yields the arguments of each piece, after the piece before it was read."""
         ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         if ids is None or given.get("inputs_embeds") is not None:
             raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings; pass input_ids alone.")
@@ -113,7 +114,9 @@ class GradientReading:
             raise InPlaceTTTError("target='gradient' reads rows with a 2-D attention_mask [B, T], or none; pass one of these.")
         if given.get("output_attentions"):
             raise InPlaceTTTError("target='gradient' reads in pieces, whose attentions do not fit together; leave output_attentions out.")
-        packed = mask is None and positions is not None and positions.dim() == 2 and bool(document_starts(positions)[:, 1:].any())
+        packed = False
+        if positions is not None and positions.dim() == 2 and ids.shape[1] > 1 and mask is None:
+            packed = bool(document_starts(positions)[:, 1:].any())
         if packed or given.get("cu_seq_lens_q") is not None:
             raise InPlaceTTTError("target='gradient' reads one document per row; give packed documents rows of their own.")
         past, chunk = int(cache.get_seq_length()), next(iter(layers.values())).chunk_size
@@ -133,7 +136,7 @@ class GradientReading:
     def _piece(self, call: Call, piece: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Any:
         """Read a piece, and write the chunks that it completes."""
         held = streams(cache)
-        if len(held) == len(layers) and _is_whole_chunk(piece, cache, next(iter(held.values()))):
+        if len(held) == len(layers) and _is_whole_chunk(piece, next(iter(held.values()))):
             return self._learn_whole(call, piece, cache, layers)
         cache.activate_past_recording()  # a layer with a window keeps what the open chunk may ask for again
         output = call(**piece)
@@ -141,7 +144,7 @@ class GradientReading:
         for row in first.complete:
             self._learn_again(call, piece, cache, row, layers)
         if not any(first.filled):
-            _stop_recording(cache)
+            stop_recording(cache)
         return output
 
     def _learn_whole(self, call: Call, piece: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Any:
@@ -151,10 +154,13 @@ class GradientReading:
             output = self._gradients(call, piece, tape, layers)
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-        positions = torch.zeros_like(piece["input_ids"]) if piece.get("position_ids") is None else piece["position_ids"]
+        ids, end = piece["input_ids"], cache.get_seq_length()
+        positions = piece.get("position_ids")
+        if positions is None:
+            positions = torch.arange(end - ids.shape[1], end, device=ids.device)
         for index, stream in held.items():
             assert isinstance(stream, GradientStream)
-            stream.count(piece["input_ids"], positions.expand_as(piece["input_ids"]), [(0, stream.chunk_size)] * stream.batch)
+            stream.count(ids, positions.expand_as(ids), [(0, stream.chunk_size)] * stream.batch)
             for row in range(stream.batch):
                 stream.write_chunk(row, tape.keys[index][row], tape.probes[index][row], layers[index])
         return output
@@ -170,7 +176,7 @@ class GradientReading:
             )
         ids, positions = first.tokens_of(row)
         alone = {"input_ids": ids[None], CACHE: _before_chunk(cache, row, first.chunk_size, tape), "use_cache": True}
-        if piece.get("position_ids") is not None or (mask := piece.get("attention_mask")) is not None:
+        if piece.get("position_ids") is not None:
             alone["position_ids"] = positions[None]
         if (mask := piece.get("attention_mask")) is not None:
             alone["attention_mask"] = mask[row : row + 1, : cache.get_seq_length()]
@@ -193,14 +199,14 @@ class GradientReading:
 
 
 def _first(cache: Cache) -> GradientStream:
-    """A stream of the cache: all are as far as each other."""
+    """Returns the first stream of the cache; all streams hold the same tokens."""
     stream = next(iter(streams(cache).values()))
     assert isinstance(stream, GradientStream)
     return stream
 
 
 def _spans(ids: Tensor, mask: Tensor | None, past: int) -> list[Span]:
-    """Which tokens of each row are real."""
+    """Returns the span of each row's tokens without padding."""
     batch, length = ids.shape
     if mask is None:
         return [(0, length)] * batch
@@ -209,19 +215,21 @@ def _spans(ids: Tensor, mask: Tensor | None, past: int) -> list[Span]:
 
 
 def _borders(spans: list[Span], filled: list[int], chunk: int) -> Iterator[int]:
-    """Where a chunk of some row ends."""
+    """Yields the places where a chunk of some row ends."""
     for (start, stop), held in zip(spans, filled, strict=True):
         yield from range(start + chunk - held, stop + 1, chunk)
 
 
-def _is_whole_chunk(piece: dict[str, Any], cache: Cache, stream: Any) -> bool:
+def _is_whole_chunk(piece: dict[str, Any], stream: FastWeightStream) -> bool:
+    """Returns True if the piece is one whole chunk of every row, without padding."""
     ids, mask = piece["input_ids"], piece.get("attention_mask")
-    real = mask is None or bool(mask[:, -ids.shape[1] :].all())
-    return ids.shape[1] == stream.chunk_size and real and stream.batch == len(ids) and not any(stream.filled)
+    if ids.shape != (stream.batch, stream.chunk_size) or any(stream.filled):
+        return False
+    return mask is None or bool(mask[:, -stream.chunk_size :].all())
 
 
 def _before_chunk(cache: Cache, row: int, chunk: int, tape: Tape) -> Cache:
-    """A row of a cache as it was before its last `chunk` tokens, with streams that read and write nothing."""
+    """Returns one row of a cache without its last `chunk` tokens; its streams read and write nothing."""
     before = copy.copy(cache)
     before.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in before.layers:
@@ -234,18 +242,10 @@ def _before_chunk(cache: Cache, row: int, chunk: int, tape: Tape) -> Cache:
 
 
 def _refuse_other_layers(cache: Cache) -> None:
-    """Refuse what cannot go back a chunk: static, quantized and indexed caches, and states of linear attention."""
+    """Refuses caches that cannot drop a chunk: static, quantized and indexed ones, and states of linear attention."""
     for layer in cache.layers:
         plain = plain_class(layer)
         if plain is not DynamicLayer and not issubclass(plain, DynamicSlidingWindowLayer):
             raise InPlaceTTTError(
                 f"target='gradient' reads again behind plain keys and values, and this cache has a {plain.__name__}; use a DynamicCache."
             )
-
-
-def _stop_recording(cache: Cache) -> None:
-    """Let layers with a window forget again what the next forward does not see."""
-    for layer in cache.layers:
-        if getattr(layer, "record_past", False):
-            layer.crop(0)
-            layer.record_past = False

@@ -177,7 +177,7 @@ def _refuse_inexpressible(config: InPlaceTTTConfig, base_type: str) -> None:
         "its targets are made by a convolution, these are loss gradients": config.target == "gradient",
         "it has one eta for all layers, this one has one a layer": isinstance(config.eta, tuple),
         "it has no delta clip": config.clip is not None,
-        "it has neither whitened keys nor normalize_targets targets": config.whitening is not None or config.normalize_targets,
+        "it has neither whitened keys nor normalized targets": config.whitening is not None or config.normalize_targets,
         "its gradients pass through the target into its source, those of this one do not": config.detach_target,
         "its generated tokens write, those of this one do not": not config.update_on_decode,
     }

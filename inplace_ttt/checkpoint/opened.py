@@ -1,8 +1,9 @@
-"""A model as a user names it: all weights in a folder or on the hub, our adapter, or an adapter of PEFT. Decided here alone."""
+"""Opens a model by the path that a user gives: all weights, our adapter, or an adapter of PEFT."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ from .writing import ConversionPlan, describe_base, empty_model, plan_conversion
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a converted model says of itself without its weights. base: the description of its base; model: on the meta device."""
+    """The facts of a converted model, read without its weights. base: the description of its base; model: on the meta device."""
 
     config: InPlaceTTTConfig
     base: Any
@@ -32,8 +33,8 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model that is named by `path`. given_base: where an adapter's base is, if not where it was."""
+class Opened(ABC):
+    """A model at `path`. given_base: where an adapter's base is now, if it was moved."""
 
     path: str
     given_base: str | None = None
@@ -52,21 +53,21 @@ class Opened:
 
     @property
     def described_base(self) -> dict[str, Any]:
-        """What a converted model says of its base; empty where it says nothing."""
+        """The description of a converted model's base; empty without one."""
         return dict(self.conversion().base or {})
 
     @property
     def declared_deviations(self) -> Sequence[Any]:
-        """What the folder declares for the audit; raises InPlaceTTTError for half a checkpoint."""
+        """The deviations that the folder declares for the audit. Raises InPlaceTTTError for half a checkpoint."""
         return ()
 
+    @abstractmethod
     def conversion(self) -> Conversion:
-        """Config, base and new tensors, read without the base's weights. Raises InPlaceTTTError where it is not converted."""
-        raise NotImplementedError
+        """Reads config, base and new tensors, without the base's weights. Raises InPlaceTTTError if it is not converted."""
 
+    @abstractmethod
     def load(self, **kwargs: Any) -> PreTrainedModel:
-        """The converted model in eval mode; kwargs as for `AutoModelForCausalLM.from_pretrained`."""
-        raise NotImplementedError
+        """Loads the converted model in eval mode; kwargs as for `AutoModelForCausalLM.from_pretrained`."""
 
 
 class Full(Opened):
@@ -78,10 +79,6 @@ class Full(Opened):
     def checkpoint(self) -> Checkpoint:
         """Its files, headers read."""
         return Checkpoint.open(self.path)
-
-    @property
-    def is_converted(self) -> bool:
-        return self.checkpoint.section is not None
 
     @property
     def folder(self) -> Path:
@@ -195,9 +192,9 @@ class Lora(Opened):
 
 
 def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | Adapter | Lora:
-    """What a path is, by the files in it. base: another place of an adapter's base.
+    """Opens a path by the files in it. base: where an adapter's base is now, if it was moved.
 
-    Raises InPlaceTTTError for a base beside what has all of its weights.
+    Raises InPlaceTTTError if a base is given beside a model with all of its weights.
     """
     if is_peft_adapter(path):
         return Lora(str(path), base)

@@ -42,7 +42,8 @@ def _op(args: argparse.Namespace) -> Result:
 
 
 def _served(args: argparse.Namespace) -> Result:
-    base = args.base or open_full(args.serving).described_base.get("name_or_path")
+    described = open_full(args.serving).described_base
+    base = args.base or described.get("name_or_path")
     if base is None:
         raise InPlaceTTTError(f"{args.serving} does not say which base it stands on; name it with --base.")
     Checkpoint.open(base)

@@ -89,6 +89,14 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
     return layers[layer].fast_weight
 
 
+def stop_recording(cache: Cache) -> None:
+    """Undo `cache.activate_past_recording()`: layers with a window drop what the next forward does not see."""
+    for layer in cache.layers:
+        if getattr(layer, "record_past", False):
+            layer.crop(0)
+            layer.record_past = False
+
+
 def plain_class(layer: Any) -> type:
     """The layer's own class, without the fast weight."""
     return type(layer).__mro__[2] if isinstance(layer, CarriesFastWeight) else type(layer)

@@ -22,7 +22,7 @@ from .stream import FastWeightStream, _Row, _Undo
 
 @dataclass
 class Tape:
-    """What layers leave of a forward with gradients. keys [B, C, r], and a zero [B, C, d] that was added to the output."""
+    """Keys [B, C, r] of a forward with gradients, and probes [B, C, d]: zeros added to each layer's output. By layer."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     probes: dict[int, Tensor] = field(default_factory=dict)
@@ -57,6 +57,7 @@ class GradientStream(FastWeightStream):
     def count(self, ids: Tensor, positions: Tensor, spans: list[Span]) -> None:
         """Take tokens into the rows' open chunks, none beyond their end; spans: the real ones of each row."""
         self._thaw()
+        self._drop_old_undos()
         for index, (row, (start, stop)) in enumerate(zip(self.rows, spans, strict=True)):
             assert row.filled + stop - start <= self.chunk_size, "a forward is split where a chunk ends"
             row.unbroken = (stop - start + (row.unbroken if start == 0 else 0)) if stop == ids.shape[1] else 0
@@ -84,10 +85,10 @@ class GradientStream(FastWeightStream):
         filled = self.rows[row].filled
         return ids[row, :filled, 0], positions[row, :filled, 0]
 
-    def on_tape(self, row: int | None, tape: Tape) -> GradientStream:
-        """A stream that reads what this one holds, or one of its rows, and writes nothing: for a forward with gradients."""
-        reader = GradientStream(self.batch if row is None else 1, self.chunk_size, self.update_on_decode, self.rule)
-        reader._state = self._state if row is None or self._state is None else self._state.select([row])
+    def on_tape(self, row: int, tape: Tape) -> GradientStream:
+        """Returns a stream that reads one of the rows and writes nothing, for a forward with gradients."""
+        reader = GradientStream(1, self.chunk_size, self.update_on_decode, self.rule)
+        reader._state = self._state and self._state.select([row])
         reader.tape = tape
         return reader
 

@@ -104,8 +104,7 @@ class FastWeightStream:
             raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
         self.check_holds_state()
         self._thaw()
-        for row in self.rows:  # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
-            row.undo = row.undo if row.filled <= _UNDO_REACH and row.filled < row.unbroken else None
+        self._drop_old_undos()
         if generated and not self.update_on_decode and any(self.tokens):
             self._read(out, z, layer)
             self.skip()
@@ -130,6 +129,10 @@ class FastWeightStream:
         for index, ((_, start), (_, stop)) in enumerate(zip(whole, spans, strict=True)):
             self._take_span(out, z, x, index, (start, stop), stop, layer)
         return out
+
+    def _drop_old_undos(self) -> None:
+        for row in self.rows:  # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
+            row.undo = row.undo if row.filled <= _UNDO_REACH and row.filled < row.unbroken else None
 
     def _read(self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None, *, whole: bool = False) -> None:
         """whole: the tokens are a whole chunk of each row that is read."""

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..checkpoint.fingerprint import fingerprint_of
 from ..errors import InPlaceTTTError, shown
 from ..families import CACHE
-from ..layer.cache import CarriesFastWeight, attach, only_written, plain_class, streams
+from ..layer.cache import CarriesFastWeight, attach, only_written, plain_class, stop_recording, streams
 from ..layer.forward_context import reading_text
 from ..layer.prompt_stream import PromptStream, stream_class
 from ..surgery import config_of, fast_weights
@@ -248,10 +248,3 @@ def write_prompt(model: PreTrainedModel, cache: Cache) -> None:
         stream.write(layers[index])
     cache.crop(-1)
     stop_recording(cache)
-
-
-def stop_recording(cache: Cache) -> None:
-    """Undo `cache.activate_past_recording()`."""
-    for layer in cache.layers:
-        if hasattr(layer, "record_past"):
-            layer.record_past = False

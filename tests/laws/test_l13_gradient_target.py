@@ -165,16 +165,18 @@ def test_beams_keep_the_state_of_the_beam_that_they_follow() -> None:
         assert torch.equal(alone, found[: len(alone)])
 
 
-def test_tokens_can_be_taken_back() -> None:
+@pytest.mark.parametrize("read", [21, 23], ids=["whole chunks", "an open chunk"])
+def test_tokens_can_be_taken_back(read: int) -> None:
+    """Into the last chunk that was written, too; then the tokens after it come with positions, as `generate` gives them."""
     _, model = reading("llama")
     ids, other = random_ids(1, 30), random_ids(1, 8, seed=9)
     with torch.no_grad():
         wanted = Session(model)
         wanted.read(torch.cat([ids[:, :20], other], 1))
         found = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :23], **{CACHE: found})
-        found.crop(-3)
-        model(input_ids=other, **{CACHE: found})
+        model(input_ids=ids[:, :read], **{CACHE: found})
+        found.crop(20 - read)
+        model(input_ids=other, position_ids=torch.arange(20, 28)[None], **{CACHE: found})
     for index, stream in streams(found).items():
         assert distance(stream.state, streams(wanted.cache)[index].state) < TOLERANCE[torch.float64]
 
@@ -186,6 +188,7 @@ def test_copies_read_alike_and_a_reverted_model_is_the_base() -> None:
         wanted = model(input_ids=ids).logits
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(other(input_ids=ids).logits, wanted)
+        assert getattr(model(input_ids=ids, use_cache=False), CACHE) is None
         with disable_ttt(model):
             assert torch.equal(model(input_ids=ids).logits, base(input_ids=ids).logits)
         assert torch.equal(revert(model)(input_ids=ids).logits, base(input_ids=ids).logits)
