@@ -22,6 +22,7 @@ _EVERY = re.compile(r"(every|upper):([1-9]\d{0,8})")
 _LOWER = 0.4
 """Of a model's layers, those that `upper` leaves out."""
 _MOST_TAPS = 4095
+_MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class InPlaceTTTConfig:
     "next" is an extension without a convolution: the next token's source, zero for a chunk's last token.
     kernel_size: taps of the depthwise convolution (appendix C.2: 5).
     clip: bound on a chunk's delta, or None.
+    steps_per_chunk: gradient steps on each chunk's loss, with target="gradient".
     detach_target: stop the gradient from the target into its source.
     update_on_decode: tokens read one at a time into a non-empty cache (generated ones) write too.
 
@@ -62,6 +64,7 @@ class InPlaceTTTConfig:
     chunk_size: int = 1024
     eta: float | tuple[float, ...] = 1.0
     target: Target = "embeddings"
+    steps_per_chunk: int = 1
     conv: Conv = "lookahead"
     kernel_size: int = 5
     clip: UpdateClip | None = None
@@ -124,6 +127,14 @@ class InPlaceTTTConfig:
         )
         for name in ("detach_target", "update_on_decode", "normalize_targets"):
             require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
+        require(
+            type(self.steps_per_chunk) is int and 1 <= self.steps_per_chunk <= _MOST_STEPS,
+            f"steps_per_chunk must be an integer from 1 to {_MOST_STEPS}, got {self.steps_per_chunk!r}.",
+        )
+        require(
+            self.target == "gradient" or self.steps_per_chunk == 1,
+            "steps_per_chunk counts steps on a chunk's loss, and has no effect without target='gradient'; leave it out.",
+        )
         require(self.target != "gradient" or self.chunk_size > 1, "a chunk of one token has no loss of its own; use a chunk_size above 1.")
         for name in ("conv", "kernel_size", "detach_target", "normalize_targets", "proj_init", "prompt_write", "update_on_decode"):
             require(

@@ -7,33 +7,36 @@ Of one document, with the KV cache of earlier tokens as a constant:
     V_t = -gain ∂L_i/∂o_t                 with S_i a constant
     S_{i+1} = S_i + what the rule writes of (k_t, V_t)
 
-An incomplete chunk writes nothing. A forward is cut where a chunk of any row ends. A piece that is one whole chunk of every row runs with
-gradients; other pieces run without, and a chunk that they complete runs again, alone, behind the same KV cache.
+An incomplete chunk writes nothing. With `steps_per_chunk` above 1 the last three lines are repeated, each time with the state that the step
+before left; what later tokens attend to is the chunk's first reading. A forward into a cache is cut where a chunk of any row ends. A piece
+that is one whole chunk of every row runs with gradients; other pieces run without, and the chunks that they complete run again behind the
+same KV cache. A forward without a cache, in training or of packed rows, finds the targets so and then reads in one parallel forward.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import InPlaceTTTError
-from .families import CACHE, cache_in
-from .language_head import loss_gradient
-from .layer.cache import plain_class, stop_recording, streams
-from .layer.fast_linear import FastWeight, fast_weights
-from .layer.gradient_stream import GradientStream, Tape
+from .families import CACHE, cache_in, features
+from .gradient_steps import Call, GradientSteps, first_stream, refuse_other_layers
+from .layer.cache import stop_recording, streams
+from .layer.fast_linear import FastWeight
+from .layer.forward_context import document_spans
 from .layer.overrides import overriding
+from .layer.per_thread import this_thread
+from .layer.sequence_parallel import ulysses_group
 from .layer.stream import FastWeightStream
+from .layer.zero3 import is_partitioned
 from .layout import ChunkLayout, Span, document_starts
-
-Call = Callable[..., Any]
 
 
 class ReadsByGradient:
@@ -80,16 +83,78 @@ class GradientReading:
     @torch.compiler.disable(reason="a chunk is written between two forwards")
     def read(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the base model's output for these arguments. call: the base's own `__call__`."""
-        layers = fast_weights(self.lm)
-        if not next(iter(layers.values())).hooks.model.enabled:
+        steps = GradientSteps.of(self.lm, call)
+        if not steps.first.hooks.model.enabled:
             return call(*args, **kwargs)
-        if self.base.training:
-            raise InPlaceTTTError("target='gradient' cannot be trained yet; call model.eval(), or choose another target.")
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        self._refuse_parts(steps)
+        _refuse_what_has_no_ids(given)
+        return self._read_whole(given, steps) if self._wants_whole(given, steps) else self._read_in_pieces(given, steps)
+
+    def _wants_whole(self, given: dict[str, Any], steps: GradientSteps) -> bool:
+        """Returns True if rows are read in one forward: in training, where they are packed, and where parameters want gradients."""
+        if self.base.training or cache_in(given) is not None or given.get("use_cache"):
+            return bool(self.base.training)
+        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.lm.parameters())
+        return _is_packed(given) or (learns and steps.count == 1)
+
+    def _refuse_parts(self, steps: GradientSteps) -> None:
+        """Refuses ranks that share rows or parameters: each document's gradient takes all of both, whatever the other ranks read."""
+        if steps.first.hooks.model.group is not None or (self.base.training and ulysses_group() is not None):
+            raise InPlaceTTTError("target='gradient' reads whole rows, and here ranks share them; give each rank rows of its own.")
+        if self.base.training and any(is_partitioned(p) or isinstance(p, DTensor) for p in self.lm.parameters()):
+            raise InPlaceTTTError(
+                "with target='gradient' ranks read unequal numbers of chunks, so that they cannot share parameters (ZeRO-3, FSDP); use "
+                "DDP, or DeepSpeed's ZeRO stage 2."
+            )
+
+    def _read_whole(self, given: dict[str, Any], steps: GradientSteps) -> Any:
+        """Read whole rows in one forward, with a graph where gradients are on; the targets are found beforehand, and constants to it."""
+        if cache_in(given) is not None:
+            raise InPlaceTTTError("target='gradient' trains on whole rows, without a cache; pass use_cache=False, or call model.eval().")
+        if steps.count > 1:
+            raise InPlaceTTTError(
+                "steps_per_chunk above 1 reads one text per row, and cannot be trained; set it to 1, or call model.eval() and give packed "
+                "documents rows of their own."
+            )
+        with overriding([this_thread()], targets=self._targets(given, steps)):
+            return steps.call(**{**given, "use_cache": False})
+
+    def _targets(self, given: dict[str, Any], steps: GradientSteps) -> dict[int, Tensor]:
+        """Targets V [B, T, d] of each layer for a forward of whole rows; zero where nothing reads them later.
+
+        Documents are read side by side, each from its own beginning, the longest first; those that have ended leave the batch.
+        """
+        ids, positions = given["input_ids"], given.get("position_ids")
+        chunk = steps.first.chunk_size
+        spans = document_spans(given.get("attention_mask"), positions, given.get("cu_seq_lens_q"), *ids.shape).tolist()
+        spans.sort(key=lambda span: span[1] - span[2])
+        cache, found = DynamicCache(config=self.base.config.get_text_config()), dict[int, Tensor]()
+        refuse_other_layers(cache)
+        others = [m for m in self.lm.modules() if m.training and not isinstance(m, FastWeight)]  # a clip asks whether its layer trains
+        for number in itertools.count():
+            reading = [(row, start + number * chunk) for row, start, stop in spans if (stop - start - 1) // chunk > number]
+            if not reading:
+                break
+            rows, firsts = torch.tensor(reading, device=ids.device).T
+            columns = firsts[:, None] + torch.arange(chunk, device=ids.device)
+            piece = {"input_ids": ids[rows[:, None], columns], CACHE: cache, "use_cache": True}
+            if positions is not None:
+                piece["position_ids"] = positions.expand_as(ids)[rows[:, None], columns]
+            if number:
+                cache.batch_select_indices(torch.arange(len(reading), device=ids.device))
+            with overriding(others, training=False), torch.no_grad():
+                tape = steps.read_whole_chunk(piece, cache)[1]
+            for index, values in tape.probes.items():
+                found.setdefault(index, values.new_zeros(*ids.shape, values.shape[-1]))[rows[:, None], columns] = values
+        return found or {i: torch.zeros(*ids.shape, features(layer)[1], device=ids.device) for i, layer in steps.layers.items()}
+
+    def _read_in_pieces(self, given: dict[str, Any], steps: GradientSteps) -> Any:
+        """Read into a cache, cut where a chunk of any row ends; without a graph."""
         cache, keeps = self._cache(given), given.get("use_cache")
-        _refuse_other_layers(cache)
+        refuse_other_layers(cache)
         with torch.no_grad():
-            outputs = [self._piece(call, piece, cache, layers) for piece in self._pieces(given, cache, layers)]
+            outputs = [self._piece(piece, cache, steps) for piece in self._pieces(given, cache, steps.first.chunk_size)]
         whole = outputs[-1]
         whole.last_hidden_state = torch.cat([output.last_hidden_state for output in outputs], dim=1)
         if getattr(whole, "hidden_states", None) is not None:
@@ -105,21 +170,12 @@ class GradientReading:
         cache = cache_in(given)
         return DynamicCache(config=self.base.config.get_text_config()) if cache is None else cache
 
-    def _pieces(self, given: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Iterator[dict[str, Any]]:
+    def _pieces(self, given: dict[str, Any], cache: Cache, chunk: int) -> Iterator[dict[str, Any]]:
         """Yields the arguments of each piece, after the piece before it was read."""
-        ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
-        if ids is None or given.get("inputs_embeds") is not None:
-            raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings; pass input_ids alone.")
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-            raise InPlaceTTTError("target='gradient' reads rows with a 2-D attention_mask [B, T], or none; pass one of these.")
-        if given.get("output_attentions"):
-            raise InPlaceTTTError("target='gradient' reads in pieces, whose attentions do not fit together; leave output_attentions out.")
-        packed = False
-        if positions is not None and positions.dim() == 2 and ids.shape[1] > 1 and mask is None:
-            packed = bool(document_starts(positions)[:, 1:].any())
-        if packed or given.get("cu_seq_lens_q") is not None:
-            raise InPlaceTTTError("target='gradient' reads one document per row; give packed documents rows of their own.")
-        past, chunk = int(cache.get_seq_length()), next(iter(layers.values())).chunk_size
+        ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        if _is_packed(given):
+            raise InPlaceTTTError("several documents are packed in a row with a cache; pass use_cache=False for packed rows.")
+        past = int(cache.get_seq_length())
         held = next(iter(streams(cache).values()), None)
         filled = [0] * len(ids) if held is None or held.batch != len(ids) else held.filled
         ends = sorted({ids.shape[1], *_borders(_spans(ids, mask, past), filled, chunk)})
@@ -133,76 +189,18 @@ class GradientReading:
                 piece["cache_position"] = places[start:stop]
             yield piece
 
-    def _piece(self, call: Call, piece: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Any:
+    def _piece(self, piece: dict[str, Any], cache: Cache, steps: GradientSteps) -> Any:
         """Read a piece, and write the chunks that it completes."""
-        held = streams(cache)
-        if len(held) == len(layers) and _is_whole_chunk(piece, next(iter(held.values()))):
-            return self._learn_whole(call, piece, cache, layers)
+        if _is_whole_chunk(piece, steps.streams(cache, len(piece["input_ids"]))):
+            return steps.read_whole_chunk(piece, cache)[0]
         cache.activate_past_recording()  # a layer with a window keeps what the open chunk may ask for again
-        output = call(**piece)
-        first = _first(cache)
-        for row in first.complete:
-            self._learn_again(call, piece, cache, row, layers)
+        output = steps.call(**piece)
+        first = first_stream(cache)
+        if first.complete:
+            steps.write(piece, cache, first.complete)
         if not any(first.filled):
             stop_recording(cache)
         return output
-
-    def _learn_whole(self, call: Call, piece: dict[str, Any], cache: Cache, layers: dict[int, FastWeight]) -> Any:
-        """Read a whole chunk of every row with gradients, and write it."""
-        tape, held = Tape(), streams(cache)
-        with overriding(held.values(), tape=tape):
-            output = self._gradients(call, piece, tape, layers)
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-        ids, end = piece["input_ids"], cache.get_seq_length()
-        positions = piece.get("position_ids")
-        if positions is None:
-            positions = torch.arange(end - ids.shape[1], end, device=ids.device)
-        for index, stream in held.items():
-            assert isinstance(stream, GradientStream)
-            stream.count(ids, positions.expand_as(ids), [(0, stream.chunk_size)] * stream.batch)
-            for row in range(stream.batch):
-                stream.write_chunk(row, tape.keys[index][row], tape.probes[index][row], layers[index])
-        return output
-
-    def _learn_again(self, call: Call, piece: dict[str, Any], cache: Cache, row: int, layers: dict[int, FastWeight]) -> None:
-        """Read a row's complete chunk once more, alone and with gradients, behind the KV cache that it had; and write it."""
-        held, tape = streams(cache), Tape()
-        first = _first(cache)
-        if first.rows[row].unbroken < first.chunk_size:
-            raise InPlaceTTTError(
-                "a chunk has padding or tokens read with TTT off among its tokens, so that its gradient is not known; pad at the left, "
-                "and read a text with TTT on."
-            )
-        ids, positions = first.tokens_of(row)
-        alone = {"input_ids": ids[None], CACHE: _before_chunk(cache, row, first.chunk_size, tape), "use_cache": True}
-        if piece.get("position_ids") is not None:
-            alone["position_ids"] = positions[None]
-        if (mask := piece.get("attention_mask")) is not None:
-            alone["attention_mask"] = mask[row : row + 1, : cache.get_seq_length()]
-        self._gradients(call, alone, tape, layers)
-        for index, stream in held.items():
-            assert isinstance(stream, GradientStream)
-            stream.write_chunk(row, tape.keys[index][0], tape.probes[index][0], layers[index])
-
-    def _gradients(self, call: Call, piece: dict[str, Any], tape: Tape, layers: dict[int, FastWeight]) -> Any:
-        """Read a piece; the tape's probes become the targets V. Returns the output without a graph."""
-        asking = [parameter for parameter in self.lm.parameters() if parameter.requires_grad]
-        with overriding(asking, requires_grad=False), torch.enable_grad():
-            output = call(**piece)
-            upstream = loss_gradient(self.lm, output, piece["input_ids"])
-            found = torch.autograd.grad(output.last_hidden_state, list(tape.probes.values()), upstream)
-        for index, gradient in zip(tape.probes, found, strict=True):
-            tape.probes[index] = layers[index].targets(gradient).to(tape.keys[index].dtype)
-        output.last_hidden_state = output.last_hidden_state.detach()
-        return output
-
-
-def _first(cache: Cache) -> GradientStream:
-    """Returns the first stream of the cache; all streams hold the same tokens."""
-    stream = next(iter(streams(cache).values()))
-    assert isinstance(stream, GradientStream)
-    return stream
 
 
 def _spans(ids: Tensor, mask: Tensor | None, past: int) -> list[Span]:
@@ -220,32 +218,29 @@ def _borders(spans: list[Span], filled: list[int], chunk: int) -> Iterator[int]:
         yield from range(start + chunk - held, stop + 1, chunk)
 
 
+def _refuse_what_has_no_ids(given: dict[str, Any]) -> None:
+    mask = given.get("attention_mask")
+    if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
+        raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings; pass input_ids alone.")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        raise InPlaceTTTError("target='gradient' reads rows with a 2-D attention_mask [B, T], or none; pass one of these.")
+    if given.get("output_attentions"):
+        raise InPlaceTTTError("target='gradient' reads in pieces, whose attentions do not fit together; leave output_attentions out.")
+
+
+def _is_packed(given: dict[str, Any]) -> bool:
+    """Returns True if a row holds several documents."""
+    positions = given.get("position_ids")
+    if given.get("cu_seq_lens_q") is not None:
+        return True
+    if positions is None or positions.dim() != 2 or given["input_ids"].shape[1] == 1 or given.get("attention_mask") is not None:
+        return False
+    return bool(document_starts(positions)[:, 1:].any())
+
+
 def _is_whole_chunk(piece: dict[str, Any], stream: FastWeightStream) -> bool:
     """Returns True if the piece is one whole chunk of every row, without padding."""
     ids, mask = piece["input_ids"], piece.get("attention_mask")
     if ids.shape != (stream.batch, stream.chunk_size) or any(stream.filled):
         return False
     return mask is None or bool(mask[:, -stream.chunk_size :].all())
-
-
-def _before_chunk(cache: Cache, row: int, chunk: int, tape: Tape) -> Cache:
-    """Returns one row of a cache without its last `chunk` tokens; its streams read and write nothing."""
-    before = copy.copy(cache)
-    before.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in before.layers:
-        layer.keys, layer.values = (x[row : row + 1, :, : x.shape[2] - chunk] for x in (layer.keys, layer.values))
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length -= chunk
-        if isinstance(stream := getattr(layer, "fast_weight", None), GradientStream):
-            layer.fast_weight = stream.on_tape(row, tape)
-    return before
-
-
-def _refuse_other_layers(cache: Cache) -> None:
-    """Refuses caches that cannot drop a chunk: static, quantized and indexed ones, and states of linear attention."""
-    for layer in cache.layers:
-        plain = plain_class(layer)
-        if plain is not DynamicLayer and not issubclass(plain, DynamicSlidingWindowLayer):
-            raise InPlaceTTTError(
-                f"target='gradient' reads again behind plain keys and values, and this cache has a {plain.__name__}; use a DynamicCache."
-            )

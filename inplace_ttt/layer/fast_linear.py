@@ -116,7 +116,7 @@ class FastWeight(nn.Module):
     def _read_whole(self, z: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
         if not (self.training or context.layout(self.chunk_size).writes()):
             return super().forward(z)
-        v, w0 = self.ttt(x, context.part(self.chunk_size)), self.matrix()
+        v, w0 = self._targets(x, context), self.matrix()
         if (
             self.ttt.keys is None
             and self.fast.config.rule.reads_state
@@ -129,6 +129,14 @@ class FastWeight(nn.Module):
             return out if bias is None else out + bias
         base = super().forward(z)
         return base + self._fast(self.keys(z), v.to(z.dtype), None, context).to(base.dtype)
+
+    def _targets(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Targets [B, T, d] of a forward of whole rows; loss gradients come with it."""
+        if self.fast.config.target != "gradient":
+            return self.ttt(x, context.part(self.chunk_size))
+        if context.targets is None:
+            raise InPlaceTTTError("something replaced the class of the base model, which finds the loss gradients; undo that.")
+        return context.targets[self.fast.layer].to(x.dtype)
 
     def keys(self, z: Tensor) -> Tensor:
         """What is written under and read with: z itself [..., h] (the paper), or z whitened [..., r]."""

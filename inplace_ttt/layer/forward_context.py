@@ -53,6 +53,7 @@ class ForwardContext:
         self.is_text = thread.text_forwards > 0
         if self.is_text:
             thread.text_forwards -= 1
+        self.targets, thread.targets = thread.targets, None  # [B, T, d] by layer, where they are loss gradients
         self.embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
         self.called: set[int] = set()  # TTT layers that ran
         self._layouts: dict[int, ChunkLayout] = {}

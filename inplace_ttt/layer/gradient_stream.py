@@ -85,27 +85,31 @@ class GradientStream(FastWeightStream):
         filled = self.rows[row].filled
         return ids[row, :filled, 0], positions[row, :filled, 0]
 
-    def on_tape(self, row: int, tape: Tape) -> GradientStream:
-        """Returns a stream that reads one of the rows and writes nothing, for a forward with gradients."""
-        reader = GradientStream(1, self.chunk_size, self.update_on_decode, self.rule)
-        reader._state = self._state and self._state.select([row])
+    def on_tape(self, rows: list[int], tape: Tape) -> GradientStream:
+        """Returns a stream that reads these rows and writes nothing, for a forward with gradients."""
+        reader = GradientStream(len(rows), self.chunk_size, self.update_on_decode, self.rule)
+        reader._state = self._state and (self._state if rows == [*range(self.batch)] else self._state.select(rows))
         reader.tape = tape
         return reader
 
     @torch.no_grad()
-    def write_chunk(self, row: int, keys: Tensor, values: Tensor, layer: Any) -> None:
-        """Write a row's complete chunk with keys [C, r] and targets [C, d]."""
-        held, state = self.rows[row], self._state
-        before = None if state is None else state.value[row]
-        chunk = ChunkLayout.shared((((0, self.chunk_size),),), self.chunk_size, self.chunk_size)
-        known = None if before is None else before[None]
-        after = layer.write_targets(keys[None], values[None], chunk, known, reads=False)[1][0]
-        ids, positions = (buffer[row, : self.chunk_size].clone() for buffer in self._open.held)
-        held.undo = _Undo(before.clone() if before is not None and held.written else None, ids, positions)
+    def write_chunks(self, rows: list[int], keys: Tensor, values: Tensor, layer: Any) -> None:
+        """Write one step for the complete chunks of these rows, with keys [n, C, r] and targets [n, C, d]."""
+        known = None if self._state is None else self._state.value[rows]
+        chunk = ChunkLayout.shared((((0, self.chunk_size),),) * len(rows), self.chunk_size, self.chunk_size)
+        after = layer.write_targets(keys, values, chunk, known, reads=False)[1]
         if self._state is None:
-            self._state = State(after.new_zeros(self.batch, *after.shape), self.rule)
-        self._state.put(row, after)
-        held.filled, held.written = 0, held.written + 1
+            self._state = State(after.new_zeros(self.batch, *after.shape[1:]), self.rule)
+        for row, state in zip(rows, after, strict=True):
+            self._state.put(row, state)
+
+    def close_chunks(self, rows: list[int], before: Tensor | None) -> None:
+        """Begin new chunks in these rows; before: their states [n, ·, r] before the steps of the chunk that ends."""
+        for place, row in enumerate(rows):
+            held = self.rows[row]
+            ids, positions = (buffer[row, : self.chunk_size].clone() for buffer in self._open.held)
+            held.undo = _Undo(before[place] if before is not None and held.written else None, ids, positions)
+            held.filled, held.written = 0, held.written + 1
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> GradientStream:

@@ -12,7 +12,8 @@ class UnderWay:
 
     open: the `ForwardContext` of a converted model's forward. armed: the `LayerCall` of the TTT layer whose attention has run and whose
     down-projection has not. switched: `ModelHooks` of models whose TTT is turned on or off. groups: by `ModelHooks`, the ranks that
-    share a model's rows. text_forwards: how many of the next forwards are of text, see `reading_text`.
+    share a model's rows. text_forwards: how many of the next forwards are of text, see `reading_text`. targets: by layer, targets
+    [B, T, d] that the next forward takes.
     """
 
     def __init__(self) -> None:  # all of it from the start: a graph holds for objects that have the same attributes
@@ -21,6 +22,7 @@ class UnderWay:
         self.switched: Mapping[Any, bool] = {}
         self.groups: Mapping[Any, Any] = {}
         self.text_forwards: float = 0
+        self.targets: Mapping[int, Any] | None = None
 
 
 class _PerThread(threading.local):

@@ -58,10 +58,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         raise
     except Exception as error:
         _refuse(recipe, "model", one_line(error).rstrip("."))
-    if not fast_weights(built):
-        convert(built, ttt)
-    if config_of(built).target == "gradient":
-        _refuse(recipe, "ttt", "a model with target='gradient' cannot be trained yet; choose another target")
+    _convert(built, ttt, recipe)
     if model.window is not None:
         set_attention_window(built, model.window.size, model.window.sinks)
     return _choose_trained(built, recipe)
@@ -76,6 +73,19 @@ def _quantisation(model: Model) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
 
 
+def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recipe) -> None:
+    """Convert a model that is not converted yet; refuses a recipe that splits what its target reads whole."""
+    if not fast_weights(built):
+        convert(built, ttt)
+    if config_of(built).target == "gradient":
+        if recipe.parallel.sequence_parallel_size > 1:
+            _refuse(recipe, "parallel.sequence_parallel_size", "target='gradient' reads whole rows; set it to 1")
+        if recipe.deepspeed_settings.get("zero_optimization", {}).get("stage") == 3:
+            _refuse(recipe, "deepspeed", "with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; take stage 2")
+        if recipe.training.trainable == "ttt" and not config_of(built).write_gate:
+            _refuse(recipe, "training.trainable", "a model with target='gradient' has no TTT parameters; choose all or lora")
+
+
 def meta_model(recipe: Recipe) -> PreTrainedModel:
     """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config as `planned_architecture` does, no weights."""
     config, ttt = planned_architecture(recipe)
@@ -86,8 +96,7 @@ def meta_model(recipe: Recipe) -> PreTrainedModel:
         raise
     except Exception as error:
         _refuse(recipe, "model", one_line(error).rstrip("."))
-    if not fast_weights(built):
-        convert(built, ttt)
+    _convert(built, ttt, recipe)
     with torch.device("meta"):
         return _choose_trained(built, recipe)
 

@@ -18,7 +18,7 @@ from inplace_ttt.checkpoint.to_adapter import save_adapter
 from inplace_ttt.families import CACHE, locate
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.rules import RidgeRule, SumRule
-from inplace_ttt.surgery import fast_weights
+from inplace_ttt.surgery import config_of, fast_weights
 
 LAYERS, CHUNK, LENGTH = (0, 2), 7, 40
 SUM: dict[str, Any] = {"eta": 0.3}
@@ -37,45 +37,61 @@ def reading(name: str, dtype: torch.dtype = torch.float64, **config: Any) -> tup
     return base, model
 
 
-def plain_steps(base: PreTrainedModel, model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits [1, T, V] by autograd: a chunk is read with W0 + ηM, then its loss moves the sums that M is made of."""
+def plain_steps(base: PreTrainedModel, model: PreTrainedModel, ids: Tensor, *, graph: bool = False) -> Tensor:
+    """Logits [1, T, V] by autograd: a chunk is read with W0 + ηM, then its loss moves the sums that M is made of.
+
+    graph: logits keep their graph, through the keys and the KV cache; the targets are constants.
+    """
     ttt, cache, logits = fast_weights(model), DynamicCache(config=base.config.get_text_config()), []
     down = {i: locate(base).layers[i].down_proj for i in ttt}
-    kept: dict[int, list[Tensor]] = {i: [] for i in ttt}
     state: dict[int, Tensor] = {}
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(i: int) -> Any:
         def hook(module: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
             keys = ttt[i].keys(args[0])
-            change = torch.zeros(out.shape[-1], keys.shape[-1]).to(out) if i not in state else ttt[i].readout(state[i]).to(out)
+            change = torch.zeros(out.shape[-1], keys.shape[-1]).to(out) if i not in state else read_of(i, state[i]).to(out)
             out = out + ttt[i].eta * keys @ change.T
             probe = torch.zeros_like(out, requires_grad=True)
-            seen[i] = keys.detach(), probe
+            seen[i] = keys if graph else keys.detach(), probe
             return out + probe
 
         return hook
 
+    def read_of(i: int, sums: Tensor) -> Tensor:
+        """M of the sums; solved anew, since the rule's own code keeps no graph."""
+        rule = ttt[i].fast.config.rule
+        if not isinstance(rule, RidgeRule):
+            return ttt[i].readout(sums)
+        gram = sums[-sums.shape[1] :] + rule.ridge * torch.eye(sums.shape[1]).to(sums)
+        return torch.linalg.solve(gram, sums[: -sums.shape[1]].T).T
+
+    def step(i: int, gradient: Tensor) -> None:
+        keys, values = (x[0].to(torch.promote_types(x.dtype, torch.float32)) for x in (seen[i][0], -ttt[i].ttt.gain * gradient))
+        delta = values.T @ keys
+        clip = ttt[i].tau()
+        factor = 1.0 if clip is None else min(1.0, float(clip) / float(delta.norm()))
+        rule = ttt[i].fast.config.rule
+        step = torch.cat([factor * delta, factor * keys.T @ keys]) if isinstance(rule, RidgeRule) else factor * delta
+        state[i] = step + state.get(i, torch.zeros_like(step))
+
     handles = [module.register_forward_hook(read(i)) for i, module in down.items()]
     for start in range(0, ids.shape[1], CHUNK):
         chunk = ids[:, start : start + CHUNK]
+        steps = config_of(model).steps_per_chunk if chunk.shape[1] == CHUNK else 0
+        before = copy.deepcopy(cache) if steps > 1 else cache
         out = base(input_ids=chunk, **{CACHE: cache}, use_cache=True).logits
-        logits.append(out.detach())
-        for layer in cache.layers:
+        logits.append(out if graph else out.detach())
+        for layer in cache.layers if not graph else []:
             layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-        if chunk.shape[1] < CHUNK:
-            break
-        loss = cross_entropy(out[0, :-1].to(torch.float64 if out.dtype == torch.float64 else torch.float32), chunk[0, 1:], reduction="sum")
-        for i, gradient in zip(seen, torch.autograd.grad(loss, [probe for _, probe in seen.values()]), strict=True):
-            keys, values = (x[0].to(torch.promote_types(x.dtype, torch.float32)) for x in (seen[i][0], -ttt[i].ttt.gain * gradient))
-            delta = values.T @ keys
-            clip = ttt[i].tau()
-            delta = delta if clip is None else delta * min(1.0, float(clip) / float(delta.norm()))
-            factor = 1.0 if clip is None else float(delta.norm() / (values.T @ keys).norm())
-            rule = ttt[i].fast.config.rule
-            step = torch.cat([delta, factor * keys.T @ keys]) if isinstance(rule, RidgeRule) else delta
-            state[i] = step + state.get(i, torch.zeros_like(step))
-            kept[i].append(delta)
+        for number in range(steps):
+            if number:
+                out = base(input_ids=chunk, **{CACHE: copy.deepcopy(before)}, use_cache=True).logits
+            wide = out[0, :-1].to(torch.float64 if out.dtype == torch.float64 else torch.float32)
+            loss = cross_entropy(wide, chunk[0, 1:], reduction="sum")
+            found = torch.autograd.grad(loss, [probe for _, probe in seen.values()], retain_graph=graph)
+            for i, gradient in zip([*seen], found, strict=True):
+                step(i, gradient)
     for handle in handles:
         handle.remove()
     return torch.cat(logits, 1)
@@ -113,17 +129,104 @@ def test_every_rule_and_dtype(rule: str, dtype: torch.dtype) -> None:
     assert distance(base(input_ids=ids).logits.detach().float(), wanted.float()) > 0.3, "the writes do not show"
 
 
+@pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_rows_of_a_padded_batch_are_as_alone(name: str) -> None:
+def test_a_chunk_can_take_several_steps(name: str, rule: dict[str, Any]) -> None:
+    """Each with the state that the step before left."""
+    base, model = reading(name, **rule, steps_per_chunk=3)
+    ids = random_ids(1, LENGTH)
+    wanted = plain_steps(base, model, ids)
+    for parts in SPLITS.values():
+        assert distance(read_in(model, ids, parts), wanted) < TOLERANCE[torch.float64]
+    once = plain_steps(*reading(name, **rule), ids)
+    assert distance(once, wanted) > 0.01, "the further steps do not show"
+
+
+def padded(rows: list[Tensor], side: str) -> dict[str, Tensor]:
+    """The rows [1, n] as one batch with mask and positions."""
+    room = [max(row.shape[1] for row in rows) - row.shape[1] for row in rows]
+    pads = [(n, 0) if side == "left" else (0, n) for n in room]
+    ids, mask = (
+        torch.cat([torch.nn.functional.pad(row, pad) for row, pad in zip(them, pads, strict=True)])
+        for them in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_rows_of_a_padded_batch_are_as_alone(name: str, steps: int) -> None:
     """Each row has its own state, and its chunks begin at its own first token."""
-    base, model = reading(name)
+    base, model = reading(name, **SUM, steps_per_chunk=steps)
     rows = [random_ids(1, n, seed=n) for n in (33, 29, 5)]
-    batch = torch.cat([torch.nn.functional.pad(row, (33 - row.shape[1], 0)) for row in rows])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (33 - row.shape[1], 0)) for row in rows])
     with torch.no_grad():
-        found = model(input_ids=batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        found = model(**padded(rows, "left")).logits
     for row, logits in zip(rows, found, strict=True):
         assert distance(logits[33 - row.shape[1] :], plain_steps(base, model, row)[0]) < TOLERANCE[torch.float64]
+
+
+def packed(lengths: list[int]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Documents [1, n], and the row that packs them."""
+    documents = [random_ids(1, n, seed=n) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return documents, {"input_ids": torch.cat(documents, 1), "position_ids": positions, "use_cache": False}
+
+
+@pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_packed_documents_are_as_alone(name: str, rule: dict[str, Any]) -> None:
+    base, model = reading(name, **rule)
+    documents, row = packed([9, 30, 3, 14, 22])
+    with torch.no_grad():
+        found = model(**row).logits
+    wanted = torch.cat([plain_steps(base, model, document) for document in documents], 1)
+    assert distance(found, wanted) < TOLERANCE[torch.float64]
+
+
+def gradients(model: PreTrainedModel, logits: Tensor) -> dict[str, Tensor]:
+    """Of a loss of these logits, for every parameter of the base."""
+    model.zero_grad()
+    logits.square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and ".ttt." not in name}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "olmo2", "phi3"])
+def test_training_is_first_order(name: str, rule: dict[str, Any], checkpointing: bool) -> None:
+    """A forward in training mode gives what reading gives, and gradients of all of it but the targets, which are constants."""
+    base, model = reading(name, **rule)
+    ids = random_ids(1, LENGTH)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        module.training = not isinstance(module, torch.nn.Dropout)
+    found = model(input_ids=ids).logits
+    with_writes = gradients(model, found)
+    wanted = plain_steps(base, model, ids, graph=True)
+    assert distance(found.detach(), wanted.detach()) < TOLERANCE[torch.float64]
+    expected = gradients(base, wanted)
+    assert with_writes.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        assert distance(with_writes[parameter], gradient) < (1e-5 if name == "gemma3" else 1e-9), parameter  # its norms are float32
+    with disable_ttt(model):
+        without = gradients(model, model(input_ids=ids).logits)
+    assert any(distance(without[parameter], gradient) > 1e-3 for parameter, gradient in expected.items()), "the writes do not show"
+
+
+@pytest.mark.parametrize("rows", ["packed", "left", "right", "short"])
+def test_rows_in_training_are_as_read_alone(rows: str) -> None:
+    base, model = reading("llama")
+    model.train()
+    if rows == "packed":
+        documents, given = packed([9, 30, 3, 14, 22])
+        found = [part[None] for part in model(**given).logits[0].split([9, 30, 3, 14, 22])]
+    else:
+        documents = [random_ids(1, n, seed=n) for n in ((6, 3) if rows == "short" else (33, 29, 5))]
+        given = padded(documents, "left" if rows == "left" else "right")
+        found = [logits[mask.bool()][None] for logits, mask in zip(model(**given).logits, given["attention_mask"], strict=True)]
+    for document, logits in zip(documents, found, strict=True):
+        assert distance(logits.detach(), plain_steps(base, model.eval(), document)) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
@@ -222,8 +325,12 @@ def test_no_output_depends_on_a_later_token() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     _, model = reading("llama", torch.float32)
     ids = random_ids(1, LENGTH)
-    with pytest.raises(InPlaceTTTError, match=r"cannot be trained yet; call model\.eval\(\)"):
-        model.train()(input_ids=ids)
+    with pytest.raises(InPlaceTTTError, match=r"trains on whole rows, without a cache; .* call model\.eval\(\)"):
+        model.train()(input_ids=ids, **{CACHE: DynamicCache(config=model.config)})
+    with pytest.raises(InPlaceTTTError, match=r"steps_per_chunk above 1 .* cannot be trained; set it to 1"):
+        reading("llama", torch.float32, **SUM, steps_per_chunk=2)[1].train()(input_ids=ids)
+    with pytest.raises(InPlaceTTTError, match="has no effect without target='gradient'"):
+        InPlaceTTTConfig(steps_per_chunk=2)
     model.eval()
     with pytest.raises(InPlaceTTTError, match="pass input_ids alone"):
         model(inputs_embeds=model.get_input_embeddings()(ids))
@@ -231,8 +338,8 @@ def test_what_it_cannot_do_is_refused() -> None:
         model(input_ids=ids, **{CACHE: StaticCache(config=model.config, max_cache_len=64)})
     with pytest.raises(InPlaceTTTError, match="leave output_attentions out"):
         model(input_ids=ids, output_attentions=True)
-    with pytest.raises(InPlaceTTTError, match="reads one document per row"):
-        model(input_ids=ids, position_ids=torch.arange(LENGTH // 2).repeat(2)[None], use_cache=False)
+    with pytest.raises(InPlaceTTTError, match="packed in a row with a cache"):
+        model(input_ids=ids, position_ids=torch.arange(LENGTH // 2).repeat(2)[None], **{CACHE: DynamicCache(config=model.config)})
     holes = torch.ones_like(ids)
     holes[0, 10] = 0
     with pytest.raises(InPlaceTTTError):

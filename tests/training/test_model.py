@@ -24,7 +24,7 @@ from inplace_ttt.training.run.worker import read_tokenizer
 from . import zero3_worker
 from .forked import Forked
 from .recipes import CONFIG, VALUES, tiny_recipe
-from .runs import environments
+from .runs import checkpoint, environments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 IDS = random_ids(1, 64)
@@ -164,6 +164,36 @@ def test_lora_adapter_holds_what_was_trained_and_reloads_exactly(saved: dict[str
     reloaded = PeftModel.from_pretrained(load(saved["full"], dtype=torch.float32), tmp_path / "lora")
     assert torch.equal(logits(reloaded, IDS), expected)
     assert distance(expected, logits(load(saved["full"], dtype=torch.float32), IDS)) > 0.01
+
+
+@pytest.fixture
+def reads_by_gradient(tmp_path: Path) -> Path:
+    """A converted model whose targets are loss gradients."""
+    return checkpoint(tmp_path / "gradient", {"target": "gradient", "eta": 0.3})
+
+
+def test_lora_learns_beside_loss_gradients_and_reloads_exactly(reads_by_gradient: Path, tmp_path: Path) -> None:
+    model = trained(build_model(tiny_recipe(tmp_path, **at(reads_by_gradient), training=LORA)))
+    expected = logits(model, IDS)
+    model.save_pretrained(tmp_path / "lora")
+    before = load(reads_by_gradient, dtype=torch.float32)
+    assert distance(expected, logits(before, IDS)) > 0.01
+    assert torch.equal(logits(PeftModel.from_pretrained(before, tmp_path / "lora"), IDS), expected)
+    assert distance(logits(load(tmp_path / "lora", base=str(reads_by_gradient), dtype=torch.float32), IDS), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("deepspeed=3", "deepspeed: with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; take stage 2"),
+        ("parallel={nproc_per_node: 2, sequence_parallel_size: 2}", "parallel.sequence_parallel_size: target='gradient' reads whole rows"),
+        ("training.trainable=ttt", "training.trainable: a model with target='gradient' has no TTT parameters"),
+    ],
+)
+def test_what_loss_gradients_cannot_be_trained_with(setting: str, message: str, reads_by_gradient: Path, tmp_path: Path) -> None:
+    for build in (build_model, meta_model):
+        with pytest.raises(InPlaceTTTError, match=message):
+            build(tiny_recipe(tmp_path, setting, **at(reads_by_gradient)))
 
 
 def test_lora_merges_and_keeps_the_trained_writer(saved: dict[str, Path], tmp_path: Path) -> None:

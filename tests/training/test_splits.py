@@ -122,6 +122,13 @@ def ridge(recipe: Path) -> tuple[str, Run]:
     return setting, plain_run(load_recipe(recipe, [setting]))
 
 
+@pytest.fixture(scope="module")
+def gradient(recipe: Path) -> tuple[str, Run]:
+    """The same of a model whose targets are loss gradients."""
+    setting = f"model.path={checkpoint(recipe.parent / 'gradient', {'target': 'gradient', 'eta': 0.3})}"
+    return setting, plain_run(load_recipe(recipe, [setting]))
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_path: Path) -> None:
     agree(recipe, plain, tmp_path / "out", SPLITS[split])
@@ -132,6 +139,12 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
 )
 def test_every_split_is_the_same_run_by_least_squares(split: str, recipe: Path, ridge: tuple[str, Run], tmp_path: Path) -> None:
     setting, plain = ridge
+    agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))
+
+
+@pytest.mark.parametrize("split", [split for split in SPLITS if split not in SHARED and "ZeRO 3" not in split])
+def test_every_split_is_the_same_run_with_loss_gradients(split: str, recipe: Path, gradient: tuple[str, Run], tmp_path: Path) -> None:
+    setting, plain = gradient
     agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))
 
 

@@ -78,7 +78,7 @@ class InPlaceTTTCallback(TrainerCallback):
     def groups(self, model: nn.Module, trainer: Trainer) -> list[dict[str, Any]]:
         """The Trainer's own groups first, whose rate is the one that is logged; then `conv` and `proj`, those that there are."""
         ttt, rest = split_off(model)
-        refuse_without_effect(ttt, conv_learning_rate=self.conv_learning_rate, conv_weight_decay=self.conv_weight_decay)
+        refuse_without_effect(ttt, **{name: getattr(self, name) for name in _OF_GROUPS})
         decaying = set(trainer.get_decay_parameter_names(model))
         groups: list[dict[str, Any]] = [
             {"name": "decaying", "params": [p for name, p in rest.items() if name in decaying], "weight_decay": trainer.args.weight_decay},

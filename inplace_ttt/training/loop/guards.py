@@ -95,11 +95,11 @@ class FirstStep(TrainerCallback):
         check_state_precision(model)
         for index, norms in gradients.read().items():
             layer = fast_weights(model)[index]
-            eta, names = layer.fast.eta, ("proj",) if layer.ttt.conv is None else ("conv", "proj")
+            eta, names = layer.fast.eta, [name for name in ("conv", "proj") if getattr(layer.ttt, name) is not None]
             for name in names:
                 if name not in norms:
                     raise InPlaceTTTError(f"layer {index}'s {name} got no gradient at all: it is frozen, or the loss does not reach it.")
-            if not any(norms[name] for name in names) and eta > 0:
+            if names and not any(norms[name] for name in names) and eta > 0:
                 self.warnings.append(
                     f"layer {index}: conv and P got a zero gradient at the first step; was no row longer than a chunk, or are both zero?"
                 )

@@ -19,7 +19,7 @@ def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any
     Raises InPlaceTTTError when a TTT parameter is frozen, or nothing is trained.
     """
     ttt, rest = split_off(model)
-    refuse_without_effect(ttt, conv_learning_rate=settings.conv_learning_rate)
+    refuse_without_effect(ttt, conv_learning_rate=settings.conv_learning_rate, proj_learning_rate=settings.proj_learning_rate)
     members = {
         **ttt,
         "matrices": [p for p in rest.values() if dimensions(p) > 1],
@@ -43,17 +43,20 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
         for name, parameter in layer.ttt.named_parameters():
             if parameter.requires_grad:  # under PEFT the trained copy is one of two
                 ttt["conv" if name.rpartition(".")[2] == "conv" else "proj"].append(parameter)
-        if not any(p.requires_grad for p in layer.ttt.parameters()):
+        own = [*layer.ttt.parameters()]
+        if own and not any(p.requires_grad for p in own):
             raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
     special = {id(p) for group in ttt.values() for p in group}
     return ttt, {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in special}
 
 
 def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float | None) -> None:
-    """Raise where one is given of the convolution's settings, and there is none (conv='next')."""
+    """Raises InPlaceTTTError if a setting of a group is given, and the model has no parameter of that group."""
     for name, value in settings.items():
-        if value is not None and not ttt["conv"]:
-            raise InPlaceTTTError(f"{name} has no effect, since conv='next' has no convolution; leave it out.")
+        group = name.partition("_")[0]
+        if value is not None and not ttt[group]:
+            missing = {"conv": "convolution that learns", "proj": "P that learns"}[group]
+            raise InPlaceTTTError(f"{name} has no effect, since this model has no {missing}; leave it out.")
 
 
 def group_settings(settings: Training, group: str) -> tuple[float, float]:
