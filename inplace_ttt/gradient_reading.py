@@ -127,8 +127,10 @@ class GradientReading:
         """
         ids, positions = given["input_ids"], given.get("position_ids")
         chunk = steps.first.chunk_size
-        spans = document_spans(given.get("attention_mask"), positions, given.get("cu_seq_lens_q"), *ids.shape).tolist()
-        spans.sort(key=lambda span: span[1] - span[2])
+        spans = [(row, 0, ids.shape[1]) for row in range(len(ids))]
+        if not ids.is_meta:
+            spans = document_spans(given.get("attention_mask"), positions, given.get("cu_seq_lens_q"), *ids.shape).tolist()
+            spans.sort(key=lambda span: span[1] - span[2])
         cache, found = DynamicCache(config=self.base.config.get_text_config()), dict[int, Tensor]()
         refuse_other_layers(cache)
         others = [m for m in self.lm.modules() if m.training and not isinstance(m, FastWeight)]  # a clip asks whether its layer trains
@@ -141,7 +143,7 @@ class GradientReading:
             piece = {"input_ids": ids[rows[:, None], columns], CACHE: cache, "use_cache": True}
             if positions is not None:
                 piece["position_ids"] = positions.expand_as(ids)[rows[:, None], columns]
-            if number:
+            if number and len(reading) < first_stream(cache).batch:
                 cache.batch_select_indices(torch.arange(len(reading), device=ids.device))
             with overriding(others, training=False), torch.no_grad():
                 tape = steps.read_whole_chunk(piece, cache)[1]
@@ -222,16 +224,16 @@ def _refuse_what_has_no_ids(given: dict[str, Any]) -> None:
     mask = given.get("attention_mask")
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
         raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings; pass input_ids alone.")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+    if mask is not None and not (isinstance(mask, Tensor) and (mask.dim() == 2 or mask.is_meta)):
         raise InPlaceTTTError("target='gradient' reads rows with a 2-D attention_mask [B, T], or none; pass one of these.")
     if given.get("output_attentions"):
         raise InPlaceTTTError("target='gradient' reads in pieces, whose attentions do not fit together; leave output_attentions out.")
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
-    """Returns True if a row holds several documents."""
+    """Returns True if a row holds several documents; `plan` counts rows on the meta device as such."""
     positions = given.get("position_ids")
-    if given.get("cu_seq_lens_q") is not None:
+    if given.get("cu_seq_lens_q") is not None or given["input_ids"].is_meta:
         return True
     if positions is None or positions.dim() != 2 or given["input_ids"].shape[1] == 1 or given.get("attention_mask") is not None:
         return False

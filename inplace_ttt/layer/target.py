@@ -136,7 +136,7 @@ class GradientTarget(nn.Module):
 
     def targets(self, gradient: Tensor) -> Tensor:
         """V [..., d] of the loss gradient at the down-projection's output [..., d]. Raises InPlaceTTTError before it is measured."""
-        if not self.gain:
+        if not self.gain.is_meta and not self.gain:
             raise InPlaceTTTError(
                 "the extensions of this config are not measured yet; run inplace_ttt.calibrate(model, rows) on some text."
             )

@@ -10,7 +10,7 @@ import pytest
 from inplace_ttt import InPlaceTTTConfig, convert, revert
 from inplace_ttt.training.model import meta_model
 from inplace_ttt.training.plan.device_memory import ModelSize, single_process_memory
-from inplace_ttt.training.plan.flops import attention_flops, fast_weight_flops, model_flops
+from inplace_ttt.training.plan.flops import attention_flops, attention_of_targets, fast_weight_flops, model_flops
 from inplace_ttt.training.plan.meta_step import evaluation_cost, step_cost
 from inplace_ttt.training.recipe.recipe import Recipe
 
@@ -82,6 +82,23 @@ def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: st
     assert model_flops(again, model) == needed
 
 
+def planned(recipe: Recipe, surgery: InPlaceTTTConfig, folder: Path) -> Recipe:
+    """The recipe of a model that was measured at a conversion, of which a plan reads the config."""
+    base = revert(meta_model(dataclasses.replace(recipe, ttt=InPlaceTTTConfig(layers=surgery.layers, chunk_size=32))))
+    convert(base, surgery).config.save_pretrained(folder)
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path=str(folder), config=None), ttt=None)
+
+
+def test_finding_loss_gradients_is_counted(tmp_path: Path) -> None:
+    surgery = InPlaceTTTConfig(layers=(1, 3), chunk_size=128, target="gradient")
+    recipe = planned(small_recipe(tmp_path, "bfloat16", False), surgery, tmp_path / "converted")
+    model = meta_model(recipe)
+    attention = attention_flops(recipe, model.config, 3) + attention_of_targets(recipe, model)
+    assert model_flops(recipe, model) == pytest.approx(step_cost(recipe).product_flops + attention, rel=0.04)
+    without = dataclasses.replace(recipe, model=small_recipe(tmp_path, "bfloat16", False).model, ttt=InPlaceTTTConfig(layers=(1, 3)))
+    assert 1.4 < model_flops(recipe, model) / model_flops(without, meta_model(without)) < 1.8, "a third forward, and a half backward"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
@@ -92,12 +109,8 @@ def test_what_a_fast_weight_adds_to_the_products(options: dict[str, Any], dtype:
     recipes = []
     for layers in ((1,), (1, 2)):
         surgery = InPlaceTTTConfig(layers=layers, chunk_size=32, **options)
-        recipes.append(dataclasses.replace(recipe, ttt=surgery))
-        if surgery.needs_calibration:  # measured at a conversion, of which a plan reads the config
-            base = revert(meta_model(dataclasses.replace(recipe, ttt=InPlaceTTTConfig(layers=layers, chunk_size=32))))
-            convert(base, surgery).config.save_pretrained(folder := tmp_path / str(len(layers)))
-            model = dataclasses.replace(recipe.model, path=str(folder), config=None)
-            recipes[-1] = dataclasses.replace(recipe, model=model, ttt=None)
+        measured = surgery.needs_calibration
+        recipes.append(planned(recipe, surgery, tmp_path / str(len(layers))) if measured else dataclasses.replace(recipe, ttt=surgery))
     one, two = map(step_cost, recipes)
     expected = fast_weight_flops(recipes[0], meta_model(recipes[0]), int(checkpointing))
     assert two.product_flops - one.product_flops == pytest.approx(expected, rel=0.05)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from ...families import attention_kinds, features
+from ...families import attention_kinds, causal_lm, features, locate
 from ...surgery import config_of, fast_weights
 from ..recipe.recipe import Recipe
 from ..ulysses import attention_heads
@@ -33,7 +33,35 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
             maps = [parameter for parameter in own if parameter.dim() == 3]
             linear += sum(2 * tokens * w.numel() * text.num_experts_per_tok // experts * (1 + learns + w.requires_grad) for w in maps)
         learns = learns or any(parameter.requires_grad for parameter in own)
-    return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, model, again=0)
+    return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, model, again=0) + _finding_targets(recipe, model)
+
+
+def _finding_targets(recipe: Recipe, model: nn.Module) -> int:
+    """With `target: gradient`: one more forward, and the activations' backward from the loss to the lowest TTT layer."""
+    if config_of(model).target != "gradient":
+        return 0
+    lm = causal_lm(model)
+    blocks, lowest = locate(lm).blocks, min(fast_weights(model))
+    above = {module for block in blocks[lowest:] for module in block.modules()} | {lm.get_output_embeddings()}
+    maps = [module for module in lm.modules() if isinstance(module, (nn.Linear, Conv1D))]
+    weights = sum(module.weight.numel() * (2 if module in above else 1) for module in maps)
+    return int(2 * tokens_of(recipe) * weights * _share_read(recipe, model)) + attention_of_targets(recipe, model)
+
+
+def attention_of_targets(recipe: Recipe, model: nn.Module) -> int:
+    """Of scores and values in the same."""
+    if config_of(model).target != "gradient":
+        return 0
+    lm = causal_lm(model)
+    blocks = len(locate(lm).blocks)
+    above = (blocks - min(fast_weights(model))) / blocks
+    return int(attention_flops(recipe, lm.config.get_text_config(), 1) * (1 + 2 * above) * _share_read(recipe, model))
+
+
+def _share_read(recipe: Recipe, model: nn.Module) -> float:
+    """Of a row's tokens, those in complete chunks that later tokens read."""
+    length, chunk = recipe.data.sequence_length, config_of(model).chunk_size
+    return (length - 1) // chunk * chunk / length
 
 
 def tokens_of(recipe: Recipe) -> int:
@@ -69,7 +97,8 @@ def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
         of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
         in_one_product = config.whitening is None and recipe.model.dtype == "float32"
         of_state = config.rule.multiply_adds(d, width, config.chunk_size, forwards, in_one_product=in_one_product)
-        total += of_keys + of_state + again * d * h + (forwards + 2) * d * d
+        of_proj = 0 if config.target == "gradient" else (forwards + 2) * d * d
+        total += of_keys + of_state + again * d * h + of_proj
     return int(2 * tokens_of(recipe) * total)
 
 

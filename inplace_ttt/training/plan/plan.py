@@ -16,7 +16,7 @@ from ..recipe.deepspeed import without_effect
 from ..recipe.recipe import Recipe
 from ..ulysses import attention_heads, sharing_problems
 from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory, saved_by_quantisation
-from .flops import attention_flops, fast_weight_flops, fast_weight_sizes
+from .flops import attention_flops, attention_of_targets, fast_weight_flops, fast_weight_sizes
 from .meta_step import StepCost, evaluation_cost, step_cost
 
 _GB = 10**9
@@ -93,8 +93,9 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         recipe.monitor.save_total_limit + 1, recipe.steps // recipe.monitor.save_steps
     )  # a new one stands before an old one goes
     again = int(recipe.training.gradient_checkpointing)
-    # Eager attention's are products already.
-    flops = step.product_flops + (0 if recipe.model.attn_implementation == "eager" else attention_flops(recipe, text, 3 + again))
+    flops = step.product_flops
+    if recipe.model.attn_implementation != "eager":  # whose products the step has counted
+        flops += attention_flops(recipe, text, 3 + again) + attention_of_targets(recipe, model)
     micro_steps = recipe.training.gradient_accumulation_steps * recipe.parallel.world
     tokens_per_step = recipe.rows_per_step * recipe.data.sequence_length
     return TrainingPlan(

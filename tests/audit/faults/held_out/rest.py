@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from inplace_ttt.layer.fast_linear import FastWeight
 from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.ops import chunk_conv
+from inplace_ttt.rules import RidgeRule
 
 from .. import conditions as only
 from ..clips import INFERENCE, TIGHT, other_tau
@@ -101,7 +103,8 @@ def other_damping(size: float, when: When) -> Plant:
         def settings(self: FastWeight) -> dict[str, Any]:
             right, call = real(self), now()
             acts = call is not None and any(when.holds(piece.place) for piece in places_of_call(call))
-            return {**right, "ridge": right["ridge"] * size} if acts and right["ridge"] is not None else right
+            acts &= isinstance(rule := right["rule"], RidgeRule)
+            return {**right, "rule": dataclasses.replace(rule, ridge=rule.ridge * size)} if acts else right
 
         real = FastWeight._settings
         patch.setattr(FastWeight, "_settings", settings)
