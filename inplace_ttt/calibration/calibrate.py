@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from ..checkpoint.loading import load_base
 from ..checkpoint.reading import Checkpoint, LayerTensors
-from ..checkpoint.writing import ConversionPlan
 from ..config import InPlaceTTTConfig, KeyWhitening
 from ..errors import InPlaceTTTError
 from ..families import locate
@@ -93,18 +94,27 @@ def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> 
             layers[index].ttt.proj.copy_(proj)
 
 
-def measured_tensors(checkpoint: Checkpoint, plan: ConversionPlan, rows: Sequence[Tensor]) -> LayerTensors:
-    """The new tensors of a fresh conversion with its measurements; loads the base, in the dtype of its weights.
+@dataclass
+class BaseToMeasure:
+    """A base that is loaded once for all that is measured on it. dtype: of its weights."""
 
-    A small model is measured in float32 where this processor only emulates that dtype, which takes several times longer.
-    """
-    base = load_base(checkpoint.folder)
-    dtype = base.dtype
-    if emulated(dtype) and not getattr(base, "is_quantized", False) and base.num_parameters() < _SMALL:
-        base = base.float()
-    model = convert(base, plan.config)
-    calibrate(model, rows, progress=True)
-    return {index: {kind: x.to(dtype) for kind, x in layer.ttt.state_dict().items()} for index, layer in fast_weights(model).items()}
+    model: PreTrainedModel
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint) -> BaseToMeasure:
+        """A small model is measured in float32 where this processor only emulates its dtype, which takes several times longer."""
+        base = load_base(checkpoint.folder)
+        dtype = base.dtype
+        if emulated(dtype) and not getattr(base, "is_quantized", False) and base.num_parameters() < _SMALL:
+            base = base.float()
+        return cls(base, dtype)
+
+    def new_tensors(self, config: InPlaceTTTConfig, rows: Sequence[Tensor]) -> LayerTensors:
+        """The new tensors of a fresh conversion with its measurements. Converts the base."""
+        model = convert(self.model, config)
+        calibrate(model, rows, progress=True)
+        return {i: {kind: x.to(self.dtype) for kind, x in layer.ttt.state_dict().items()} for i, layer in fast_weights(model).items()}
 
 
 def _mean_embedding(model: Any) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -10,23 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibration.calibrate import measured_tensors, tokens_to_read
+from ..calibration.calibrate import BaseToMeasure, tokens_to_read
 from ..calibration.rows import calibration_rows
 from ..checkpoint.adapter import write_adapter
 from ..checkpoint.base_equivalence import TOKENS, max_logit_difference
 from ..checkpoint.card import write_card
 from ..checkpoint.official import refuse_official
-from ..checkpoint.reading import Checkpoint, parameters_of
+from ..checkpoint.reading import Checkpoint, LayerTensors, parameters_of
 from ..checkpoint.writing import ConversionPlan, describe_base, initial_tensors, plan_conversion, write_full
 from ..config import InPlaceTTTConfig
 from ..errors import InPlaceTTTError, NotSoError
+from ..evaluation.gradient_choice import Tried, choose, table
 from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from ..files.text import files_in
 from . import Result
 from .hub import push, pushed, require_token
 from .loading import tokenizer_of
-from .options.convert import chosen_config
+from .options.convert import chosen_config, open_choices
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -37,7 +40,7 @@ def run(args: argparse.Namespace) -> Result:
     refuse_official(args.src, checkpoint.weight_map)
     plan = plan_conversion(checkpoint, chosen_config(args))
     rows = _rows_to_calibrate_on(args, plan)
-    tensors = initial_tensors(checkpoint, plan) if rows is None else measured_tensors(checkpoint, plan, [row for _, row in rows])
+    plan, tensors, choice = _new_tensors(args, checkpoint, plan, rows)
     with new_folder(args.out, CHECKPOINT, overwrite=args.overwrite, sources=sources) as folder:
         base = describe_base(checkpoint, plan)
         if args.adapter_only:
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace) -> Result:
         "new_parameters": parameters_of(tensors),
         "config": plan.config.to_dict(),
         "identity": identity,
+        **({} if choice is None else {"choice": choice}),
         "pushed": push(Path(args.out), args.push),
     }, 0
 
@@ -64,6 +68,9 @@ def render(result: dict[str, Any]) -> str:
     ]
     if result["identity"]:
         lines.append(f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} over {TOKENS} tokens")
+    if "choice" in result:
+        tried = [Tried(tuple(one.pop("layers")), **one) for one in copy.deepcopy(result["choice"]["tried"])]
+        lines += table(tried[result["choice"]["taken"]], tried)
     config = InPlaceTTTConfig.from_dict(result["config"])
     setting = "target='gradient'" if config.target == "gradient" else "conv='next'"
     lines.append(
@@ -72,6 +79,20 @@ def render(result: dict[str, Any]) -> str:
         else f"With {setting} a fresh conversion writes at once, so that it does not compute what its base does."
     )
     return "\n".join([*lines, *pushed(result)])
+
+
+def _new_tensors(
+    args: argparse.Namespace, checkpoint: Checkpoint, plan: ConversionPlan, rows: list[tuple[Path, Tensor]] | None
+) -> tuple[ConversionPlan, LayerTensors, dict[str, Any] | None]:
+    """The new tensors; with loss gradients also the plan with the layers and η that were chosen, and what was tried."""
+    if rows is None:
+        return plan, initial_tensors(checkpoint, plan), None
+    base, texts, choice = BaseToMeasure.load(checkpoint), [row for _, row in rows], None
+    if plan.config.target == "gradient" and (to_try := open_choices(args)) is not None:
+        best, tried = choose(base.model, plan.config, texts, **to_try, progress=True)
+        plan = plan_conversion(checkpoint, dataclasses.replace(plan.config, layers=best.layers, eta=best.eta))
+        choice = {"tried": [dataclasses.asdict(one) for one in tried], "taken": tried.index(best)}
+    return plan, base.new_tensors(plan.config, texts), choice
 
 
 def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> list[tuple[Path, Tensor]] | None:

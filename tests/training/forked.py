@@ -48,11 +48,13 @@ class Forked:
             _remove_shared_memory(port)
 
     def wait(self, seconds: float = 300) -> tuple[int, str]:
-        """The first exit code that is not 0, and the log. As a launcher does, it ends the others when one fails."""
+        """The first exit code that is not 0, 124 after so many seconds, and the log. As a launcher does, it ends the others if one fails."""
         until = time.monotonic() + seconds
         while self.is_running() and time.monotonic() < until and not any(process.exitcode for process in self.processes):
             time.sleep(0.02)
         codes = [process.exitcode for process in self.processes]
+        if self.is_running() and not any(codes):
+            codes.append(124)
         time.sleep(0.2 if any(codes) else 0)  # the others may be about to say something too
         self.kill()
         self._reading.join(10)

@@ -31,7 +31,7 @@ def size_of(recipe: Recipe) -> ModelSize:
     [
         ("float32", False, 4096, {}),
         ("float32", True, 32000, {}),
-        ("bfloat16", False, 32000, {}),
+        ("bfloat16", False, 12000, {}),
         ("bfloat16", True, 4096, {}),
         ("bfloat16", False, 4096, {}),
         ("float32", False, 4096, EXPERTS),

@@ -58,6 +58,8 @@ class Run:
     without_gate_of: str | None = None
 
 
+GRADIENT = ("--preset", "gradient", "--eta", "0.04", "--calibrate", str(kept_runs.TRAIN))
+"""η as memory_evidence.py's conversion chose it for SmolLM2-135M."""
 GATED = (*RIDGE, "--set", "write_gate=true")
 RUNS = {
     "gated": Run(GATED),
@@ -66,6 +68,8 @@ RUNS = {
     "paper": Run(RULES["paper"].convert, ("training.conv_learning_rate=1e-3",)),
     "no writes": Run((*RIDGE, "--set", "eta=0")),
     "untrained": Run(GATED, trained=False),
+    **{f"gradient, untrained, {steps} steps": Run((*GRADIENT, "--set", f"steps_per_chunk={steps}"), trained=False) for steps in (1, 4)},
+    "gradient": Run(GRADIENT, ("training.conv_learning_rate=null", "training.proj_learning_rate=null")),
 }
 
 
@@ -122,8 +126,7 @@ def measure(
     elif run.trained:
         kept_runs.train(converted, folder, seed, *settings, *run.settings, recipe=RECIPE)
     else:
-        kept_runs.made_by(folder, converted=kept_runs.stamp_of(converted))
-        folder.mkdir(exist_ok=True)
+        kept_runs.leave_untrained(converted, folder)
     texts = ("--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
     kept_runs.read(folder, read, part, *texts, "--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
     found = json.loads((folder / part / "evaluation.json").read_text())

@@ -100,6 +100,12 @@ def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = 
     timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
 
 
+def leave_untrained(converted: Path, run: Path) -> None:
+    """A folder for what is read of a model as converted."""
+    made_by(run, converted=stamp_of(converted), **digests())
+    run.mkdir(exist_ok=True)
+
+
 def read(run: Path, model: Path, out: str, *how: str) -> None:
     """What `inplace-ttt evaluate` says of a model on the held-out texts, into a folder of the run; one that is there is left alone."""
     made_by(run / out, how=how)

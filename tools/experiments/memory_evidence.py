@@ -129,14 +129,20 @@ def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
     """Convert, train, evaluate; what is done already is left alone."""
     rule, run = RULES[name], model.work / f"{kept_runs.slug(name)}-{seed}"
     first = next(other for other in RULES if RULES[other].convert == rule.convert)
-    converted = kept_runs.convert(model.base, model.work / kept_runs.slug(first), "--layers", model.layers, *rule.convert)
-    kept_runs.train(converted, run, seed, *model.settings, *rule.settings)
+    layers = ("--layers", model.layers) if rule.trains else ()
+    converted = kept_runs.convert(model.base, model.work / kept_runs.slug(first), *layers, *rule.convert)
+    if rule.trains:
+        kept_runs.train(converted, run, seed, *model.settings, *rule.settings)
+    else:
+        kept_runs.leave_untrained(converted, run)
     base = () if rule.writes else ("--base", str(model.base))
     window = () if model.window is None else ("--window", str(model.window))
     past, cache = ("--skip", str(model.past)), ("--cache", str(model.work / "without-writes"))
 
     def read(out: str, documents: int, tokens: int, *how: str) -> None:
-        kept_runs.read(run, run / "final", out, "--documents", str(documents), "--tokens", str(tokens), *cache, *how)
+        kept_runs.read(
+            run, run / "final" if rule.trains else converted, out, "--documents", str(documents), "--tokens", str(tokens), *cache, *how
+        )
 
     read("evaluation", DOCUMENTS, TOKENS, *window, *past, "--second-copy", *base)
     beside = {

@@ -15,11 +15,15 @@ ONE_PROCESS = ("parallel.nproc_per_node=1", "training.gradient_accumulation_step
 
 @dataclass(frozen=True)
 class Rule:
-    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in writes' place."""
+    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in writes' place.
+
+    trains: or it is read as converted, with the layers and η that the conversion chose on the training texts.
+    """
 
     convert: tuple[str, ...]
     settings: tuple[str, ...] = ()
     writes: bool = True
+    trains: bool = True
 
     def trained(self, *settings: str) -> Rule:
         """The same, with more settings of the recipe."""
@@ -47,6 +51,11 @@ def ridge(*changed: str) -> Rule:
     return Rule(("--preset", "ridge", "--calibrate", str(WORK / "text" / "train"), *_set(changed)))
 
 
+def gradient(*options: str) -> Rule:
+    """Loss gradients as targets, untrained."""
+    return Rule(("--preset", "gradient", "--calibrate", str(WORK / "text" / "train"), *options), trains=False)
+
+
 def _set(settings: Iterable[str]) -> Iterator[str]:
     return (word for setting in settings for word in ("--set", setting))
 
@@ -60,6 +69,8 @@ RULES = {
     "paper": papers("paper", "eta=1"),
     "official": papers("official", "eta=3"),
     **{f"paper, eta {eta}": papers("paper", f"eta={eta}") for eta in (0.04, 0.004)},
+    "gradient": gradient(),
+    **{f"gradient, chunks of {size}": gradient("--chunk-size", str(size)) for size in (64, 256)},
     "ttt_ntp": ttt_ntp(),
     "ttt_ntp, eta 0.01": ttt_ntp("eta=0.01"),
     "LoRA, eta 0": without_writes(*LORA),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ...config import PRESETS, InPlaceTTTConfig
 from ...errors import InPlaceTTTError
@@ -62,6 +63,16 @@ def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
             raise InPlaceTTTError(f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out.")
         override(values, text)
     return InPlaceTTTConfig.from_dict(values)
+
+
+def open_choices(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Returns what a choice of layers and η is held to, as arguments of `choose`; None if both are given."""
+    named = {text.partition("=")[0].strip() for text in args.set}
+    config = chosen_config(args)
+    is_given = {name: getattr(args, name) is not None or name in named for name in ("layers", "eta")}
+    if all(is_given.values()) or isinstance(config.eta, tuple):
+        return None
+    return ({"layers": [config.layers]} if is_given["layers"] else {}) | ({"etas": [config.eta]} if is_given["eta"] else {})
 
 
 def _layers(text: str | None) -> str | list[int] | None:

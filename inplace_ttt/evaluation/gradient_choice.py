@@ -1,0 +1,140 @@
+"""Layers and η for `target: gradient`: several are tried on a text, untrained, and the one that helps most without harm is taken.
+
+Each text is read with a passage that stands in it twice, the second time beyond the attention window. A choice does harm if it raises the
+loss of any text between the two copies. Of the harmless ones, the one is taken that lowers the loss of the second copy most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..calibration.calibrate import calibrate
+from ..config import InPlaceTTTConfig
+from ..errors import InPlaceTTTError
+from ..surgery import convert, fast_weights, revert
+from ..tasks.passages import Passage
+from .protocol import progress_bar
+from .token_losses import token_losses
+
+LAYERS = ("upper:6", "upper:3")
+ETAS = (0.01, 0.02, 0.04, 0.08, 0.16)
+"""From the smallest on; a set of layers is left at the first η that does harm."""
+TEXTS, LENGTH, WINDOW = 3, 1024, 256
+"""At most so many texts, of at most so many tokens, and an attention window of at most so many."""
+_BEGINNING = 8
+"""Tokens that no passage takes: what a tokenizer puts before a text stands in it once."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One choice, and what it changes. Losses are with writes minus without, in nats per token.
+
+    text: mean over texts, between the two copies. worst: the largest of them. again: mean over texts, on the second copy.
+    """
+
+    layers: tuple[int, ...]
+    eta: float
+    text: float
+    worst: float
+    again: float
+
+    @property
+    def harms(self) -> bool:
+        return self.worst > 0
+
+
+def choose(
+    model: PreTrainedModel,
+    config: InPlaceTTTConfig,
+    rows: Sequence[Tensor],
+    *,
+    layers: Sequence[str | tuple[int, ...]] = LAYERS,
+    etas: Sequence[float] = ETAS,
+    progress: bool = False,
+) -> tuple[Tried, list[Tried]]:
+    """Returns the best choice of layers and η, and all that were tried, in order.
+
+    Args:
+        model: a model that is not converted; it is the same afterwards.
+        config: with `target: gradient`; its layers and η are replaced by those that are tried.
+        rows: token ids [1, T] of texts like those to be read.
+        layers: sets of layers to try, as in a config. etas: values of η to try, ascending.
+        progress: show a bar on stderr.
+
+    Raises:
+        InPlaceTTTError: if no text holds a passage of a chunk twice, beyond a window.
+    """
+    length = min([LENGTH, *(row.shape[1] for row in rows)])
+    passage = Passage((length - _BEGINNING) // 4, (length - _BEGINNING) // 2)
+    start = length - passage.tokens
+    if passage.length < config.chunk_size:
+        raise InPlaceTTTError(
+            f"choosing layers and eta takes texts of {4 * config.chunk_size + _BEGINNING} tokens, and one has {length}; give longer texts, "
+            "or --layers and --eta."
+        )
+    texts = torch.cat([passage.repeat(row[0, :length], start)[None] for row in rows[:TEXTS]])
+    how: dict[str, Any] = {"piece": config.chunk_size, "window": min(WINDOW, passage.length)}
+    sets = list(dict.fromkeys(_resolved(model, config, one) for one in layers))
+    known = _measured(model, dataclasses.replace(config, layers=tuple(sorted({i for one in sets for i in one}))), rows)
+    tried: list[Tried] = []
+    with progress_bar("choosing layers and eta", (1 + len(sets) * len(etas)) * texts.numel(), progress) as bar:
+        off = token_losses(model, texts, **how, progress=bar.update)
+        for one in sets:
+            for eta in etas:
+                on = _read(model, dataclasses.replace(config, layers=one, eta=eta), known, texts, {**how, "progress": bar.update})
+                change = (on - off).double()
+                second = passage.second(start)
+                between, again = change[:, passage.between(start)].mean(1), change[:, second.start : second.stop - 1].mean()
+                tried.append(Tried(one, eta, float(between.mean()), float(between.max()), float(again)))
+                if tried[-1].harms:
+                    break
+    harmless = [one for one in tried if not one.harms]
+    return (min(harmless, key=lambda one: one.again) if harmless else min(tried, key=lambda one: one.text)), tried
+
+
+def table(best: Tried, tried: Sequence[Tried]) -> list[str]:
+    """Lines of text: what each choice changes, and which one is taken."""
+    columns = ("eta", "text", "worst", "again")
+    lines = ["choice of layers and eta, on minus off in nats per token:", f"  {'layers':26}" + "".join(f"{name:>9}" for name in columns)]
+    for one in tried:
+        note = "  taken" if one is best else "  a text gets harder" if one.harms else ""
+        losses = "".join(f"{loss:+9.3f}" for loss in (one.text, one.worst, one.again))
+        lines.append(f"  {','.join(map(str, one.layers)):26}{one.eta:9g}{losses}{note}")
+    if best.harms:
+        lines.append("  every choice makes a text harder; the one that costs least is taken. Measure it with `inplace-ttt evaluate`.")
+    return lines
+
+
+def _resolved(model: PreTrainedModel, config: InPlaceTTTConfig, layers: str | tuple[int, ...]) -> tuple[int, ...]:
+    found = dataclasses.replace(config, layers=layers).resolve(model.config.get_text_config().num_hidden_layers).layers
+    assert isinstance(found, tuple)
+    return found
+
+
+def _measured(model: PreTrainedModel, config: InPlaceTTTConfig, rows: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
+    """What a calibration measures of each layer; with TTT off, so that it holds for any subset of the layers."""
+    convert(model, config)
+    try:
+        calibrate(model, rows)
+        return {index: {name: x.clone() for name, x in layer.ttt.state_dict().items()} for index, layer in fast_weights(model).items()}
+    finally:
+        revert(model)
+
+
+def _read(
+    model: PreTrainedModel, config: InPlaceTTTConfig, known: dict[int, dict[str, Tensor]], texts: Tensor, how: dict[str, Any]
+) -> Tensor:
+    convert(model, config)
+    try:
+        for index, layer in fast_weights(model).items():
+            layer.ttt.load_state_dict(known[index])
+        return token_losses(model, texts, **how)
+    finally:
+        revert(model)
