@@ -152,7 +152,8 @@ def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[
         name += how
         found.outputs[name] = outputs = {i: off for i, off in learner.errors(record, rows).items() if i in known}
         layers = {i: learner.layers[i] for i, off in outputs.items() if off < limit}
-        found.gradients[name] = gradient_errors(record, layers, rows, learner.rule)
+        if layers:
+            found.gradients[name] = gradient_errors(record, layers, rows, learner.rule)
 
 
 def in_training(whole: WholeModel, expected: Any) -> Outcome:
