@@ -38,6 +38,11 @@ def run(args: argparse.Namespace) -> Result:
         warn(note)
     new = ids[:, :0]
     waits = config_of(model).prompt_write is not None and not written_before and total > 2
+    if args.readings > 1:
+        if config_of(model).prompt_write is not None:
+            raise InPlaceTTTError("this model writes once, at its prompt's end, so that --readings has no effect; leave it out.")
+        state.read(ids, readings=args.readings - 1, progress=True)
+        state = state.drop_kv_cache()
     with nullcontext() if args.ttt == "on" else disable_ttt(model):
         if args.max_new_tokens:
             set_seed(args.seed or 0)

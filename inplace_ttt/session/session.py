@@ -62,12 +62,27 @@ class Session:
         return sum(s.state.nbytes for s in streams(self.cache).values() if s.state is not None)
 
     @torch.no_grad()
-    def read(self, ids: Tensor, *, up_to_last: bool = False, progress: bool = False) -> None:
+    def read(self, ids: Tensor, *, readings: int = 1, up_to_last: bool = False, progress: bool = False) -> None:
         """Append token ids [B, n] to the session and read what its cache has not seen, some at a time.
 
-        up_to_last: leave the last token for `model.generate`, which reads it. progress: show a bar on stderr. Raises InPlaceTTTError
-        for what are no token ids of this model, and where the cache has read what the session does not know.
+        Args:
+            ids: token ids [B, n], whole numbers.
+            readings: how many times to read the text. After each reading but the last the KV cache is dropped, as by `drop_kv_cache`.
+            up_to_last: leave the last token for `model.generate`, which reads it.
+            progress: show a bar on stderr.
+
+        Raises:
+            InPlaceTTTError: if `ids` are not token ids of this model, or the cache has read tokens that the session does not know.
+
+        Example:
+            >>> session.read(tokenizer(notes, return_tensors="pt").input_ids, readings=4)
         """
+        if type(readings) is not int or readings < 1:
+            raise InPlaceTTTError(f"readings must be a whole number of at least 1, got {shown(readings)}.")
+        for _ in range(readings - 1):
+            self.read(ids, progress=progress)
+            fresh = self.drop_kv_cache()
+            self.cache, self.tokens = fresh.cache, fresh.tokens
         tokens = self._with(ids)
         start, stop = self.cache.get_seq_length(), tokens.shape[1] - up_to_last
         bar = tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True)

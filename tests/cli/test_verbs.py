@@ -21,7 +21,7 @@ OPTIONS = {
     ),
     "info": "--base --help --json",
     "generate": (
-        "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file "
+        "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file --readings "
         "--save-state --seed --temperature --ttt"
     ),
     "serve": "--api-key --help --host --json --memories --memory-bytes --per-key --port --vllm",

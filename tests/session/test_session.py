@@ -117,6 +117,20 @@ def test_forks_know_nothing_of_each_other(model):
         assert_true(model, branch, carry_on(branch))
 
 
+def test_several_readings_are_readings_without_the_kv_cache_between(model):
+    ids = random_ids(2, LONG)
+    found, wanted = Session(model), Session(model)
+    found.read(ids, readings=3)
+    for _ in range(2):
+        wanted.read(ids)
+        wanted = wanted.drop_kv_cache()
+    wanted.read(ids)
+    assert torch.equal(found.tokens, wanted.tokens) and found.chunks_written == wanted.chunks_written
+    assert all(torch.equal(s.state, streams(wanted.cache)[i].state) for i, s in streams(found.cache).items())
+    with pytest.raises(InPlaceTTTError, match="readings must be a whole number of at least 1, got 0"):
+        found.read(ids, readings=0)
+
+
 def test_forgotten_attention_leaves_the_fast_weights_alone(model):
     state = session(model, random_ids(1, 3 * CHUNK))
     forgetful = state.drop_kv_cache()

@@ -48,7 +48,7 @@ class Forked:
             _remove_shared_memory(port)
 
     def wait(self, seconds: float = 300) -> tuple[int, str]:
-        """The first exit code that is not 0, 124 after so many seconds, and the log. As a launcher does, it ends the others if one fails."""
+        """The first exit code that is not 0, 124 after so many seconds, and the log. If one process fails, the others are ended."""
         until = time.monotonic() + seconds
         while self.is_running() and time.monotonic() < until and not any(process.exitcode for process in self.processes):
             time.sleep(0.02)

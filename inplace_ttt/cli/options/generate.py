@@ -10,7 +10,10 @@ from ..arguments import MOST_TOKENS, dtype, number, path, refuse_without_effect,
 EXAMPLES = """examples:
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 100
   inplace-ttt generate ./smollm2-ttt --prompt-file book.txt --max-new-tokens 0 --save-state book.state
+  inplace-ttt generate ./smollm2-gradient --prompt-file notes.txt --readings 4 --max-new-tokens 0 --save-state notes.state
   echo "What happened to the whale?" | inplace-ttt generate ./smollm2-ttt --prompt-file - --load-state book.state"""
+
+MOST_READINGS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-state", type=path, metavar="F", help="go on from a saved session")
     parser.add_argument("--save-state", type=path, metavar="F", help="save the session at the end")
     parser.add_argument("--fast-weights-only", action="store_true", help="save no KV cache: keep only what was written")
+    parser.add_argument(
+        "--readings",
+        type=whole(1, MOST_READINGS),
+        default=1,
+        metavar="N",
+        help="read the text N times, each time with an empty KV cache (default: 1); with the gradient preset it remembers more",
+    )
     parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
     parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
     parser.set_defaults(check=check)
@@ -38,5 +48,7 @@ def check(args: argparse.Namespace) -> None:
         raise InPlaceTTTError("--temperature has no effect with --max-new-tokens 0; leave it out.")
     if args.max_new_tokens == 0 and not args.save_state:
         raise InPlaceTTTError("--max-new-tokens 0 only reads, which is lost without --save-state; add --save-state F.")
+    if args.readings > 1 and (args.ttt == "off" or args.load_state):
+        raise InPlaceTTTError("--readings reads a text into new fast weights, and goes with neither --ttt off nor --load-state; drop one.")
     if args.ttt == "off" and (args.save_state or args.load_state):
         raise InPlaceTTTError("--ttt off writes no state, so that --save-state and --load-state mean nothing; drop one.")
