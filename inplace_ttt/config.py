@@ -243,6 +243,8 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     # Ours: helps without any training. A chunk takes one step of its own loss; one forward and backward per chunk.
     # Upper layers: there it helped more, and the backward ends at the lowest of them.
     "gradient": InPlaceTTTConfig(layers="upper:6", chunk_size=128, eta=0.03, target="gradient"),
+    # Ours: the same for a short text that is read several times, of which sentences are to be said word for word.
+    "notes": InPlaceTTTConfig(layers="upper:3", chunk_size=32, eta=0.2, target="gradient"),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "ridge": InPlaceTTTConfig(
         chunk_size=128,

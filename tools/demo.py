@@ -1,4 +1,4 @@
-"""The main job end to end on a real model: convert, prove, read a long text while the weights change, remember, train.
+"""The main job end to end on a real model: remember a note untrained; convert, prove, read a long text, save, go on; train.
 
 python tools/demo.py --model .cache/smollm2-135m --text .cache/text
 """
@@ -23,6 +23,8 @@ from inplace_ttt.surgery import fast_weights
 
 CHUNK, ETA, READ, WRITE = 256, 1e-4, 3000, 40
 QUESTION = "\n\nAnd then Hamlet said:"
+NOTE = Path(__file__).parents[1] / "docs" / "notes.txt"
+NOTE_QUESTION, NOTE_ANSWER = "The keeper of the lighthouse at Varnholm is called", "Ottoline Brask"
 
 
 def main() -> int:
@@ -37,12 +39,14 @@ def main() -> int:
     work.mkdir(exist_ok=True)
     converted, tapped = work / "smollm2-ttt", work / "smollm2-tap"
 
-    title("1. Convert a real checkpoint, and prove that it is still the same model")
+    remembers = remember_a_note(args, work)
+
+    title("2. Convert a checkpoint by the paper's rule, and prove that it is still the same model")
     result = cli("convert", args.model, converted, "--chunk-size", CHUNK, "--eta", ETA, "--overwrite")
     print(f"   layers {result['layers']}, {result['new_parameters']:,} new parameters")
     print(f"   largest logit difference to the base: {result['identity']['max_abs_logit_diff']:g}")
 
-    title("2. Set conv and P by hand: the target of a token becomes the next token's embedding")
+    title("3. Set conv and P by hand: the target of a token becomes the next token's embedding")
     model = load(converted)
     next_token_tap(model)
     tokenizer = AutoTokenizer.from_pretrained(converted)
@@ -50,7 +54,7 @@ def main() -> int:
     tokenizer.save_pretrained(tapped)
     print(f"   saved {tapped} (training learns this tap; a fresh conversion writes nothing)")
 
-    title("3. Read a long text while the weights change, and save the memory")
+    title("4. Read a long text while the weights change, and save the memory")
     play = next(Path(args.text, "shakespeare").glob("hamlet.txt")).read_text(encoding="utf-8")
     text = tokenizer.decode(tokenizer(play).input_ids[2000 : 2000 + READ])
     (work / "text.txt").write_text(text, encoding="utf-8")
@@ -60,11 +64,11 @@ def main() -> int:
     print(f"   read {result['tokens_read']} tokens, wrote {result['chunks_written']} chunks")
     print(f"   session on disk: {result['saved_state']['bytes'] / 2**20:.1f} MiB, fast weights {result['state_bytes'] / 2**20:.1f} of it")
 
-    title("4. A new process loads the memory and goes on")
+    title("5. A new process loads the memory and goes on")
     answer = cli("generate", tapped, "--prompt-file", work / "question.txt", "--max-new-tokens", WRITE, "--load-state", session)["text"]
     print(f"   {QUESTION.strip()} {answer.strip()!r}")
 
-    title("5. The same without a break, in this process")
+    title("6. The same without a break, in this process")
     model = load(tapped)
     state, unbroken = read_unbroken(model, tokenizer, text)
     same = answer == unbroken
@@ -77,7 +81,7 @@ def main() -> int:
     print(f"   loss of the text past the first chunk: {losses['on']:.4f} with writes, {losses['off']:.4f} without")
     print("   (an untrained target generator does not help; it shows the mechanism, not the gain)")
 
-    title("6. Train conv and P for ten steps: DeepSpeed, two processes")
+    title("7. Train conv and P for ten steps: DeepSpeed, two processes")
     recipe = Path(__file__).parents[1] / "recipes" / "smollm2-demo-cpu.yaml"
     settings = [f"model.path={args.model}", f"data.train={args.text}", f"output={work / 'trained'}"]
     trained = cli("train", recipe, "--from-scratch", *(part for setting in settings for part in ("--set", setting)))["evaluation"]
@@ -89,7 +93,26 @@ def main() -> int:
         print("The broken and the unbroken session differ.")
     if not learns:
         print("Training did not lower the loss with writes.")
-    return 0 if same and learns else 1
+    if not remembers:
+        print("The note was not remembered.")
+    return 0 if same and learns and remembers else 1
+
+
+def remember_a_note(args: argparse.Namespace, work: Path) -> bool:
+    """Whether the model says a sentence of a note from its fast weights alone, and does not say it without."""
+    title("1. Read a note four times, untrained; then ask in a new process, without the text and without its KV cache")
+    converted, session, question = work / "smollm2-notes", work / "notes.state", work / "note-question.txt"
+    calibration = ("--calibrate", args.text, "--calibrate-tokens", 1024)
+    cli("convert", args.model, converted, "--preset", "notes", *calibration, "--overwrite")
+    question.write_text(NOTE_QUESTION, encoding="utf-8")
+    how, ask = ("--dtype", "float32"), ("--prompt-file", question, "--max-new-tokens", 5)
+    note = ("--prompt-file", NOTE, "--readings", 4, "--max-new-tokens", 0)
+    read = cli("generate", converted, *how, *note, "--fast-weights-only", "--save-state", session)
+    print(f"   wrote {read['chunks_written']} chunks; the session holds {read['saved_state']['bytes'] / 2**20:.1f} MiB of fast weights")
+    without = cli("generate", converted, *how, *ask)["text"]
+    told = cli("generate", converted, *how, *ask, "--load-state", session)["text"]
+    print(f"   {NOTE_QUESTION!r}\n   without the note: {without!r}\n   with it:          {told!r}")
+    return NOTE_ANSWER in told and NOTE_ANSWER not in without
 
 
 def title(text: str) -> None:

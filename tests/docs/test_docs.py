@@ -85,6 +85,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".cache" / "text" / "shakespeare").mkdir(parents=True)
     (tmp_path / ".cache" / "text" / "shakespeare" / "hamlet.txt").symlink_to(book)
     (tmp_path / ".cache" / "smollm2-135m").symlink_to(tmp_path / "smollm2-135m")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "notes.txt").symlink_to(ROOT / "docs" / "notes.txt")
     return tmp_path
 
 

@@ -1,6 +1,6 @@
 """Does an untrained model say what stands in a short note it has read? Loss gradients as targets, by η, layers, steps and readings.
 
-python tools/experiments/notes_evidence.py [--model .cache/smollm2-135m] [--notes 6] [--out docs/results/cpu-2026-11/notes]
+python tools/experiments/notes_evidence.py [--model .cache/smollm2-135m] [--notes 4] [--out docs/results/cpu-2026-11/notes]
 
 A note tells two records of invented facts (`inplace_ttt.tasks.facts`) and nothing else, about 190 tokens. The model reads it so many
 times; the KV cache is dropped after each reading, so that the answers come from the fast weights alone. Each question is put to a fork of
@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2-135m")
-    parser.add_argument("--notes", type=int, default=6, metavar="N")
+    parser.add_argument("--notes", type=int, default=4, metavar="N")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, metavar="S", help="; ".join(SETTINGS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "notes")
     args = parser.parse_args()

@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   inplace-ttt convert HuggingFaceTB/SmolLM2-135M smollm2-ttt
   inplace-ttt convert ./qwen3-4b ./qwen3-4b-ttt --layers every:6 --chunk-size 1024 --eta 0.3
   inplace-ttt convert ./smollm2 ./smollm2-ridge --preset ridge --layers 12,18,24 --calibrate texts/ --set whitening.rank=256
+  inplace-ttt convert ./smollm2 ./smollm2-gradient --preset gradient --calibrate texts/
   inplace-ttt convert ./llama ./llama-ttt --adapter-only --no-verify"""
 
 
@@ -66,11 +67,11 @@ def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
 
 
 def open_choices(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns what a choice of layers and η is held to, as arguments of `choose`; None if both are given."""
+    """Returns what a choice of layers and η is held to, as arguments of `choose`; None if the preset or the options have both."""
     named = {text.partition("=")[0].strip() for text in args.set}
     config = chosen_config(args)
     is_given = {name: getattr(args, name) is not None or name in named for name in ("layers", "eta")}
-    if all(is_given.values()) or isinstance(config.eta, tuple):
+    if args.preset != "gradient" or all(is_given.values()) or isinstance(config.eta, tuple):
         return None
     return ({"layers": [config.layers]} if is_given["layers"] else {}) | ({"etas": [config.eta]} if is_given["eta"] else {})
 
