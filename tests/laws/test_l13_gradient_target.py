@@ -190,6 +190,7 @@ def gradients(model: PreTrainedModel, logits: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and ".ttt." not in name}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "olmo2", "phi3"])
