@@ -28,9 +28,9 @@ _NUMBERS = {
     "on": "writes on",
     "off": "writes off",
     "base": "the base, or what was trained alike without writes",
-    "foreign": "with the state that another document wrote",
+    "mismatched": "with the state that another document wrote",
     "difference": "on - off",
-    "memory": "memory: on - another document's",
+    "document_gain": "document gain: on - with another document's state",
 }
 """What a card says of an evaluation, in this order."""
 SHOWN = tuple(_NUMBERS)

@@ -22,7 +22,7 @@ from ..evaluation.facts import document_tokens, recall_of_facts
 from ..evaluation.growing_context import growing_context, require_contexts
 from ..evaluation.plots import require_plots, write_plots
 from ..evaluation.protocol import Protocol
-from ..evaluation.second_copy import require_room, second_copy
+from ..evaluation.repeated_passage import repeated_passage, require_room
 from ..files.folders import new_folder
 from ..files.json_files import json_text
 from ..files.manifest import EVALUATION, refuse_to_replace
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> Result:
     if base is not None:
         _refuse_other_base(args.base, base, tokenizer, documents)
     require_comparable(model, documents, protocol)
-    if args.second_copy:
+    if args.repeated_passage:
         require_room(documents, passage)
     if contexts:
         require_contexts(documents, contexts, block)
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> Result:
     say_now()
     facts = _facts(args, model, tokenizer, names, protocol) if args.facts else None  # first: it refuses texts that are too short
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
-    if args.second_copy:
-        probe = second_copy(model, documents, protocol, passage, seed=number, baseline=baseline, progress=True)
-        result.extra["second_copy"] = probe
+    if args.repeated_passage:
+        probe = repeated_passage(model, documents, protocol, passage, seed=number, baseline=baseline, progress=True)
+        result.extra["repeated_passage"] = probe
     if contexts:
         result.extra["contexts"] = growing_context(
             model, documents, contexts, protocol, block=block, base=base, baseline=baseline, progress=True
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> Result:
         **result.to_dict(),
         "documents": result.per_document(names),
         "protocol": dataclasses.asdict(protocol),
-        "read": {**read, **({"seed": number} if args.second_copy or args.facts else {})},
+        "read": {**read, **({"seed": number} if args.repeated_passage or args.facts else {})},
     }
     if args.card:
         add_to_card(args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)})
@@ -96,17 +96,19 @@ def run(args: argparse.Namespace) -> Result:
 
 def render(result: dict[str, Any]) -> str:
     lines = [f"{len(result['documents'])} documents, nats a token past token {result['protocol']['skip']}"]
-    lines += [f"  {name:8}{result[name]:9.4f}" for name in ("on", "off", "base", "foreign") if result[name] is not None]
-    meaning = {"difference": "on - off", "gain": "on - base", "drift": "foreign - off", "memory": "on - foreign"}
-    lines += [f"  {text:14}{_with_error(result[name])}" for name, text in meaning.items() if result[name] is not None]
-    if result["foreign"] is None:
+    lines += [f"  {name:8}{result[name]:9.4f}" for name in ("on", "off", "base", "mismatched") if result[name] is not None]
+    meaning = {"difference": "on - off", "gain": "on - base", "generic_gain": "mismatched - off", "document_gain": "on - mismatched"}
+    lines += [f"  {text:18}{_with_error(result[name])}" for name, text in meaning.items() if result[name] is not None]
+    if result["mismatched"] is None:
         lines.append(
-            "  one document alone: there is no other document's state to read, so that `memory` cannot be measured; give two or more"
+            "  one document alone: there is no other document's state to read, so that `document_gain` cannot be measured; give two or more"
         )
-    if "second_copy" in result:
-        probe = result["second_copy"]
-        lines.append(f"  second copy of {probe['passage']} tokens, {probe['gap']} later: on - off {_with_error(probe['second_copy'])}")
-        lines.append(f"  the text between the copies:      on - off {_with_error(probe['filler'])}")
+    if "repeated_passage" in result:
+        probe = result["repeated_passage"]
+        lines.append(
+            f"  repeated passage of {probe['passage']} tokens, {probe['gap']} later: on - off {_with_error(probe['repeated_passage'])}"
+        )
+        lines.append(f"  the text between the copies:      on - off {_with_error(probe['between'])}")
     for row in result.get("contexts", []):
         base = f", base {row['base']:.4f}" if "base" in row else ""
         lines.append(
@@ -120,7 +122,7 @@ def render(result: dict[str, Any]) -> str:
 def _facts_table(facts: dict[str, Any]) -> list[str]:
     """A line for each distance and kind of question, a column for each reading."""
     readings = facts["readings"]
-    lines = [f"  facts, {facts['records']} records in each of {facts['documents']} documents: answers said / chosen"]
+    lines = [f"  facts, {facts['records']} records in each of {facts['documents']} documents: exact match / multiple choice"]
     lines.append(f"    {'':36}" + "".join(f"{name:>13}" for name in readings))
     for row in readings["on"]:
         beside = [next((other for other in rows if other["distance"] == row["distance"]), None) for rows in readings.values()]
@@ -132,8 +134,8 @@ def _facts_table(facts: dict[str, Any]) -> list[str]:
 
 
 def _shares(kind: dict[str, Any]) -> str:
-    """What is said to a question without an answer is invented; of one option alone nothing is chosen."""
-    names = ("said", "invented") if kind["options"] == 1 else ("said", "chosen", "invented")
+    """A question without an answer counts hallucinated names; one option alone leaves no choice."""
+    names = ("exact_match", "hallucinated") if kind["options"] == 1 else ("exact_match", "multiple_choice", "hallucinated")
     return " / ".join(f"{kind[name]['share']:.2f}" for name in names if name in kind)
 
 
@@ -173,7 +175,7 @@ def _refuse_other_base(path: str, base: PreTrainedModel, tokenizer: Any, documen
 def _warn_of_what_is_seen(args: argparse.Namespace, model: PreTrainedModel, passage: Passage) -> None:
     """Where attention sees what a probe is to ask the fast weights for, on and off know it alike."""
     reach = attention_reach(model.config.get_text_config(), args.window)
-    probes = [("--second-copy: the first copy", passage.gap)] if args.second_copy else []
+    probes = [("--repeated-passage: the first copy", passage.gap)] if args.repeated_passage else []
     probes += [("--facts: what was told", min(args.distances or DISTANCES))] if args.facts else []
     for what, distance in probes:
         if distance < reach:

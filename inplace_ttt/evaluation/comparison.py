@@ -1,8 +1,8 @@
 """Do writes help, and by what their own document says? One model with TTT on, off, and on cross-document state; and the base.
 
 On below off proves little: training may have taught the target generator a constant that any document writes. What is left
-of the gain when a document is read with the state that another document wrote (`foreign`) is such drift; on minus foreign
-is `memory`.
+of the gain when a document is read with the state that another document wrote (`mismatched`) is the `generic_gain`; on minus mismatched
+is the `document_gain`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ..surgery import config_of
 from .baseline_losses import BaselineLosses
 from .protocol import Protocol, progress_bar
 from .same_text import refuse_same_text
-from .token_losses import foreign_losses, token_losses
+from .token_losses import mismatched_losses, token_losses
 
 
 @dataclass
 class DocumentLosses:
-    """Token losses of one document, float32 [T - 1] each; foreign (cross-document state) ends where the other document does.
+    """Token losses of one document, float32 [T - 1] each; mismatched (cross-document state) ends where the other document does.
 
-    Where there is a foreign reading, the others' means are taken up to its end too, so that one number is another's difference.
+    Where there is a mismatched reading, the others' means are taken up to its end too, so that one number is another's difference.
     """
 
     on: Tensor
     off: Tensor
-    foreign: Tensor | None = None
+    mismatched: Tensor | None = None
     base: Tensor | None = None
 
     def mean(self, what: str, skip: int) -> float | None:
         """In nats a token past `skip`."""
         losses = getattr(self, what)
-        end = len(self.on) if self.foreign is None else len(self.foreign)
+        end = len(self.on) if self.mismatched is None else len(self.mismatched)
         return None if losses is None else float(losses[skip:end].double().mean())
 
 
@@ -71,13 +71,13 @@ class Comparison:
 
     def _bin(self, start: int, stop: int) -> dict[str, Any]:
         row: dict[str, Any] = {"start": start, "stop": stop}
-        for name in ("on", "off", "foreign", "base"):
+        for name in ("on", "off", "mismatched", "base"):
             parts = [getattr(d, name)[start:stop] for d in self.documents if getattr(d, name) is not None and len(getattr(d, name)) > start]
             row[name] = fmean(float(part.mean()) for part in parts) if parts else None
         here = [d for d in self.documents if len(d.on) > start]
         row["difference"] = vars(Mean.of(float((d.on - d.off)[start:stop].double().mean()) for d in here))
-        borrowed = [d for d in here if d.foreign is not None and len(d.foreign) > start]  # fewer, where texts are of unequal length
-        for name, one, other in (("drift", "foreign", "off"), ("memory", "on", "foreign")):
+        borrowed = [d for d in here if d.mismatched is not None and len(d.mismatched) > start]  # fewer, where texts are of unequal length
+        for name, one, other in (("generic_gain", "mismatched", "off"), ("document_gain", "on", "mismatched")):
             pairs = [_together(getattr(d, one), getattr(d, other), start, stop) for d in borrowed]
             row[name] = vars(Mean.of(pairs)) if pairs else None
         return row
@@ -86,22 +86,22 @@ class Comparison:
         """The same for every document."""
         skip, rows = self.protocol.skip, []
         for name, d in zip(names, self.documents, strict=True):
-            on, off, foreign = (d.mean(what, skip) for what in ("on", "off", "foreign"))
+            on, off, mismatched = (d.mean(what, skip) for what in ("on", "off", "mismatched"))
             assert on is not None and off is not None
-            own = None if foreign is None else on - foreign
-            end = len(d.on) if d.foreign is None else len(d.foreign)
+            own = None if mismatched is None else on - mismatched
+            end = len(d.on) if d.mismatched is None else len(d.mismatched)
             row = {"name": name, "tokens": len(d.on) + 1, "counted": end - skip, "off": off, "on_minus_off": on - off}
-            rows.append({**row, "own_minus_foreign": own})
+            rows.append({**row, "own_minus_mismatched": own})
         return rows
 
     def to_dict(self) -> dict[str, Any]:
         """The contract's JSON keys."""
-        values: dict[str, Any] = {name: self.mean(name) for name in ("on", "off", "base", "foreign")}
+        values: dict[str, Any] = {name: self.mean(name) for name in ("on", "off", "base", "mismatched")}
         for name, pair in {
             "difference": ("on", "off"),
             "gain": ("on", "base"),
-            "memory": ("on", "foreign"),
-            "drift": ("foreign", "off"),
+            "document_gain": ("on", "mismatched"),
+            "generic_gain": ("mismatched", "off"),
         }.items():
             paired = self.paired(*pair)
             values[name] = None if paired is None else vars(paired)
@@ -137,17 +137,17 @@ def compare(
             group = order[first : first + protocol.batch_size]
             rows = _padded([documents[i] for i in group])
             on, off = token_losses(model, rows, piece=chunk, **settings), baseline.of(model, rows, piece=chunk, **settings)
-            foreign = None
+            mismatched = None
             if len(documents) > 1:
                 lenders = _padded([documents[lender[i]] for i in group], rows.shape[1])
-                foreign = foreign_losses(model, rows, lenders, piece=chunk, **settings)
+                mismatched = mismatched_losses(model, rows, lenders, piece=chunk, **settings)
             untouched = None if base is None else baseline.of(base, rows, piece=chunk, **settings)
             for row, i in enumerate(group):
                 end = len(documents[i]) - 1
                 found[i] = DocumentLosses(
                     on[row, :end],
                     off[row, :end],
-                    None if foreign is None else foreign[row, : min(end, len(documents[lender[i]]))],
+                    None if mismatched is None else mismatched[row, : min(end, len(documents[lender[i]]))],
                     None if untouched is None else untouched[row, :end],
                 )
     return Comparison([found[i] for i in range(len(documents))], protocol)

@@ -29,18 +29,19 @@ _ROWS = 32
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question. said: greedy decoding begins with it; chosen: of `options`; rank: of its first token, 1 the likeliest.
+    """To one question. exact_match: greedy decoding begins with it. multiple_choice: it is likelier, per token, than the other `options`.
 
-    earlier: what no longer counts is said instead. invented: where nothing was told, one of the options is said.
+    rank: of its first token, 1 the likeliest. stale: what no longer counts is said instead.
+    hallucinated: where nothing was told, one of the options is said.
     """
 
     kind: str
     options: int
-    said: bool = False
-    chosen: bool = False
+    exact_match: bool = False
+    multiple_choice: bool = False
     rank: int | None = None
-    earlier: bool = False
-    invented: bool = False
+    stale: bool = False
+    hallucinated: bool = False
 
 
 @dataclass
@@ -78,9 +79,9 @@ class Reader:
         """What is asked of this session: the reading's name, its session, and how many rows further a document's questions are put."""
         yield self.name, self, 0
         if self.name == "on":
-            yield "written", self._written(documents), 0
+            yield "state_only", self._written(documents), 0
             if documents > 1:
-                yield "foreign", self, 1
+                yield "mismatched", self, 1
 
     @torch.no_grad()
     def _written(self, documents: int) -> Reader:
@@ -202,7 +203,7 @@ class Retrieval(Reader):
 def sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator[Reader]:
     yield from (Reader(name, model, protocol, asked) for name in ("on", "off"))
     if protocol.window is not None:
-        yield Retrieval("retrieved", model, protocol, asked)
+        yield Retrieval("bm25", model, protocol, asked)
         yield Reader("full", model, protocol, asked)
 
 
@@ -213,13 +214,13 @@ def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Ten
     """
     said = [option for option, (greedy, _) in zip(question.options, scores, strict=True) if greedy]
     if question.answer is None:
-        return Answer(question.kind, len(scores), invented=bool(said))
+        return Answer(question.kind, len(scores), hallucinated=bool(said))
     right = question.options.index(question.answer)
     return Answer(
         question.kind,
         len(scores),
-        said=question.answer in said,
-        chosen=max(range(len(scores)), key=lambda i: scores[i][1]) == right,
+        exact_match=question.answer in said,
+        multiple_choice=max(range(len(scores)), key=lambda i: scores[i][1]) == right,
         rank=int((first > first[begins[right]]).sum()) + 1,
-        earlier=question.earlier in said,
+        stale=question.earlier in said,
     )

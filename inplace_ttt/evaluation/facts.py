@@ -1,12 +1,12 @@
 """Does a model answer what it read? Facts that no corpus has are told in a text and asked for after more of it.
 
 Every document tells facts of its own (`tasks.facts`), spread over its beginning, and goes on with text. After each distance the questions
-are put to copies of the session, so that no answer is read by the next question. A question's answer is *said* where greedy
-decoding from its prompt would begin with it, and *chosen* where it is likelier, a token, than every other that the document tells.
+are put to copies of the session, so that no answer is read by the next question. exact_match counts answers that greedy decoding from
+the prompt would begin with. multiple_choice counts answers that are likelier, per token, than every other that the document tells.
 
-The readings: on and off, behind the window if there is one; written, with the fast weights of on and nothing to attend to; foreign, with
-the next document's fast weights and window, which was told other facts. And what one would pick instead of a memory, without writes:
-retrieved, with the piece of the text that BM25 finds for the question in the window; full, with all of the text to attend to.
+The readings: on and off, behind the window if there is one; state_only, with the fast weights of on and nothing to attend to; mismatched,
+with the next document's fast weights and window, which was told other facts. And what one would pick instead of a memory, without writes:
+bm25, with the piece of the text that BM25 finds for the question in the window; full, with all of the text to attend to.
 Where attention begins anew, the tokens that begin every text (a BOS) come first.
 """
 
@@ -29,7 +29,7 @@ from ..tasks.facts import CHANGED, KINDS, NEVER_TOLD, Encode, Facts, apart, inve
 from .fact_sessions import Answer, sessions
 from .protocol import Protocol, progress_bar
 
-READINGS = ("on", "written", "foreign", "off", "retrieved", "full")
+READINGS = ("on", "state_only", "mismatched", "off", "bm25", "full")
 
 
 def recall_of_facts(
@@ -43,7 +43,7 @@ def recall_of_facts(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """What is said and chosen, by reading, distance and kind of question; JSON keys as docs/evaluate.md has them.
+    """Shares of exact matches and right choices, by reading, distance and kind of question; JSON keys as docs/evaluate.md has them.
 
     fillers: a text's token ids [T] for each document, `document_tokens` of them or nearly; more is left out.
     distances: tokens between that part and the questions. Where positions end, a reading forgets what it attends to and goes on from
@@ -129,7 +129,7 @@ def _summary(documents: Sequence[Sequence[Answer]], distance: int) -> dict[str, 
         by_document = _of_kind(documents, kind)
         its = [answer for answers in by_document for answer in answers]
         kinds[kind] = {"n": len(its), "options": its[0].options}
-        measured = ("invented",) if kind == NEVER_TOLD else ("said", "chosen", *(["earlier"] if kind == CHANGED else []))
+        measured = ("hallucinated",) if kind == NEVER_TOLD else ("exact_match", "multiple_choice", *(["stale"] if kind == CHANGED else []))
         for name in measured:
             shares = [fmean(getattr(answer, name) for answer in answers) for answers in by_document]
             kinds[kind][name] = {**wilson([getattr(answer, name) for answer in its]), "by_document": shares}
@@ -151,6 +151,9 @@ def _gains(found: Mapping[tuple[str, int], Sequence[Sequence[Answer]]], other: s
 
     told = [kind for kind in KINDS if kind != NEVER_TOLD]
     return [
-        {"distance": distance, "kinds": {kind: {name: gain(kind, name, distance) for name in ("said", "chosen")} for kind in told}}
+        {
+            "distance": distance,
+            "kinds": {kind: {name: gain(kind, name, distance) for name in ("exact_match", "multiple_choice")} for kind in told},
+        }
         for distance in distances
     ]

@@ -12,18 +12,18 @@ _COLOURS = {
     "on": "#2a6fdb",
     "off": "#8a8f98",
     "base": "#444b55",
-    "foreign": "#d9822b",
-    "written": "#3a9d5d",
-    "retrieved": "#8e5bd0",
+    "mismatched": "#d9822b",
+    "state_only": "#3a9d5d",
+    "bm25": "#8e5bd0",
     "full": "#111111",
 }
 _NAMES = {
     "on": "TTT on",
     "off": "TTT off",
     "base": "base",
-    "foreign": "another document's state",
-    "written": "what was written alone",
-    "retrieved": "what BM25 finds, TTT off",
+    "mismatched": "another document's state",
+    "state_only": "what was written alone",
+    "bm25": "what BM25 finds, TTT off",
     "full": "full attention, TTT off",
 }
 
@@ -61,7 +61,7 @@ def _positions(result: dict[str, Any]) -> Any:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     rows = result["positions"]
     middle = [(row["start"] + row["stop"]) / 2 for row in rows]
-    for name in ("on", "foreign", "base"):
+    for name in ("on", "mismatched", "base"):
         points = [(x, height) for x, row in zip(middle, rows, strict=True) if (height := _beyond_off(row, name)) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_COLOURS[name], label=_NAMES[name])
@@ -75,14 +75,14 @@ def _positions(result: dict[str, Any]) -> Any:
 
 def _beyond_off(row: dict[str, Any], name: str) -> float | None:
     """A reading's loss minus that without writes, over the same documents."""
-    if name == "foreign":
-        return None if row["drift"] is None else row["drift"]["mean"]
+    if name == "mismatched":
+        return None if row["generic_gain"] is None else row["generic_gain"]["mean"]
     return None if row[name] is None else row[name] - row["off"]
 
 
 def _headline(result: dict[str, Any]) -> str:
-    difference, memory = result["difference"], result["memory"]
-    return f"on − off {_with_error(difference)}" + ("" if memory is None else f", of which memory {_with_error(memory)}")
+    difference, own = result["difference"], result["document_gain"]
+    return f"on − off {_with_error(difference)}" + ("" if own is None else f", of which the document's own {_with_error(own)}")
 
 
 def _with_error(value: dict[str, Any]) -> str:
@@ -94,9 +94,9 @@ def _documents(result: dict[str, Any]) -> Any:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    kinds = {"on − off": "on_minus_off", "own − foreign": "own_minus_foreign"}
+    kinds = {"on − off": "on_minus_off", "own − mismatched": "own_minus_mismatched"}
     documents = sorted(result["documents"], key=lambda d: d["on_minus_off"])
-    for (label, key), colour in zip(kinds.items(), (_COLOURS["on"], _COLOURS["foreign"]), strict=True):
+    for (label, key), colour in zip(kinds.items(), (_COLOURS["on"], _COLOURS["mismatched"]), strict=True):
         values = [d[key] for d in documents if d[key] is not None]
         if values:
             better = sum(value < 0 for value in values)
@@ -114,24 +114,24 @@ def _facts(facts: dict[str, Any]) -> Any:
 
     figure, (said, chosen, kinds) = pyplot.subplots(1, 3, figsize=(15, 4), sharey=True, width_ratios=(1, 1, 1.5))
     first = next(iter(facts["readings"].values()))[0]
-    names = [kind for kind, its in first["kinds"].items() if "chosen" in its]
+    names = [kind for kind, its in first["kinds"].items() if "multiple_choice" in its]
     for number, (name, rows) in enumerate(facts["readings"].items()):
         how = {"marker": "o", "markersize": 4, "capsize": 2, "color": _COLOURS[name]}
-        for axes, measure in ((said, "said"), (chosen, "chosen")):
+        for axes, measure in ((said, "exact_match"), (chosen, "multiple_choice")):
             _with_intervals(axes, [row["distance"] for row in rows], [row["kinds"]["verbatim"][measure] for row in rows], **how)
         places = [place + 0.12 * (number - 2) for place in range(len(names))]
-        shares = [rows[0]["kinds"][kind]["chosen"] for kind in names]
+        shares = [rows[0]["kinds"][kind]["multiple_choice"] for kind in names]
         _with_intervals(kinds, places, shares, label=_NAMES[name], **how, linestyle="none")
     chances = [1 / first["kinds"][kind]["options"] for kind in names]
     dotted = {"colors": "#b0b4ba", "linestyles": ":", "linewidth": 1}
     chosen.axhline(1 / first["kinds"]["verbatim"]["options"], color="#b0b4ba", linestyle=":", linewidth=1)
     kinds.hlines(chances, [place - 0.4 for place in range(len(names))], [place + 0.4 for place in range(len(names))], **dotted)
-    for axes, measure in ((said, "said"), (chosen, "chosen")):
+    for axes, measure in ((said, "exact_match"), (chosen, "multiple_choice")):
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="tokens between facts and questions", title=f"{measure}, asked as told")
+        axes.set(xlabel="tokens between facts and questions", title=f"{measure.replace('_', ' ')}, asked as told")
     said.set(ylabel="share of answers", ylim=(-0.02, 1.02))
     kinds.set_xticks(range(len(names)), names)
-    kinds.set(title=f"chosen, after {first['distance']:,} tokens (dotted: chance)")
+    kinds.set(title=f"multiple choice, after {first['distance']:,} tokens (dotted: chance)")
     kinds.legend(frameon=False)
     return figure
 

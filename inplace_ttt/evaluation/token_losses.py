@@ -63,7 +63,7 @@ def token_losses(
     return torch.cat(found, dim=1).cpu()
 
 
-def foreign_losses(model: PreTrainedModel, rows: Tensor, lenders: Tensor, *, piece: int, **settings: Any) -> Tensor:
+def mismatched_losses(model: PreTrainedModel, rows: Tensor, lenders: Tensor, *, piece: int, **settings: Any) -> Tensor:
     """Token losses [B, T - 1] of rows [B, T] that read, chunk by chunk, the state that the row at their place in `lenders` writes.
 
     Each lender is in the batch and reads its own state, which has as many writes as the reader's would (cross-document state).

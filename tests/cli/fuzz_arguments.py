@@ -28,7 +28,7 @@ COMMANDS = (
     "train recipe.yaml --set training.steps=3 --num-processes 1",
     "diagnose ttt --text text.txt --out out --tokens 40 --train all --learning-rate 1e-3 --dtype float32",
     f"evaluate ttt {_TEXTS} --base base --documents 2 --tokens 20 --window 8 --sinks 2 --skip 9 --batch-size 2 --dtype float32",
-    f"evaluate ttt {_TEXTS} --tokens 20 --second-copy --passage 4,4 --contexts 8 --block 4 --cache out",
+    f"evaluate ttt {_TEXTS} --tokens 20 --repeated-passage --passage 4,4 --contexts 8 --block 4 --cache out",
     f"evaluate ttt {_TEXTS} --tokens 20 --window 8 --facts 1 --distances 8,16 --seed 1",
     "ruler base --lengths 2000 --tasks vt --samples 1 --seed 1 --write-samples out",
     "ruler base --lengths 512 --tasks qa_1 --samples 1 --qa questions.jsonl --haystack text.txt --write-samples out",

@@ -31,7 +31,7 @@ OPTIONS = {
     "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --tokens --train",
     "evaluate": (
         "--base --batch-size --block --cache --card --contexts --distances --documents --dtype --facts --help --json --out --overwrite "
-        "--passage --second-copy --seed --sinks --skip --text --tokens --window"
+        "--passage --repeated-passage --seed --sinks --skip --text --tokens --window"
     ),
     "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
     "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks --text --write-samples",

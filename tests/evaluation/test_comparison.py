@@ -15,9 +15,9 @@ from inplace_ttt.attention_window import attention_window
 from inplace_ttt.evaluation.comparison import Comparison, DocumentLosses, compare
 from inplace_ttt.evaluation.growing_context import growing_context
 from inplace_ttt.evaluation.protocol import Protocol
+from inplace_ttt.evaluation.repeated_passage import repeated_passage
 from inplace_ttt.evaluation.same_text import refuse_same_text
-from inplace_ttt.evaluation.second_copy import second_copy
-from inplace_ttt.evaluation.token_losses import foreign_losses, token_losses
+from inplace_ttt.evaluation.token_losses import mismatched_losses, token_losses
 from inplace_ttt.families import CACHE
 from inplace_ttt.layer.cache import streams
 from inplace_ttt.surgery import fast_weights
@@ -48,7 +48,7 @@ def test_pieces_are_one_call(name: str, piece: int, window: int | None) -> None:
 def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) -> None:
     """By the definition: chunk by chunk, row r alone with W0 and, added by hand, what it reads of what row r + 1 had written."""
     model, rows = converted("llama", **options), random_ids(3, LENGTH)
-    own, foreign = token_losses(model, rows, piece=CHUNK), foreign_losses(model, rows, rows.roll(-1, 0), piece=CHUNK)
+    own, mismatched = token_losses(model, rows, piece=CHUNK), mismatched_losses(model, rows, rows.roll(-1, 0), piece=CHUNK)
     for r, row in enumerate(rows):
         assert distance(own[r], losses(model, row)) < 1e-4
         writer = rows[(r + 1) % len(rows)]
@@ -61,14 +61,14 @@ def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) 
             with disable_ttt(model), reading(model, states):
                 parts.append(model(row[None, start : start + CHUNK], **{CACHE: reader_session.cache}).logits[0].detach())
         logits = torch.cat(parts)
-        assert distance(foreign[r], cross_entropy(logits[:-1], row[1:], reduction="none")) < 1e-4
-    assert distance(foreign, own) > 1e-3
+        assert distance(mismatched[r], cross_entropy(logits[:-1], row[1:], reduction="none")) < 1e-4
+    assert distance(mismatched, own) > 1e-3
 
 
 def test_lenders_have_no_logits_made() -> None:
     model, rows, made = converted("llama"), random_ids(3, LENGTH), []
     model.get_output_embeddings().register_forward_hook(lambda head, args, out: made.append(out.shape[0]))
-    foreign_losses(model, rows, rows.roll(-1, 0), piece=CHUNK)
+    mismatched_losses(model, rows, rows.roll(-1, 0), piece=CHUNK)
     assert set(made) == {3}
 
 
@@ -101,7 +101,7 @@ def test_the_four_numbers() -> None:
         assert distance(found.off, losses(base, document)) < 1e-4, "only conv and P were set: off is the base"
         assert torch.equal(found.off, found.base)
     values = result.to_dict()
-    ends = [len(found.foreign) for found in result.documents if found.foreign is not None]  # up to which there is every reading
+    ends = [len(found.mismatched) for found in result.documents if found.mismatched is not None]  # up to which there is every reading
     assert ends == [LENGTH - 5, LENGTH - 9, 2 * CHUNK + 1, 3 * CHUNK, 2 * CHUNK]
     on = [float(losses(model, d)[skip:end].mean()) for d, end in zip(documents, ends, strict=True)]
     off = [float(losses(base, d)[skip:end].mean()) for d, end in zip(documents, ends, strict=True)]
@@ -109,7 +109,7 @@ def test_the_four_numbers() -> None:
     differences = torch.tensor(on) - torch.tensor(off)
     assert values["difference"]["mean"] == pytest.approx(float(differences.mean()), abs=1e-4)
     assert values["difference"]["stderr"] == pytest.approx(float(differences.std() / 5**0.5), abs=1e-4)
-    assert values["memory"]["n"] == 5 and values["gain"] == values["difference"]
+    assert values["document_gain"]["n"] == 5 and values["gain"] == values["difference"]
     assert values["positions"][0]["start"] == 0 and values["positions"][-1]["stop"] == LENGTH - 1
 
 
@@ -122,10 +122,14 @@ def test_one_number_is_the_others_difference(lengths: tuple[int, ...]) -> None:
     model, documents = converted("llama"), [random_ids(1, n, seed=i)[0] for i, n in enumerate(lengths)]
     found = [compare(model, documents, Protocol(skip=CHUNK, batch_size=size)).to_dict() for size in (1, 2, 3, 8)]
     for values in found:
-        for name, (one, other) in {"difference": ("on", "off"), "memory": ("on", "foreign"), "drift": ("foreign", "off")}.items():
+        for name, (one, other) in {
+            "difference": ("on", "off"),
+            "document_gain": ("on", "mismatched"),
+            "generic_gain": ("mismatched", "off"),
+        }.items():
             assert values[name]["mean"] == pytest.approx(values[one] - values[other], abs=1e-6), name
             assert values[name]["mean"] == pytest.approx(found[0][name]["mean"], abs=1e-5), name
-        assert values["memory"]["stderr"] == pytest.approx(found[0]["memory"]["stderr"], abs=1e-5)
+        assert values["document_gain"]["stderr"] == pytest.approx(found[0]["document_gain"]["stderr"], abs=1e-5)
 
 
 @pytest.mark.parametrize("moved", [slice(0, None), slice(0, -9), slice(1, None), slice(7, None)], ids=str)
@@ -134,7 +138,7 @@ def test_a_text_is_no_control_for_itself(moved: slice) -> None:
     with pytest.raises(InPlaceTTTError, match=r"documents 1 and 3 hold the same text.*give each text once"):
         compare(converted("llama"), [text, other, text[moved]], Protocol())
     shares_a_start = torch.cat([text[: LENGTH // 3], other[LENGTH // 3 :]])
-    assert compare(converted("llama"), [text, other, shares_a_start], Protocol()).to_dict()["memory"] is not None
+    assert compare(converted("llama"), [text, other, shares_a_start], Protocol()).to_dict()["document_gain"] is not None
 
 
 def test_the_same_text_is_found_among_long_ones() -> None:
@@ -150,10 +154,10 @@ def test_losses_by_position_are_of_the_same_documents() -> None:
     off = [torch.full((n,), loss) for n, loss in ((90, 5.0), (30, 1.0), (60, 3.0))]
     documents = [DocumentLosses(x - 0.1, x, (x - 0.3)[:n]) for x, n in zip(off, (30, 30, 60), strict=True)]
     rows = Comparison(documents, Protocol()).positions(9)
-    assert len(rows) == 9 and {row["drift"] is None for row in rows} == {False, True}
+    assert len(rows) == 9 and {row["generic_gain"] is None for row in rows} == {False, True}
     for row in rows:
-        lent = sum(len(d.foreign) > row["start"] for d in documents)
-        for name, mean in (("drift", -0.3), ("memory", 0.2)):
+        lent = sum(len(d.mismatched) > row["start"] for d in documents)
+        for name, mean in (("generic_gain", -0.3), ("document_gain", 0.2)):
             assert (row[name] is None) == (not lent)
             assert row[name] is None or (row[name]["mean"] == pytest.approx(mean, abs=1e-6) and row[name]["n"] == lent)
 
@@ -184,14 +188,14 @@ def test_documents_must_be_long_enough() -> None:
 
 def test_one_document_has_no_foreign_memory() -> None:
     values = compare(converted("llama"), [random_ids(1, LENGTH)[0]], Protocol()).to_dict()
-    assert values["foreign"] is None and values["memory"] is None
+    assert values["mismatched"] is None and values["document_gain"] is None
     assert values["difference"]["n"] == 1 and values["difference"]["stderr"] is None
 
 
-def test_second_copy_looks_where_the_copy_is() -> None:
+def test_repeated_passage_looks_where_the_copy_is() -> None:
     model, passage = converted("llama"), Passage(8, 10)
     documents = [random_ids(1, LENGTH, seed=s)[0] for s in range(3)]
-    found = second_copy(model, documents, Protocol(batch_size=2), passage, seed=4)
+    found = repeated_passage(model, documents, Protocol(batch_size=2), passage, seed=4)
     generator = random.Random(4)
     expected = []
     for document in documents:
@@ -202,10 +206,10 @@ def test_second_copy_looks_where_the_copy_is() -> None:
         with disable_ttt(model):
             difference = on - losses(model, row)
         expected.append([float(difference[span].mean()) for span in (slice(start + 18, start + 25), slice(start + 8, start + 17))])
-    for name, values in zip(("second_copy", "filler"), zip(*expected, strict=True), strict=True):
+    for name, values in zip(("repeated_passage", "between"), zip(*expected, strict=True), strict=True):
         assert found[name]["mean"] == pytest.approx(sum(values) / 3, abs=1e-4) and abs(found[name]["mean"]) > 1e-3, name
     with pytest.raises(InPlaceTTTError, match="shorter passage"):
-        second_copy(model, documents, Protocol(), Passage(100, 100))
+        repeated_passage(model, documents, Protocol(), Passage(100, 100))
 
 
 def test_growing_context_scores_the_same_block() -> None:

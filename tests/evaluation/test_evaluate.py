@@ -30,22 +30,22 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["--base", folder / "base", "--window", 32, "--second-copy", "--passage", "40,50", "--contexts", "70,140", "--block", 32]
+    how = ["--base", folder / "base", "--window", 32, "--repeated-passage", "--passage", "40,50", "--contexts", "70,140", "--block", 32]
     how += ["--facts", 1, "--distances", "64,200"]
     out = tmp_path / "out"
     values = json.loads(run(capsys, folder / "model", "--text", folder / "texts", *how, "--out", out, "--batch-size", 2, "--json"))
     assert values["off"] == pytest.approx(values["base"], abs=1e-5), "only conv and P were set: off is the base"
-    assert values["on"] != values["off"] != values["foreign"]
-    for key in ("difference", "memory", "gain", "drift"):
+    assert values["on"] != values["off"] != values["mismatched"]
+    for key in ("difference", "document_gain", "gain", "generic_gain"):
         assert values[key].keys() == {"mean", "stderr", "n"} and values[key]["n"] == 5 and values[key]["stderr"] > 0
     assert values["protocol"] == {"window": 32, "sinks": 4, "skip": CHUNK, "batch_size": 2, "begins": []}
     assert values["read"].items() >= {"path": str(folder / "model"), "base": str(folder / "base"), "dtype": "float32", "seed": 0}.items()
-    for name, mean in (("off", values["off"]), ("own_minus_foreign", values["memory"]["mean"])):
+    for name, mean in (("off", values["off"]), ("own_minus_mismatched", values["document_gain"]["mean"])):
         assert sum(row[name] for row in values["documents"]) / 5 == pytest.approx(mean, abs=1e-5)
-    assert len(values["documents"]) == 5 and values["second_copy"]["second_copy"]["n"] == 5
+    assert len(values["documents"]) == 5 and values["repeated_passage"]["repeated_passage"]["n"] == 5
     assert [row["context"] for row in values["contexts"]] == [70, 140]
     assert values["facts"]["documents"] == 5
-    assert values["facts"]["readings"].keys() == {"on", "written", "foreign", "off", "retrieved", "full"}
+    assert values["facts"]["readings"].keys() == {"on", "state_only", "mismatched", "off", "bm25", "full"}
     assert {f.name for f in out.iterdir()} == {MANIFEST, "evaluation.json", "positions.png", "documents.png", "contexts.png", "facts.png"}
     assert json.loads((out / "evaluation.json").read_text()) == {k: v for k, v in values.items() if k != "output"}
 
@@ -55,7 +55,7 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
     assert (first := run(capsys, *arguments)) == run(capsys, *arguments)
     cached = (*arguments, "--cache", tmp_path / "cache")
     assert first == run(capsys, *cached) == run(capsys, *cached) and any((tmp_path / "cache").iterdir())
-    assert "on - foreign" in first and "3 documents" in first and "facts" not in first
+    assert "on - mismatched" in first and "3 documents" in first and "facts" not in first
     asked = run(capsys, *arguments, "--facts", 2, "--distances", 64)
     assert "facts, 2 records in each of 3 documents" in asked and "after 64 tokens, two hops (6)" in asked
     alone = run(capsys, folder / "model", "--text", folder / "texts" / "0.txt")
@@ -71,15 +71,15 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
         (["--text", "SHORT"], f"chunks of {CHUNK}"),
         (["--text", "TEXTS", "--documents", "9"], "only 5 of the texts"),
         (["--text", "TEXTS", "--window", "3", "--sinks", "3"], "does not exist"),
-        (["--text", "TEXTS", "--second-copy"], "give longer documents, or a shorter passage"),
+        (["--text", "TEXTS", "--repeated-passage"], "give longer documents, or a shorter passage"),
         (["--text", "TEXTS", "--contexts", "4000"], "shorter context"),
         (["--text", "TEXTS", "--contexts", "a"], "takes numbers"),
-        (["--text", "TEXTS", "--second-copy", "--passage", "5"], "a length and a gap"),
-        (["--text", "TEXTS", "--passage", "5,5"], "no effect without --second-copy"),
+        (["--text", "TEXTS", "--repeated-passage", "--passage", "5"], "a length and a gap"),
+        (["--text", "TEXTS", "--passage", "5,5"], "no effect without --repeated-passage"),
         (["--text", "TEXTS", "--sinks", "2"], "no effect without --window"),
         (["--text", "TEXTS", "--block", "9"], "no effect without --contexts"),
         (["--text", "TEXTS", "--distances", "9"], "no effect without --facts"),
-        (["--text", "TEXTS", "--seed", "1"], "--seed has no effect without --second-copy or --facts"),
+        (["--text", "TEXTS", "--seed", "1"], "--seed has no effect without --repeated-passage or --facts"),
         (["--text", "TEXTS", "--overwrite"], "--overwrite has no effect without --out"),
         (["--text", "TEXTS", "--base", "OTHER"], "another tokenizer"),
         (["--text", "TEXTS", "--base", "SMALL"], "it is no base of this model"),

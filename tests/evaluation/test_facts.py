@@ -81,7 +81,7 @@ def plainly(model: PreTrainedModel, before: Tensor | Session, question: Question
         if option == question.answer:
             first = steps[0] > steps[0, ids[0]]
     if question.answer is None:
-        return Answer(question.kind, len(scores), invented=bool(said))
+        return Answer(question.kind, len(scores), hallucinated=bool(said))
     chosen = question.options[max(range(len(scores)), key=scores.__getitem__)] == question.answer
     return Answer(question.kind, len(scores), question.answer in said, chosen, int(first.sum()) + 1, question.earlier in said)
 
@@ -95,14 +95,14 @@ def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ..
         session = Reader(name, model, protocol)
         assert session.read(rows[:, :70]) and session.read(rows), "in two parts"
         for reading, asked, shift in session.readings(len(rows)):
-            assert shift == (reading == "foreign"), "another document's row"
+            assert shift == (reading == "mismatched"), "another document's row"
             questions = invent(RECORDS, "0 1").questions
             row = (1 + shift) % 2
             found = asked.answers(row, questions, encode)
             assert found == asked.answers(row, questions, encode), "asking leaves no trace"
             before = rows[row]
             with attention_window(model, None if name == "full" else window, 2), nullcontext() if name == "on" else disable_ttt(model):
-                if reading == "written":
+                if reading == "state_only":
                     state = Session(model)
                     state.read(rows[row : row + 1])
                     before = state.drop_kv_cache()
@@ -115,7 +115,7 @@ def test_answers_are_those_of_one_call(window: int | None, begins: tuple[int, ..
 @pytest.mark.parametrize("begins", [(), (5,)], ids=str)
 def test_retrieval_puts_the_best_piece_into_the_window(begins: tuple[int, ...]) -> None:
     model, _, rows, _ = model_and_rows(distance=5 * CHUNK + 3)
-    session = Retrieval("retrieved", model, Protocol(160, 2, 0, 2, begins))
+    session = Retrieval("bm25", model, Protocol(160, 2, 0, 2, begins))
     session.read(rows)
     facts = invent(RECORDS, "0 1")
     found, told = session.answers(1, facts.questions, encode), 0
@@ -144,11 +144,11 @@ def test_a_table_of_all_readings() -> None:
         assert [row["distance"] for row in rows] == [CHUNK, 6 * CHUNK]
         verbatim = rows[0]["kinds"][VERBATIM]
         assert verbatim["n"] == 2 * 3 * RECORDS and verbatim["options"] == RECORDS and verbatim["rank"] >= 1
-        assert 0 <= verbatim["chosen"]["low"] <= verbatim["chosen"]["share"] <= verbatim["chosen"]["high"] <= 1
-    on, off = (found["readings"][name][1]["kinds"][VERBATIM]["chosen"]["share"] for name in ("on", "off"))
-    assert found["gains"]["on - off"][1]["kinds"][VERBATIM]["chosen"]["mean"] == pytest.approx(on - off)
+        assert 0 <= verbatim["multiple_choice"]["low"] <= verbatim["multiple_choice"]["share"] <= verbatim["multiple_choice"]["high"] <= 1
+    on, off = (found["readings"][name][1]["kinds"][VERBATIM]["multiple_choice"]["share"] for name in ("on", "off"))
+    assert found["gains"]["on - off"][1]["kinds"][VERBATIM]["multiple_choice"]["mean"] == pytest.approx(on - off)
     alone = recall_of_facts(model, fillers[:1], encode, RECORDS, [CHUNK], Protocol(None, 4, 0, 2))
-    assert alone["readings"].keys() == {"on", "written", "off"}, "nobody to lend, and nothing that attends to more"
+    assert alone["readings"].keys() == {"on", "state_only", "off"}, "nobody to lend, and nothing that attends to more"
 
 
 @pytest.mark.parametrize("begins", [(), (5,)], ids=str)
@@ -186,10 +186,10 @@ def test_errors_are_over_documents() -> None:
     """One session answers all of a document's questions, so that they are no independent ones."""
     model, fillers, _, _ = model_and_rows(distance=CHUNK)
     found = recall_of_facts(model, fillers, encode, RECORDS, [CHUNK], Protocol(24, 2, 0, 2))
-    on, off = (found["readings"][name][0]["kinds"][VERBATIM]["chosen"] for name in ("on", "off"))
+    on, off = (found["readings"][name][0]["kinds"][VERBATIM]["multiple_choice"] for name in ("on", "off"))
     gains = [a - b for a, b in zip(on["by_document"], off["by_document"], strict=True)]
     assert len(gains) == 2 and sum(on["by_document"]) / 2 == pytest.approx(on["share"])
-    assert found["gains"]["on - off"][0]["kinds"][VERBATIM]["chosen"] == pytest.approx(vars(Mean.of(gains)))
+    assert found["gains"]["on - off"][0]["kinds"][VERBATIM]["multiple_choice"] == pytest.approx(vars(Mean.of(gains)))
 
 
 def test_texts_that_are_too_short_are_refused() -> None:

@@ -55,7 +55,7 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
     held_out = build_data(given, AutoTokenizer.from_pretrained(made / "model"), CHUNK).validation
     by_hand = compare(load(made / "model", dtype=torch.float32), documents_to_compare(held_out, CHUNK), Protocol(batch_size=2))
     assert first["difference"] == pytest.approx(by_hand.to_dict()["difference"], abs=1e-5) and first["off"] != second["off"]
-    assert abs(second["difference"]["mean"]) > 1e-4 and second["memory"]["n"] == second["difference"]["n"] > 1
+    assert abs(second["difference"]["mean"]) > 1e-4 and second["document_gain"]["n"] == second["difference"]["n"] > 1
     assert diagnosed["speed"]["step_seconds"] > 0 and diagnosed["speed"]["model_tflops_per_device"] > 0
 
 

@@ -130,7 +130,7 @@ def measure(
     texts = ("--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
     kept_runs.read(folder, read, part, *texts, "--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
     found = json.loads((folder / part / "evaluation.json").read_text())
-    text = {key: found[key] for key in ("on", "off", "foreign", "difference", "memory")}
+    text = {key: found[key] for key in ("on", "off", "mismatched", "difference", "document_gain")}
     return {part: {"facts": found["facts"], "text": text}, "seconds": kept_runs.seconds_of(folder)}
 
 
@@ -153,23 +153,23 @@ def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
             continue
         print(f"\n{name}, {part}, {len(tables)} seeds, {tables[0]['documents']} documents: said (chosen)\n")
         readings = list(tables[0]["readings"])
-        print(f"| distance | asked | n | {' | '.join(readings)} | on - off, said | on - foreign, said |")
+        print(f"| distance | asked | n | {' | '.join(readings)} | on - off, said | on - mismatched, said |")
         print("|---" * (5 + len(readings)) + "|")
         for place, row in enumerate(tables[0]["readings"]["on"]):
             for kind in row["kinds"]:
                 cells = [_share(tables, reading, place, kind) for reading in readings]
-                gains = [] if kind == NEVER_TOLD else [_gain(tables, other, place, kind) for other in ("off", "foreign")]
+                gains = [] if kind == NEVER_TOLD else [_gain(tables, other, place, kind) for other in ("off", "mismatched")]
                 print(f"| {row['distance']:,} | {kind} | {sum(t['readings']['on'][place]['kinds'][kind]['n'] for t in tables)} | ", end="")
                 print(" | ".join([*cells, *gains, *[""] * (2 - len(gains))]) + " |")
     texts = [values["near"]["text"] for values in seeds.values() if "near" in values]
-    for key in ("difference", "memory") if texts else ():
+    for key in ("difference", "document_gain") if texts else ():
         print(f"\n{name}, on text without facts: {key} {', '.join(with_error(text[key]['mean'], text[key]['stderr']) for text in texts)}")
 
 
 def draw(model: str, runs: dict[str, dict[str, Any]], file: Path) -> None:
     """What is said verbatim by distance, over the seeds, with 95 % intervals over questions, beside what the base says of what it sees."""
     figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for run, readings, line in (("gated", ("on", "written", "foreign", "off"), "-"), ("untrained", ("retrieved", "full"), ":")):
+    for run, readings, line in (("gated", ("on", "state_only", "mismatched", "off"), "-"), ("untrained", ("bm25", "full"), ":")):
         for reading in readings:
             if said := _said_verbatim(runs.get(run, {}).values(), reading):
                 shares = [wilson(answers) for answers in said.values()]
@@ -191,7 +191,7 @@ def _said_verbatim(seeds: Iterable[dict[str, Any]], reading: str) -> dict[int, l
     for part in (values[part] for values in seeds for part in ("near", "far") if part in values):
         for row in part["facts"]["readings"].get(reading, ()):
             verbatim = row["kinds"][VERBATIM]
-            right = round(verbatim["said"]["share"] * verbatim["n"])
+            right = round(verbatim["exact_match"]["share"] * verbatim["n"])
             said.setdefault(row["distance"], []).extend([True] * right + [False] * (verbatim["n"] - right))
     return said
 
@@ -201,13 +201,15 @@ def _share(tables: list[dict[str, Any]], reading: str, place: int, kind: str) ->
     if any(place >= len(row) for row in rows):
         return ""
     shares = [row[place]["kinds"][kind] for row in rows]
-    first, *more = (fmean(one[name]["share"] for one in shares) for name in ("said", "chosen", "invented") if name in shares[0])
+    first, *more = (
+        fmean(one[name]["share"] for one in shares) for name in ("exact_match", "multiple_choice", "hallucinated") if name in shares[0]
+    )
     return f"{first:.2f}" + (f" ({more[0]:.2f})" if more else "")
 
 
 def _gain(tables: list[dict[str, Any]], other: str, place: int, kind: str) -> str:
     """Mean over the seeds; ± the larger of two standard errors, over documents and over seeds."""
-    found = [table["gains"][f"on - {other}"][place]["kinds"][kind]["said"] for table in tables]
+    found = [table["gains"][f"on - {other}"][place]["kinds"][kind]["exact_match"] for table in tables]
     over = Mean.of((one["mean"] for one in found), alone=0.0)
     return with_error(over.mean, max(over.stderr or 0.0, fmean(one["stderr"] or 0.0 for one in found)))
 

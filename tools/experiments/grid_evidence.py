@@ -168,7 +168,7 @@ def found(name: str) -> dict[str, Any]:
         "point": name,
         "training_loss": {"first": losses[0], "highest": max(losses), "last": losses[-1]},
         "state_ratio": max(layer["state_ratio"] for layer in steps[-1]["layers"]),
-        **{key: read[key] for key in ("on", "off", "base", "difference", "gain", "drift", "memory")},
+        **{key: read[key] for key in ("on", "off", "base", "difference", "gain", "generic_gain", "document_gain")},
         "seconds": kept_runs.seconds_of(run),
     }
 
@@ -178,7 +178,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|")
     for row in rows:
         losses = ", ".join(f"{row['training_loss'][key]:.3f}" for key in ("first", "highest", "last"))
-        pairs = [row[key] for key in ("difference", "memory", "gain")]
+        pairs = [row[key] for key in ("difference", "document_gain", "gain")]
         cells = ["" if pair is None else evidence.with_error(pair["mean"], pair["stderr"]) for pair in pairs]
         print(f"| {row['point']} | {losses} | {row['state_ratio']:.2f} | {' | '.join(cells)} |")
 

@@ -45,8 +45,8 @@ BESIDES = ("full_attention", "beyond_training", "far_beyond")
 CHOSEN_ON = 10
 """The first documents: on them the rates, the start of P and the rank and η of `ridge` were chosen; the others are unseen."""
 
-LOSSES = ("off", "on", "foreign")
-COLUMNS = ("difference", "gain", "drift", "memory", "memory_unseen", "second_copy", "filler")
+LOSSES = ("off", "on", "mismatched")
+COLUMNS = ("difference", "gain", "generic_gain", "document_gain", "document_gain_unseen", "repeated_passage", "between")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
             run, run / "final" if rule.trains else converted, out, "--documents", str(documents), "--tokens", str(tokens), *cache, *how
         )
 
-    read("evaluation", DOCUMENTS, TOKENS, *window, *past, "--second-copy", *base)
+    read("evaluation", DOCUMENTS, TOKENS, *window, *past, "--repeated-passage", *base)
     beside = {
         "full_attention": (DOCUMENTS, TOKENS, *past),
         "beyond_training": (LONG_DOCUMENTS, LONG, "--skip", str(TOKENS)),
@@ -195,7 +195,15 @@ class Record:
 
 
 def print_tables(record: Record) -> None:
-    differences = ("on - off", "on - base", "foreign - off", "memory: on - foreign", "the same, unseen", "second copy", "filler")
+    differences = (
+        "on - off",
+        "on - base",
+        "mismatched - off",
+        "document gain: on - mismatched",
+        "the same, unseen",
+        "repeated passage",
+        "between",
+    )
     print(f"| rule | seeds | {' | '.join((*LOSSES, *differences))} |")
     print("|---" * (2 + len(LOSSES) + len(differences)) + "|")
     for row in record.rows():
@@ -215,7 +223,7 @@ def print_tables(record: Record) -> None:
     print(f"| rule | {'on - off | memory | ' * len(BESIDES)}memory up to {TOKENS}, at the end |")
     print("|---" * (2 + 2 * len(BESIDES)) + "|")
     for name, values in beside:
-        pairs = [values.get(where, {}).get(key) for where in BESIDES for key in ("difference", "memory")]
+        pairs = [values.get(where, {}).get(key) for where in BESIDES for key in ("difference", "document_gain")]
         cells = ["not read yet" if pair is None else with_error(pair["mean"], pair["stderr"]) for pair in pairs]
         rows = values.get("far_beyond", {}).get("positions", [])
         known = [_memory(row) for row in rows if row["stop"] <= TOKENS]
@@ -246,7 +254,7 @@ def draw(record: Record, file: Path) -> None:
         middle = [(row["start"] + row["stop"]) / 2 for row in rows]
         for axes, heights in zip(panels, ([row["difference"] for row in rows], [_memory(row) for row in rows]), strict=True):
             axes.plot(middle, heights, marker="o", markersize=3, label=name)
-    for axes, title in zip(panels, ("on - off", "memory: on - foreign"), strict=True):
+    for axes, title in zip(panels, ("on - off", "document gain: on - mismatched"), strict=True):
         axes.axhline(0, color="#8a8f98", linewidth=1)
         axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label=f"rows of {TOKENS:,} tokens end")
         axes.set_yscale("symlog", linthresh=0.1)
@@ -259,7 +267,7 @@ def _seed(run: Path) -> dict[str, Any]:
     """What was found for one seed."""
     found = _evaluation(run / "evaluation")
     values = {"seed": int(run.name.rpartition("-")[2]), **_numbers(found)}
-    values |= {key: found["second_copy"][key] for key in ("second_copy", "filler")}
+    values |= {key: found["repeated_passage"][key] for key in ("repeated_passage", "between")}
     for key in BESIDES:
         if (folder := run / key.replace("_", "-")).exists():
             found = _evaluation(folder)
@@ -272,22 +280,27 @@ def _evaluation(folder: Path) -> dict[str, Any]:
 
 
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
-    values = {key: found[key] for key in ("on", "off", "foreign", "difference", "drift", "memory")}
+    values = {key: found[key] for key in ("on", "off", "mismatched", "difference", "generic_gain", "document_gain")}
     values["gain"] = found["gain"] or found["difference"]  # without a base beside it, off is the base: conv and P alone have learnt
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]
-        values["memory_unseen"] = vars(Mean.of([row["own_minus_foreign"] for row in unseen], alone=0.0))
+        values["document_gain_unseen"] = vars(Mean.of([row["own_minus_mismatched"] for row in unseen], alone=0.0))
         if all("off" in row for row in unseen):
             values["off_unseen"] = fmean(row["off"] for row in unseen)
     return values
 
 
 def _position(row: dict[str, Any]) -> dict[str, Any]:
-    return {"start": row["start"], "stop": row["stop"], "difference": row["on"] - row["off"], "drift": row["foreign"] - row["off"]}
+    return {
+        "start": row["start"],
+        "stop": row["stop"],
+        "difference": row["on"] - row["off"],
+        "generic_gain": row["mismatched"] - row["off"],
+    }
 
 
 def _memory(position: dict[str, Any]) -> float:
-    return float(position["difference"] - position["drift"])
+    return float(position["difference"] - position["generic_gain"])
 
 
 def _over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:

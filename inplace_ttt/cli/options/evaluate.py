@@ -10,12 +10,12 @@ from ..arguments import MOST_TOKENS, dtype, numbers, path, refuse_without_effect
 
 EXAMPLES = """examples:
   inplace-ttt evaluate ./smollm2-ttt --text speeches/ --documents 24 --tokens 2048
-  inplace-ttt evaluate runs/x/final --text a.txt b.txt --base ./smollm2 --window 256 --second-copy
+  inplace-ttt evaluate runs/x/final --text a.txt b.txt --base ./smollm2 --window 256 --repeated-passage
   inplace-ttt evaluate runs/x/final --text books/ --contexts 1024,4096,8192 --out evaluation
   inplace-ttt evaluate runs/x/final --text books/ --documents 8 --tokens 2048 --window 256 --facts 6 --distances 1024,16384
 
-on, off: the same weights with and without writes. foreign: each document read with the state that another one wrote.
-memory = on - foreign is what a document's own text did; what remains of the gain with another's state is drift.
+on, off: the same weights with and without writes. mismatched: each document read with the state that another one wrote.
+document_gain = on - mismatched is what a document's own text did; generic_gain = mismatched - off is what any document's writes did.
 
 exit code: 0 done, whatever the numbers say; 2 bad input"""
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip", type=whole(0), metavar="N", help="first tokens that do not count (default: a chunk, or the window if longer)"
     )
-    parser.add_argument("--second-copy", action="store_true", help="also the probe: a passage repeated beyond the window")
+    parser.add_argument("--repeated-passage", action="store_true", help="also the probe: a passage repeated beyond the window")
     parser.add_argument("--passage", type=numbers, metavar="L,G", help="its length and the gap between the copies (default: 512,1024)")
     parser.add_argument(
         "--contexts", type=numbers, metavar="N,…", help="also the loss on a fixed last block after so many tokens of context"
@@ -73,10 +73,10 @@ def check(args: argparse.Namespace) -> None:
     refuse_without_effect(
         args,
         sinks=("window",),
-        passage=("second_copy",),
+        passage=("repeated_passage",),
         block=("contexts",),
         distances=("facts",),
-        seed=("second_copy", "facts"),
+        seed=("repeated_passage", "facts"),
         overwrite=("out",),
     )
     if len(args.passage or (0, 0)) != 2:

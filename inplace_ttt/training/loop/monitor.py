@@ -154,7 +154,10 @@ class CompareCallback(TrainerCallback):
             model.eval()
             found = compare(model, self.documents, protocol).to_dict()
             model.train()
-        line = {"step": step, "comparison": {name: found[name] for name in ("on", "off", "foreign", "difference", "memory", "drift")}}
+        line = {
+            "step": step,
+            "comparison": {name: found[name] for name in ("on", "off", "mismatched", "difference", "document_gain", "generic_gain")},
+        }
         with self.file.open("a") as log:
             log.write(json.dumps(line) + "\n")
 

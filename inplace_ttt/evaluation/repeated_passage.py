@@ -1,6 +1,6 @@
-"""The second-copy probe: a passage stands twice in a document, the second time beyond the attention window.
+"""The repeated-passage probe: a passage stands twice in a document, the second time beyond the attention window.
 
-Only the fast weights can know the second copy. What the writes change on the unrelated text between the copies, the filler, is
+Only the fast weights can know the second copy. What the writes change on the unrelated text between the copies is
 the bias that recall has to beat.
 """
 
@@ -21,7 +21,7 @@ from .baseline_losses import BaselineLosses
 from .protocol import Protocol, on_and_off_losses, progress_bar
 
 
-def second_copy(
+def repeated_passage(
     model: PreTrainedModel,
     documents: Sequence[Tensor],
     protocol: Protocol,
@@ -31,10 +31,10 @@ def second_copy(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Loss with TTT on minus off on the second copy and on the filler, paired over documents of token ids [T], one length.
+    """Loss with TTT on minus off on the second copy and on the text between, paired over documents of token ids [T], one length.
 
-    `second_copy_off` and `filler_off` are the losses without writes. Where a passage starts is drawn from what room there is, past the
-    tokens that begin every text. Raises InPlaceTTTError as `require_room`.
+    `repeated_passage_off` and `between_off` are the losses without writes. Where a passage starts is drawn from what room there is, past
+    the tokens that begin every text. Raises InPlaceTTTError as `require_room`.
     """
     passage = passage or Passage()
     require_room(documents, passage)
@@ -46,8 +46,8 @@ def second_copy(
         losses = on_and_off_losses(model, rows, protocol, baseline, progress=bar.update)
     with_writes, without = losses["on"].double(), losses["off"].double()
     spans = {
-        "second_copy": [passage.second(start) for start in starts],
-        "filler": [passage.between(start) for start in starts],
+        "repeated_passage": [passage.second(start) for start in starts],
+        "between": [passage.between(start) for start in starts],
     }
     found: dict[str, Any] = {"passage": passage.length, "gap": passage.gap}
     for name, where in spans.items():
