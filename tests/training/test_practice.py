@@ -19,12 +19,12 @@ from inplace_ttt.training.data.practice import practise, seen_anyway, with_pract
 from inplace_ttt.training.data.sources import find
 from inplace_ttt.training.data.streams import Documents, RowStream, open_stream
 from inplace_ttt.training.model import build_model
-from inplace_ttt.training.recipe.data_section import Data, Facts, Repeat
+from inplace_ttt.training.recipe.data_section import Data, RepeatedPassages, SyntheticFacts
 
 from .recipes import CONFIG, tiny_recipe
 
-REPEAT = Repeat(share=0.5, length=10, gap=15)
-FACTS = Facts(share=1.0, number=3, gap=40)
+REPEAT = RepeatedPassages(fraction=0.5, length=10, gap=15)
+FACTS = SyntheticFacts(fraction=1.0, count=3, min_gap=40)
 
 
 def encode(text: str) -> list[int]:
@@ -32,7 +32,7 @@ def encode(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def changed_row(before: dict[str, list[int]], seed: int = 0, **practice: Repeat | Facts) -> dict[str, list[int]]:
+def changed_row(before: dict[str, list[int]], seed: int = 0, **practice: RepeatedPassages | SyntheticFacts) -> dict[str, list[int]]:
     after = practise(before, Data(train=["a"], seed=seed, **practice), encode)
     assert after == practise(before, Data(train=["a"], seed=seed, **practice), encode), "a function of the row"
     return after
@@ -50,7 +50,7 @@ def test_a_passage_stands_again_inside_the_longest_document(documents: list[int]
     changed = 0
     for seed in range(40):
         before = row(documents, seed)
-        after = changed_row(before, repeat=REPEAT)
+        after = changed_row(before, repeated_passages=REPEAT)
         if after == before:
             continue
         changed += 1
@@ -67,7 +67,10 @@ def test_facts_and_passages_are_not_put_into_padding() -> None:
     """A row that is mostly padding: the document tells what it has room for, and the padding is as it was."""
     (packed,) = pack([list(range(1000, 1600))], 2048, 7)
     before = {name: values.tolist() for name, values in packed.items()}
-    for practice in ({"facts": Facts(1.0, 3, 40, others=0.0)}, {"repeat": Repeat(1.0, 100, 100)}):
+    for practice in (
+        {"synthetic_facts": SyntheticFacts(1.0, 3, 40, loss_on_other_tokens=0.0)},
+        {"repeated_passages": RepeatedPassages(1.0, 100, 100)},
+    ):
         after = changed_row(before, **practice)
         assert after["input_ids"][:600] != before["input_ids"][:600]
         assert after["input_ids"][600:] == before["input_ids"][600:] and after["labels"][600:] == before["labels"][600:]
@@ -76,15 +79,15 @@ def test_facts_and_passages_are_not_put_into_padding() -> None:
 
 def test_no_document_has_room() -> None:
     short = [row([30, 34], seed) for seed in range(20)]
-    assert all(changed_row(r, repeat=Repeat(1.0, 10, 15)) == r for r in short)
-    assert all(changed_row(r, facts=FACTS) == r for r in short)
+    assert all(changed_row(r, repeated_passages=RepeatedPassages(1.0, 10, 15)) == r for r in short)
+    assert all(changed_row(r, synthetic_facts=FACTS) == r for r in short)
 
 
 @pytest.mark.parametrize("others", [1.0, 0.25, 0.0])
 def test_facts_are_told_and_said_again_inside_the_longest_document(others: float) -> None:
     for seed in range(20):
         before = row([30, 700, 20], seed, first=1000)
-        after = changed_row(before, facts=Facts(1.0, 3, 40, others))
+        after = changed_row(before, synthetic_facts=SyntheticFacts(1.0, 3, 40, others))
         ids, labels = after["input_ids"], after["labels"]
         assert len(ids) == 750 and after["position_ids"] == before["position_ids"]
         assert ids[:30] == before["input_ids"][:30] and ids[730:] == before["input_ids"][730:]
@@ -108,26 +111,30 @@ def test_facts_are_told_and_said_again_inside_the_longest_document(others: float
 
 
 def test_rows_without_room_for_facts_are_refused() -> None:
-    data = Data(train=["a"], facts=Facts(1.0, 16, 256), sequence_length=512)
+    data = Data(train=["a"], synthetic_facts=SyntheticFacts(1.0, 16, 256), sequence_length=512)
     with pytest.raises(
-        InPlaceTTTError, match=r"data.facts: 16 statements, told twice, and a gap of 256 take about [\d,]+ tokens, and rows have 512"
+        InPlaceTTTError,
+        match=r"data.synthetic_facts: 16 statements, told twice, and a min_gap of 256 take about [\d,]+ tokens, and rows have 512",
     ):
         with_practice([], data, encode)
 
 
 def test_shares_of_both_kinds() -> None:
     rows = [row([700], seed, first=1000) for seed in range(200)]
-    both = {"facts": Facts(0.25, 3, 40), "repeat": Repeat(0.5, 10, 15)}
+    both = {"synthetic_facts": SyntheticFacts(0.25, 3, 40), "repeated_passages": RepeatedPassages(0.5, 10, 15)}
     after = [changed_row(r, **both) for r in rows]
     told = sum(any(token < 1000 for token in r["input_ids"]) for r in after)
     same = sum(a == b for a, b in zip(after, rows, strict=True))
     assert 30 <= told <= 70 and 30 <= same <= 70, (told, same)
-    assert all(changed_row(r, repeat=REPEAT) == changed_row(r, repeat=REPEAT, facts=Facts(1e-9, 3, 40)) for r in rows)
+    assert all(
+        changed_row(r, repeated_passages=REPEAT) == changed_row(r, repeated_passages=REPEAT, synthetic_facts=SyntheticFacts(1e-9, 3, 40))
+        for r in rows
+    )
 
 
 def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
     rows = Dataset.from_list([row([64], seed) for seed in range(12)])
-    data = Data(train=[str(tmp_path / "a.parquet")], repeat=REPEAT, facts=Facts(0.3, 1, 0), seed=3)
+    data = Data(train=[str(tmp_path / "a.parquet")], repeated_passages=REPEAT, synthetic_facts=SyntheticFacts(0.3, 1, 0), seed=3)
     stored = list(with_practice(rows, data, encode))
     rows.select_columns(["input_ids"]).to_parquet(tmp_path / "a.parquet")
     opened = open_stream(find(data.train, "auto", "train")[0], data, word_level(f"w{n}" for n in range(97)), shuffle=False)
@@ -136,8 +143,10 @@ def test_stored_and_streamed_rows_are_the_same(tmp_path: Path) -> None:
     assert with_practice(rows, Data(train=["a"]), encode) is rows
 
 
-@pytest.mark.parametrize(("practice", "length"), [({"repeat": REPEAT}, 50), ({"facts": FACTS}, 700)], ids=["repeat", "facts"])
-def test_what_begins_a_text_stays_there(practice: dict[str, Repeat | Facts], length: int) -> None:
+@pytest.mark.parametrize(
+    ("practice", "length"), [({"repeated_passages": REPEAT}, 50), ({"synthetic_facts": FACTS}, 700)], ids=["repeat", "facts"]
+)
+def test_what_begins_a_text_stays_there(practice: dict[str, RepeatedPassages | SyntheticFacts], length: int) -> None:
     """And comes nowhere else, however many facts are told right behind it, or where a passage begins."""
     begins, moved = (1001, 1002), 0
     for seed in range(300):
@@ -153,12 +162,12 @@ def test_what_begins_a_text_stays_there(practice: dict[str, Repeat | Facts], len
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("data.repeat={share: 0}", "above 0"),
-        ("data.repeat={length: 40, gap: 0}", "takes 80 tokens"),
-        ("data.facts={share: 1.5}", "at most 1"),
-        ("data.facts={number: 0}", "at least 1"),
-        ("data.facts={number: 3000}", "facts.number: must be at most 1,000"),
-        ("data.facts={others: 2}", "from 0 to 1"),
+        ("data.repeated_passages={fraction: 0}", "above 0"),
+        ("data.repeated_passages={length: 40, gap: 0}", "takes 80 tokens"),
+        ("data.synthetic_facts={fraction: 1.5}", "at most 1"),
+        ("data.synthetic_facts={count: 0}", "at least 1"),
+        ("data.synthetic_facts={count: 3000}", "synthetic_facts.count: must be at most 1,000"),
+        ("data.synthetic_facts={loss_on_other_tokens: 2}", "from 0 to 1"),
         ("model.window={size: 0}", "at least 1"),
         ("model.window={size: 4, sinks: 4}", "below size"),
     ],
@@ -191,11 +200,11 @@ def test_a_window_is_set_on_the_model(tmp_path: Path) -> None:
 
 
 def test_what_attention_sees_anyway_is_said() -> None:
-    both = Data(train=["a"], repeat=REPEAT, facts=dataclasses.replace(FACTS, share=0.5))
+    both = Data(train=["a"], repeated_passages=REPEAT, synthetic_facts=dataclasses.replace(FACTS, fraction=0.5))
     assert seen_anyway(both, 25) == [] and seen_anyway(Data(train=["a"]), math.inf) == []
     (one,) = seen_anyway(both, 26)
-    assert one.startswith("data.repeat comes again after 25 tokens, and attention sees 26 of them")
-    assert [warning.split()[0] for warning in seen_anyway(both, math.inf)] == ["data.repeat", "data.facts"]
+    assert one.startswith("data.repeated_passages comes again after 25 tokens, and attention sees 26 of them")
+    assert [warning.split()[0] for warning in seen_anyway(both, math.inf)] == ["data.repeated_passages", "data.synthetic_facts"]
 
 
 def test_how_far_attention_sees() -> None:

@@ -27,10 +27,10 @@ def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] =
 
     begins: special tokens that begin every text, which stay where they are. Raises InPlaceTTTError where no row has room for the facts.
     """
-    if data.repeat is None and data.facts is None:
+    if data.repeated_passages is None and data.synthetic_facts is None:
         return rows
-    if data.facts is not None:
-        require_room(data.facts, data.sequence_length, encode)
+    if data.synthetic_facts is not None:
+        require_room(data.synthetic_facts, data.sequence_length, encode)
     if isinstance(rows, RowStream):
         return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode, begins=begins))
     return rows.with_transform(lambda batch: _transposed([practise(row, data, encode, begins) for row in _rows(batch)]))
@@ -39,10 +39,10 @@ def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] =
 def seen_anyway(data: Data, reach: float) -> list[str]:
     """A warning for each kind of practice whose second time attention, which sees `reach` tokens back, can read off the first."""
     after = {}
-    if data.repeat is not None:
-        after["repeat"] = data.repeat.length + data.repeat.gap
-    if data.facts is not None:
-        after["facts"] = data.facts.gap
+    if data.repeated_passages is not None:
+        after["repeated_passages"] = data.repeated_passages.length + data.repeated_passages.gap
+    if data.synthetic_facts is not None:
+        after["synthetic_facts"] = data.synthetic_facts.min_gap
     seen = f"{reach:,}" if math.isfinite(reach) else "all"
     return [
         f"data.{name} comes again after {tokens:,} tokens, and attention sees {seen} of them: what such rows train may be attention, "
@@ -62,12 +62,12 @@ def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -
     _, (start, stop) = longest_document(labelled(layout, torch.tensor([row["labels"]])))
     document = slice(start + lead_of(row["input_ids"][start:stop], begins), stop)
     drawn = generator.random()
-    if data.facts is not None:
-        if drawn < data.facts.share:
-            return tell_facts(row, document, data.facts, generator, encode)
-        drawn -= data.facts.share
-    if data.repeat is not None and drawn < data.repeat.share:
-        return repeat_passage(row, document, data.repeat, generator)
+    if data.synthetic_facts is not None:
+        if drawn < data.synthetic_facts.fraction:
+            return tell_facts(row, document, data.synthetic_facts, generator, encode)
+        drawn -= data.synthetic_facts.fraction
+    if data.repeated_passages is not None and drawn < data.repeated_passages.fraction:
+        return repeat_passage(row, document, data.repeated_passages, generator)
     return row
 
 

@@ -7,11 +7,11 @@ import random
 import torch
 
 from ...tasks.passages import Passage
-from ..recipe.data_section import Repeat
+from ..recipe.data_section import RepeatedPassages
 from .streams import Row
 
 
-def repeat_passage(row: Row, document: slice, settings: Repeat, generator: random.Random) -> Row:
+def repeat_passage(row: Row, document: slice, settings: RepeatedPassages, generator: random.Random) -> Row:
     """The row with a passage twice in its document at that place; the row itself where that is too short."""
     passage, ids, labels = Passage(settings.length, settings.gap), torch.tensor(row["input_ids"]), torch.tensor(row["labels"])
     if document.stop - document.start < passage.tokens:

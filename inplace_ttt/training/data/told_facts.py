@@ -10,11 +10,11 @@ from ...errors import InPlaceTTTError
 from ...tasks import IGNORED
 from ...tasks.facts import Encode, apart
 from ...tasks.statements import Statement, statements
-from ..recipe.data_section import Facts
+from ..recipe.data_section import SyntheticFacts
 from .streams import Row
 
 
-def tell_facts(row: Row, document: slice, settings: Facts, generator: random.Random, encode: Encode) -> Row:
+def tell_facts(row: Row, document: slice, settings: SyntheticFacts, generator: random.Random, encode: Encode) -> Row:
     """The row with facts in its document at that place; the row itself where that is too short."""
     found = _with_facts(row["input_ids"][document], settings, generator, encode)
     if found is None:
@@ -22,37 +22,38 @@ def tell_facts(row: Row, document: slice, settings: Facts, generator: random.Ran
     ids, answers = list(row["input_ids"]), [False] * len(row["input_ids"])
     ids[document], answers[document] = map(list, zip(*found, strict=True))
     learnt = [
-        old != IGNORED and (answer or generator.random() < settings.others) for old, answer in zip(row["labels"], answers, strict=True)
+        old != IGNORED and (answer or generator.random() < settings.loss_on_other_tokens)
+        for old, answer in zip(row["labels"], answers, strict=True)
     ]
     labels = [token if chosen else IGNORED for token, chosen in zip(ids, learnt, strict=True)]
     return {**row, "input_ids": ids, "labels": labels}
 
 
-def require_room(settings: Facts, length: int, encode: Encode) -> None:
+def require_room(settings: SyntheticFacts, length: int, encode: Encode) -> None:
     """Raise InPlaceTTTError where rows of `length` tokens are too short for the statements."""
-    needed = settings.gap + 2 * sum(len(_Told.of(statement, encode).ids) for statement in statements(settings.number, random.Random(0)))
+    needed = settings.min_gap + 2 * sum(len(_Told.of(statement, encode).ids) for statement in statements(settings.count, random.Random(0)))
     if needed > length:
         raise InPlaceTTTError(
-            f"data.facts: {settings.number} statements, told twice, and a gap of {settings.gap} take about {needed:,} tokens, and rows "
-            f"have {length:,}; lower number or gap, or raise data.sequence_length."
+            f"data.synthetic_facts: {settings.count} statements, told twice, and a min_gap of {settings.min_gap} take about {needed:,} "
+            f"tokens, and rows have {length:,}; lower count or min_gap, or raise data.sequence_length."
         )
 
 
-def _with_facts(text: Sequence[int], settings: Facts, generator: random.Random, encode: Encode) -> list[tuple[int, bool]] | None:
+def _with_facts(text: Sequence[int], settings: SyntheticFacts, generator: random.Random, encode: Encode) -> list[tuple[int, bool]] | None:
     """As many tokens as `text` has, of text in which statements stand twice, each with whether it is of an answer the second time.
 
-    The second time is in another order, `gap` tokens of text and more after the first; each statement stands between blank lines, anywhere
-    in its part of the text.
+    The second time is in another order, `min_gap` tokens of text or more after the first. Each statement stands between blank lines,
+    anywhere in its part of the text.
     """
-    told = [_Told.of(statement, encode) for statement in statements(settings.number, generator)]
-    room = len(text) - 2 * sum(len(one.ids) for one in told) - settings.gap
+    told = [_Told.of(statement, encode) for statement in statements(settings.count, generator)]
+    room = len(text) - 2 * sum(len(one.ids) for one in told) - settings.min_gap
     if room < 0:
         return None
     middle, again = generator.randint(0, room), generator.sample(told, len(told))
     return [
         *_among(text[:middle], told, generator, answers=False),
-        *_plain(text[middle : middle + settings.gap]),
-        *_among(text[middle + settings.gap : room + settings.gap], again, generator, answers=True),
+        *_plain(text[middle : middle + settings.min_gap]),
+        *_among(text[middle + settings.min_gap : room + settings.min_gap], again, generator, answers=True),
     ]
 
 

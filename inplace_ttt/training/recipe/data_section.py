@@ -30,37 +30,37 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """Passages that stand twice: in a `share` of the rows, `length` tokens come again `gap` tokens later in their document."""
+class RepeatedPassages:
+    """Passages that stand twice: in a `fraction` of the rows, `length` tokens come again `gap` tokens later in their document."""
 
-    share: float = 0.5
+    fraction: float = 0.5
     length: int = 512
     gap: int = 1024
 
     def __post_init__(self) -> None:
-        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
+        require(0 < self.fraction <= 1, "fraction", "must be above 0 and at most 1")
         at_least(1, self, "length")
         at_least(0, self, "gap")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Invented facts in text: in a `share` of the rows `number` statements are told, and said again after `gap` tokens of text and more.
+class SyntheticFacts:
+    """Invented facts in text: in a `fraction` of the rows `count` statements are told, and again after `min_gap` tokens of text or more.
 
-    others: of the tokens of such rows that are no answers of the second time, the share that is learnt; answers are few among them.
+    loss_on_other_tokens: such rows have a loss on the answers of the second time, and on this fraction of all other tokens.
     """
 
-    share: float = 0.5
-    number: int = 16
-    gap: int = 256
-    others: float = 1.0
+    fraction: float = 0.5
+    count: int = 16
+    min_gap: int = 256
+    loss_on_other_tokens: float = 1.0
 
     def __post_init__(self) -> None:
-        require(0 < self.share <= 1, "share", "must be above 0 and at most 1")
-        require(0 <= self.others <= 1, "others", "must be from 0 to 1")
-        at_least(1, self, "number")
-        at_most(_MOST_STATEMENTS, self, "number")
-        at_least(0, self, "gap")
+        require(0 < self.fraction <= 1, "fraction", "must be above 0 and at most 1")
+        require(0 <= self.loss_on_other_tokens <= 1, "loss_on_other_tokens", "must be from 0 to 1")
+        at_least(1, self, "count")
+        at_most(_MOST_STATEMENTS, self, "count")
+        at_least(0, self, "min_gap")
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Data:
     validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
     format: of the files; "auto" goes by the ending. text_field: where a record keeps its text; without, "text", or
     the tokens in "input_ids" where it has them.
-    repeat, facts: rows with a passage that comes again, or with facts that are told and said again, beyond the attention window, which
-    teach the fast weight to recall; training rows only.
+    repeated_passages, synthetic_facts: training rows in which a passage comes again, or facts are told and said again, beyond the attention
+    window. Such rows teach the fast weights to recall.
     sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
     """
 
@@ -91,17 +91,17 @@ class Data:
     cache: str | None = None
     processes: int | None = None
     recall: Recall | None = None
-    repeat: Repeat | None = None
-    facts: Facts | None = None
+    repeated_passages: RepeatedPassages | None = None
+    synthetic_facts: SyntheticFacts | None = None
 
     def __post_init__(self) -> None:
-        for name in ("repeat", "facts", "validation", "streaming"):
+        for name in ("repeated_passages", "synthetic_facts", "validation", "streaming"):
             require(not getattr(self, name) or self.recall is None, name, "has no effect on recall")
-        shares = sum(practice.share for practice in (self.repeat, self.facts) if practice is not None)
-        require(shares <= 1, "facts", f"and repeat have shares of {shares:g} together, which must be at most 1")
-        if self.repeat is not None:
-            least = 2 * self.repeat.length + self.repeat.gap
-            require(least <= self.sequence_length, "repeat", f"takes {least} tokens, sequence_length is {self.sequence_length}")
+        rows = sum(practice.fraction for practice in (self.repeated_passages, self.synthetic_facts) if practice is not None)
+        require(rows <= 1, "synthetic_facts", f"and repeated_passages are {rows:g} of the rows together, which must be at most 1")
+        if self.repeated_passages is not None:
+            least = 2 * self.repeated_passages.length + self.repeated_passages.gap
+            require(least <= self.sequence_length, "repeated_passages", f"takes {least} tokens, sequence_length is {self.sequence_length}")
         require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
         require(not (self.train and self.recall), "recall", "has no effect beside train")
         if self.weights:
