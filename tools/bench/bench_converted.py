@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="paper")
     parser.add_argument("--rank", type=json.loads, help="of whitened keys: directions, or a share of d (default: the preset's)")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="S", help=f"of {', '.join(STEPS)} (default: all)")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens that the head knows (default: %(default)s)")
     parser.add_argument("--compiled", choices=MODES, help="both models by torch.compile; reduce-overhead: as CUDA graphs")
     args = parser.parse_args()
     print(json.dumps(measure(**vars(args)), indent=2))
@@ -103,19 +104,23 @@ def measure(
     rank: int | float | None = None,
     steps: Sequence[str] = tuple(STEPS),
     compiled: str | None = None,
+    vocabulary: int = VOCABULARY,
 ) -> dict[str, Any]:
     """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
     torch.manual_seed(0)
     config = SHAPES[shape](tokens)
-    settings = {} if rank is None else {"whitening": KeyWhitening(rank=rank)}
+    config.vocab_size = vocabulary
+    settings: dict[str, Any] = {} if PRESETS[preset].target == "gradient" else {"layers": "every:6", "eta": 1e-3}
+    settings |= {} if rank is None else {"whitening": KeyWhitening(rank=rank)}
     base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
-    model = convert(copy.deepcopy(base), InPlaceTTTConfig.preset(preset, layers="every:6", chunk_size=chunk_size, eta=1e-3, **settings))
-    ids = torch.randint(3, VOCABULARY, (1, tokens), device=device)
+    model = convert(copy.deepcopy(base), InPlaceTTTConfig.preset(preset, chunk_size=chunk_size, **settings))
+    ids = torch.randint(3, vocabulary, (1, tokens), device=device)
     if config_of(model).needs_calibration:
         calibrate(model, [ids[:, :2048]])
     for layer in fast_weights(model).values():  # as if trained: conv and P write
-        layer.ttt.conv.data.normal_(std=0.1)
-        layer.ttt.proj.data.normal_(std=0.02)
+        for parameter, std in ((layer.ttt.conv, 0.1), (layer.ttt.proj, 0.02)):
+            if parameter is not None:
+                parameter.data.normal_(std=std)
     if compiled is not None:
         torch._dynamo.reset()  # of earlier models: of one function eight graphs are kept, and the ninth model would run uncompiled
         for either in (base, model):
@@ -131,7 +136,8 @@ def measure(
         gc.collect()
     profile = _profile(model, ids) if "seconds" in rows.get("training step", {}) else []
     return {
-        "shape": shape, "tokens": tokens, "chunk_size": chunk_size, "preset": preset, "rank": rank, "compiled": compiled,
+        "shape": shape, "tokens": tokens, "vocabulary": vocabulary, "chunk_size": chunk_size, "preset": preset, "rank": rank,
+        "compiled": compiled,
         "layers": config.num_hidden_layers, "fast_weights": len(fast_weights(model)), "dtype": dtype, "ratio_to_base": rows,
         "profile_of_a_training_step": profile,
     }  # fmt: skip
