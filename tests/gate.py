@@ -21,7 +21,7 @@ BUDGET = {
     "checkpoint": 380,
     "cli": 160,
     "diagnostics": 120,
-    "docs": 150,
+    "docs": 190,
     "evaluation": 360,
     "files": 20,
     "triton_kernels": 380,
