@@ -184,6 +184,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunk_size": {"chunk_size": 16},
     "eta": {"eta": 0.25},
     "target": {"target": "hidden_states"},
+    "steps_per_chunk": {"target": "gradient", "steps_per_chunk": 2},
     "conv": {"conv": "causal"},
     "kernel_size": {"kernel_size": 3},
     "clip": {"clip": {"max_norm": 1.0}},
