@@ -133,7 +133,7 @@ class InPlaceTTTConfig:
         )
         require(
             self.target == "gradient" or self.steps_per_chunk == 1,
-            "steps_per_chunk counts steps on a chunk's loss, and has no effect without target='gradient'; leave it out.",
+            "steps_per_chunk has no effect without target='gradient'; leave it out.",
         )
         require(self.target != "gradient" or self.chunk_size > 1, "a chunk of one token has no loss of its own; use a chunk_size above 1.")
         for name in ("conv", "kernel_size", "detach_target", "normalize_targets", "proj_init", "prompt_write", "update_on_decode"):
@@ -243,7 +243,7 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
     # Ours: helps without any training. A chunk takes one step of its own loss; one forward and backward per chunk.
     # Upper layers: there it helped more, and the backward ends at the lowest of them.
     "gradient": InPlaceTTTConfig(layers="upper:6", chunk_size=128, eta=0.03, target="gradient"),
-    # Ours: the same for a short text that is read several times, of which sentences are to be said word for word.
+    # Ours: the same for a short text. Read it several times; the model then repeats some of its sentences word for word.
     "notes": InPlaceTTTConfig(layers="upper:3", chunk_size=32, eta=0.2, target="gradient"),
     # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
     "ridge": InPlaceTTTConfig(

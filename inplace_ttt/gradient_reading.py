@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import Cache, DynamicCache
 
 from .errors import InPlaceTTTError
@@ -102,7 +101,7 @@ class GradientReading:
         """Refuses ranks that share rows or parameters: each document's gradient takes all of both, whatever the other ranks read."""
         if steps.first.hooks.model.group is not None or (self.base.training and ulysses_group() is not None):
             raise InPlaceTTTError("target='gradient' reads whole rows, and here ranks share them; give each rank rows of its own.")
-        if self.base.training and any(is_partitioned(p) or isinstance(p, DTensor) for p in self.lm.parameters()):
+        if self.base.training and any(is_partitioned(p) or hasattr(p, "device_mesh") for p in self.lm.parameters()):
             raise InPlaceTTTError(
                 "with target='gradient' ranks read unequal numbers of chunks, so that they cannot share parameters (ZeRO-3, FSDP); use "
                 "DDP, or DeepSpeed's ZeRO stage 2."
@@ -121,7 +120,7 @@ class GradientReading:
             return steps.call(**{**given, "use_cache": False})
 
     def _targets(self, given: dict[str, Any], steps: GradientSteps) -> dict[int, Tensor]:
-        """Targets V [B, T, d] of each layer for a forward of whole rows; zero where nothing reads them later.
+        """Returns the targets V [B, T, d] of each layer for a forward of whole rows; zero for tokens whose writes no later token reads.
 
         Documents are read side by side, each from its own beginning, the longest first; those that have ended leave the batch.
         """

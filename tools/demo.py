@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def remember_a_note(args: argparse.Namespace, work: Path) -> bool:
-    """Whether the model says a sentence of a note from its fast weights alone, and does not say it without."""
+    """Returns True if the model answers a question about a note from its fast weights alone, and cannot answer without them."""
     title("1. Read a note four times, untrained; then ask in a new process, without the text and without its KV cache")
     converted, session, question = work / "smollm2-notes", work / "notes.state", work / "note-question.txt"
     calibration = ("--calibrate", args.text, "--calibrate-tokens", 1024)

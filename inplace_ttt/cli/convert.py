@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import hashlib
 from pathlib import Path
@@ -69,7 +68,7 @@ def render(result: dict[str, Any]) -> str:
     if result["identity"]:
         lines.append(f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} over {TOKENS} tokens")
     if "choice" in result:
-        tried = [Tried(tuple(one.pop("layers")), **one) for one in copy.deepcopy(result["choice"]["tried"])]
+        tried = [Tried(**{**one, "layers": tuple(one["layers"])}) for one in result["choice"]["tried"]]
         lines += table(tried[result["choice"]["taken"]], tried)
     config = InPlaceTTTConfig.from_dict(result["config"])
     setting = "target='gradient'" if config.target == "gradient" else "conv='next'"
@@ -84,7 +83,7 @@ def render(result: dict[str, Any]) -> str:
 def _new_tensors(
     args: argparse.Namespace, checkpoint: Checkpoint, plan: ConversionPlan, rows: list[tuple[Path, Tensor]] | None
 ) -> tuple[ConversionPlan, LayerTensors, dict[str, Any] | None]:
-    """The new tensors; with loss gradients also the plan with the layers and η that were chosen, and what was tried."""
+    """Returns the plan, the new tensors, and the choice of layers and η if one was made, which the plan then has."""
     if rows is None:
         return plan, initial_tensors(checkpoint, plan), None
     base, texts, choice = BaseToMeasure.load(checkpoint), [row for _, row in rows], None

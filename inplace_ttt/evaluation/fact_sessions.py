@@ -32,7 +32,7 @@ class Answer:
     """To one question. exact_match: greedy decoding begins with it. multiple_choice: it is likelier, per token, than the other `options`.
 
     rank: of its first token, 1 the likeliest. stale: what no longer counts is said instead.
-    hallucinated: where nothing was told, one of the options is said.
+    hallucinated: the answer is one of the options, although the document told none.
     """
 
     kind: str

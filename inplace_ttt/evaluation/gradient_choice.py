@@ -1,7 +1,7 @@
-"""Layers and η for `target: gradient`: several are tried on a text, untrained, and the one that helps most without harm is taken.
+"""Chooses layers and η for `target: gradient`: tries several on texts, untrained, and takes the best that does no harm.
 
 Each text is read with a passage that stands in it twice, the second time beyond the attention window. A choice does harm if it raises the
-loss of any text between the two copies. Of the harmless ones, the one is taken that lowers the loss of the second copy most.
+loss of any text between the two copies. `choose` takes the harmless choice that lowers the loss of the second copy most.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _resolved(model: PreTrainedModel, config: InPlaceTTTConfig, layers: str | tu
 
 
 def _measured(model: PreTrainedModel, config: InPlaceTTTConfig, rows: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
-    """What a calibration measures of each layer; with TTT off, so that it holds for any subset of the layers."""
+    """Returns each layer's calibrated tensors. They are measured with TTT off, so they hold for any subset of the layers."""
     convert(model, config)
     try:
         calibrate(model, rows)

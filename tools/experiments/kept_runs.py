@@ -101,7 +101,7 @@ def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = 
 
 
 def leave_untrained(converted: Path, run: Path) -> None:
-    """A folder for what is read of a model as converted."""
+    """Make the folder of a run whose model is read as converted, without training."""
     made_by(run, converted=stamp_of(converted), **digests())
     run.mkdir(exist_ok=True)
 

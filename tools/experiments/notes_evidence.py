@@ -1,8 +1,8 @@
-"""Does an untrained model say what stands in a short note it has read? Loss gradients as targets, by η, layers, steps and readings.
+"""Does an untrained model repeat the facts of a short note? Loss gradients as targets, by η, layers, steps and readings.
 
 python tools/experiments/notes_evidence.py [--model .cache/smollm2-135m] [--notes 4] [--out docs/results/cpu-2026-11/notes]
 
-A note tells two records of invented facts (`inplace_ttt.tasks.facts`) and nothing else, about 190 tokens. The model reads it so many
+A note consists of two records of invented facts (`inplace_ttt.tasks.facts`), about 190 tokens. The model reads it 1, 2, 4 or 8
 times; the KV cache is dropped after each reading, so that the answers come from the fast weights alone. Each question is put to a fork of
 the session. "said" is the share of answers that greedy decoding begins with; "mismatched", the same after the next note. "text" is what the
 note's state changes of the loss of another text, 512 tokens of a play, in nats per token. In float32. What is in OUT.json is done.

@@ -49,7 +49,7 @@ def _finding_targets(recipe: Recipe, model: nn.Module) -> int:
 
 
 def attention_of_targets(recipe: Recipe, model: nn.Module) -> int:
-    """Of scores and values in the same."""
+    """Returns the FLOPs of attention scores and values in that pass."""
     if config_of(model).target != "gradient":
         return 0
     lm = causal_lm(model)
@@ -59,7 +59,7 @@ def attention_of_targets(recipe: Recipe, model: nn.Module) -> int:
 
 
 def _share_read(recipe: Recipe, model: nn.Module) -> float:
-    """Of a row's tokens, those in complete chunks that later tokens read."""
+    """Returns the fraction of a row's tokens in chunks whose writes later tokens read."""
     length, chunk = recipe.data.sequence_length, config_of(model).chunk_size
     return (length - 1) // chunk * chunk / length
 
