@@ -1,4 +1,5 @@
-"""For the site: pages that lie outside docs/ join it, and links to files that are no pages become plain text, or links into repo_url."""
+"""For the site: pages that lie outside docs/ join it, and links to files that are no pages become plain text,
+or links into repo_url."""
 
 import logging
 import os
@@ -13,8 +14,15 @@ from mkdocs.structure.pages import Page
 
 logger = logging.getLogger("mkdocs.hooks.site")  # its warnings end a strict build
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "recipes/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<file>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)|(?<=\]\()(?P<image>docs/[^)\s]+)(?=\))")
+PAGES = {
+    "README.md": "index.md",
+    "recipes/README.md": "recipes.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(
+    r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<file>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)|(?<=\]\()(?P<image>docs/[^)\s]+)(?=\))"
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -35,9 +43,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if files.get_file_from_path(site) is not None:
             up = "../" * page.file.src_uri.count("/")
             return f"[{link['text']}]({up}{site}{link['anchor'] or ''})"
-        if not (ROOT / target).exists():  # code that looks like a link, or a broken one, which the build reports
+        # code that looks like a link, or a broken one, which the build reports
+        if not (ROOT / target).exists():
             return link[0]
-        return f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/main/{target})" if config.repo_url else link["text"]
+        return (
+            f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/main/{target})"
+            if config.repo_url
+            else link["text"]
+        )
 
     return LINK.sub(rewritten, markdown)
 
@@ -52,7 +65,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
             return link[0]
         return f'href="{file.url_relative_to(page.file)}{link["anchor"] or ""}"'
 
-    return re.sub(r'href="(?P<file>[^":#]+\.md)(?P<anchor>#[^"]*)?"', rewritten, html) if page.file.src_uri.endswith(".ipynb") else html
+    return (
+        re.sub(r'href="(?P<file>[^":#]+\.md)(?P<anchor>#[^"]*)?"', rewritten, html)
+        if page.file.src_uri.endswith(".ipynb")
+        else html
+    )
 
 
 class FieldLists(griffe.Extension):
@@ -60,4 +77,6 @@ class FieldLists(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"(?m)^([a-z_]+(?:, [a-z_]+)*): ", r"\n- `\1`: ", obj.docstring.value)
+            obj.docstring.value = re.sub(
+                r"(?m)^([a-z_]+(?:, [a-z_]+)*): ", r"\n- `\1`: ", obj.docstring.value
+            )

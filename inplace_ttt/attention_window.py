@@ -1,10 +1,10 @@
 """Sliding-window attention with sink tokens, for models whose attention can be replaced.
 
-A model that was trained with full attention rests much of it on a document's first tokens; a plain window takes these
-away, and what then repairs the damage looks like memory. So each token sees the last `size` tokens, itself among them,
-and its document's first `sinks`. Layers that have a window of their own keep it, or take `size` where that is less, and see no sinks:
-they never did. Positions stay those of the whole text. Without a cache the work grows with the window, not with the length; with
-`window_cache` the memory does too.
+A model that was trained with full attention rests much of it on a document's first tokens; a plain window
+takes these away, and what then repairs the damage looks like memory. So each token sees the last `size`
+tokens, itself among them, and its document's first `sinks`. Layers that have a window of their own keep it,
+or take `size` where that is less, and see no sinks: they never did. Positions stay those of the whole text.
+Without a cache the work grows with the window, not with the length; with `window_cache` the memory does too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SINKS = 4
 
 @contextmanager
 def attention_window(model: PreTrainedModel, size: int | None, sinks: int = SINKS) -> Iterator[None]:
-    """Within it the model attends through a window of `size` tokens and the first `sinks`; as ever where size is None.
+    """Within it the model attends through a window of `size` tokens and the first `sinks`; as ever where size
+    is None.
 
     Raises InPlaceTTTError for a window that is no window, and for models whose attention cannot be replaced.
     """
@@ -51,20 +52,30 @@ def set_attention_window(model: PreTrainedModel, size: int, sinks: int = SINKS) 
     """`attention_window` for good. Gradients flow; packed documents are told apart by position_ids."""
     if size < 1 or sinks < 0 or sinks >= size:
         raise InPlaceTTTError(
-            f"an attention window of {size} with {sinks} sink tokens does not exist; sinks go from 0 to below the window."
+            f"an attention window of {size} with {sinks} sink tokens does not exist; sinks go from 0 to "
+            "below the window."
         )
-    if unknown := set(attention_kinds(model.config.get_text_config())) - {"full_attention", "sliding_attention"}:
-        raise InPlaceTTTError(f"{type(model).__name__} has layers of {min(unknown)}, which take no attention window; leave it out.")
+    if unknown := set(attention_kinds(model.config.get_text_config())) - {
+        "full_attention",
+        "sliding_attention",
+    }:
+        raise InPlaceTTTError(
+            f"{type(model).__name__} has layers of {min(unknown)}, which take no attention window; leave "
+            "it out."
+        )
     name = f"window_{size}_{sinks}"
     AttentionInterface.register(name, _Window(size, sinks))
     AttentionMaskInterface.register(name, _no_mask)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
-        raise InPlaceTTTError(f"the attention of {type(model).__name__} cannot be replaced, so that it takes no window.")
+        raise InPlaceTTTError(
+            f"the attention of {type(model).__name__} cannot be replaced, so that it takes no window."
+        )
 
 
 def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache:
-    """A cache for `attention_window`: a layer keeps the first `sinks` and the last `size` - 1 tokens; of its own window the last alone."""
+    """A cache for `attention_window`: a layer keeps the first `sinks` and the last `size` - 1 tokens; of its
+    own window the last alone."""
     text = model.config.get_text_config()
     own = getattr(text, "sliding_window", None)
     reach = {"full_attention": (size, sinks), "sliding_attention": (min(size, own or size), 0)}
@@ -72,7 +83,8 @@ def window_cache(model: PreTrainedModel, size: int, sinks: int = SINKS) -> Cache
 
 
 def attention_reach(text: PreTrainedConfig, size: int | None) -> float:
-    """How many tokens back some layer attends, but for sinks; behind a window of `size`, if any. Infinity: to all."""
+    """How many tokens back some layer attends, but for sinks; behind a window of `size`, if any. Infinity: to
+    all."""
     slides = getattr(text, "sliding_window", None) or math.inf
     own = max(slides if kind == "sliding_attention" else math.inf for kind in attention_kinds(text))
     return own if size is None else min(own, size)
@@ -89,13 +101,21 @@ class WindowLayer(DynamicSlidingWindowLayer):
         super().__init__(sliding_window=size)
         self.sinks = sinks
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, kept + new, D] for this forward; keeps what the next one may see, or all while the past is recorded."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, kept + new, D] for this forward; keeps what the next one may see, or all
+        while the past is recorded."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        keys, values = torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
-        self.keys, self.values = (keys, values) if self.record_past else (self._kept(keys), self._kept(values))
+        keys, values = (
+            torch.cat([self.keys, key_states], dim=-2),
+            torch.cat([self.values, value_states], dim=-2),
+        )
+        self.keys, self.values = (
+            (keys, values) if self.record_past else (self._kept(keys), self._kept(values))
+        )
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -105,7 +125,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
         left, back = max(self.cumulative_length + tokens_to_remove, 0), -tokens_to_remove
         if self.keys.shape[-2] - back < min(left, self._room):
             raise InPlaceTTTError(
-                f"the last {back} tokens cannot be taken back: what the attention window sees before them is no longer kept; call "
+                f"the last {back} tokens cannot be taken back: what the attention window sees before them "
+                "is no longer kept; call "
                 "cache.activate_past_recording() before reading what you may take back."
             )
         DynamicLayer.crop(self, tokens_to_remove)
@@ -131,24 +152,30 @@ def _no_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """A mask function of transformers: the window needs none, and takes no padding and no keys behind those of the queries."""
+    """A mask function of transformers: the window needs none, and takes no padding and no keys behind those
+    of the queries."""
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise InPlaceTTTError(
-            f"the attention window does not go with a static cache, whose {kv_length} slots are there before they are filled; use "
+            f"the attention window does not go with a static cache, whose {kv_length} slots are there "
+            "before they are filled; use "
             "window_cache(model, size), or a DynamicCache."
         )
     if attention_mask is not None and not attention_mask.all():
-        raise InPlaceTTTError("the attention window does not go with padding; read rows of one length, or pack them.")
+        raise InPlaceTTTError(
+            "the attention window does not go with padding; read rows of one length, or pack them."
+        )
 
 
 class _Window:
-    """An attention function of transformers: query [B, H, T, D], key and value [B, H_kv, S, D] -> [B, T, H, D]."""
+    """An attention function of transformers: query [B, H, T, D], key and value [B, H_kv, S, D] -> [B, T, H,
+    D]."""
 
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks
         self._narrower: dict[int, _Window] = {}
         """By the window that a layer has of its own."""
-        self._asked: tuple[Tensor, int, bool] | None = None  # the positions that were last asked about, their version, the answer
+        # the positions that were last asked about, their version, the answer
+        self._asked: tuple[Tensor, int, bool] | None = None
 
     def __call__(
         self,
@@ -169,20 +196,27 @@ class _Window:
             return narrower(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         if unknown := [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]:
             raise InPlaceTTTError(
-                f"the attention window does not know {unknown[0]}, which {type(module).__name__} has; leave the window out."
+                f"the attention window does not know {unknown[0]}, which {type(module).__name__} has; "
+                "leave the window out."
             )
         length, positions = query.shape[2], kwargs.get("position_ids")
         settings: dict[str, Any] = {"dropout_p": dropout if module.training else 0.0, "scale": scaling}
         packed = positions is not None and length > 1 and self._is_packed(positions)
         if length == key.shape[2] and not packed and length > 2 * self.size:
             return self._in_blocks(query, key, value, settings).transpose(1, 2).contiguous(), None
-        mask = self._packed_mask(positions) if packed and positions is not None else self._cached_mask(length, key.shape[2], query.device)
+        mask = (
+            self._packed_mask(positions)
+            if packed and positions is not None
+            else self._cached_mask(length, key.shape[2], query.device)
+        )
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, **settings)
         return out.transpose(1, 2).contiguous(), None
 
     def _is_packed(self, positions: Tensor) -> bool:
-        """Whether rows hold several documents; the answer waits for the device, so a forward's layers share it."""
-        version = -1 if positions.is_inference() else positions._version  # an inference tensor's is not kept, nor its answer
+        """Whether rows hold several documents; the answer waits for the device, so a forward's layers share
+        it."""
+        # an inference tensor's is not kept, nor its answer
+        version = -1 if positions.is_inference() else positions._version
         asked = self._asked  # read once: another thread may ask about its positions in between
         if asked is None or asked[0] is not positions or asked[1] != version or version < 0:
             asked = self._asked = positions, version, bool(document_starts(positions)[:, 1:].any())
@@ -199,7 +233,8 @@ class _Window:
         return (distance >= 0) & ((distance < self.size) | (index < self.sinks))
 
     def _packed_mask(self, positions: Tensor) -> Tensor:
-        """[B, 1, T, T] of rows of several documents, whose first tokens stand at position 0 or after a break."""
+        """[B, 1, T, T] of rows of several documents, whose first tokens stand at position 0 or after a
+        break."""
         starts = document_starts(positions)
         index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         begin = torch.where(starts, index, 0).cummax(dim=-1).values
@@ -208,7 +243,8 @@ class _Window:
         return (same & self._sees(within[:, :, None], within[:, None, :]))[:, None]
 
     def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
-        """Blocks of `size` queries, each against its own and the block before, and the sinks; one mask for all groups of heads."""
+        """Blocks of `size` queries, each against its own and the block before, and the sinks; one mask for
+        all groups of heads."""
         (batch, heads, length, dim), groups, size = query.shape, key.shape[1], self.size
         blocks = -(-length // size)
         query, key, value = (pad(x, (0, 0, 0, blocks * size - length)) for x in (query, key, value))
@@ -217,12 +253,23 @@ class _Window:
         near = start + torch.arange(-size, size, device=query.device)
         first = torch.arange(self.sinks, device=query.device).expand(blocks, -1)
         seen = (near >= self.sinks)[:, None, :] & self._sees(asking[:, :, None], near[:, None, :])
-        mask = torch.cat([first[:, None, :] <= asking[:, :, None], seen], dim=-1)  # sinks once, as the first keys
+        # sinks once, as the first keys
+        mask = torch.cat([first[:, None, :] <= asking[:, :, None], seen], dim=-1)
         together = heads // groups
-        asks = query.view(batch, groups, together, blocks, size, dim).transpose(2, 3).reshape(batch * groups, blocks, -1, dim)
+        asks = (
+            query.view(batch, groups, together, blocks, size, dim)
+            .transpose(2, 3)
+            .reshape(batch * groups, blocks, -1, dim)
+        )
         keys, values = (self._context(x.flatten(0, 1), blocks) for x in (key, value))
-        out = scaled_dot_product_attention(asks, keys, values, attn_mask=mask.repeat(1, together, 1)[None], **settings)
-        out = out.view(batch, groups, blocks, together, size, dim).transpose(2, 3).reshape(batch, heads, blocks * size, dim)
+        out = scaled_dot_product_attention(
+            asks, keys, values, attn_mask=mask.repeat(1, together, 1)[None], **settings
+        )
+        out = (
+            out.view(batch, groups, blocks, together, size, dim)
+            .transpose(2, 3)
+            .reshape(batch, heads, blocks * size, dim)
+        )
         return out[:, :, :length]
 
     def _context(self, x: Tensor, blocks: int) -> Tensor:

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from .config_tables import MOST_TOKENS, KeyWhitening, PromptWrite, UpdateClip, from_mapping, is_number, require, require_size
+from .config_tables import (
+    MOST_TOKENS,
+    KeyWhitening,
+    PromptWrite,
+    UpdateClip,
+    from_mapping,
+    is_number,
+    require,
+    require_size,
+)
 from .rules import Rule, WriteNorm, rule_of_config
 
 Target = Literal["embeddings", "hidden_states", "gradient"]
@@ -29,13 +38,17 @@ _MOST_STEPS = 1000
 class InPlaceTTTConfig:
     """Every choice of a conversion. The defaults are the `paper` preset.
 
-    layers: "every:N" (layers 0, N, 2N, …), "upper:N" (those of them above the model's lower 40 %), or the layer indices. Paper appendix
+    layers: "every:N" (layers 0, N, 2N, …), "upper:N" (those of them above the model's lower 40 %), or the
+        layer indices. Paper appendix
     C.3: every sixth; offset unstated.
     chunk_size: tokens a chunk, C. Paper §4.3: 512 and 1024 are best of 256…2048.
     eta: η of Eq. (1), one number or one a TTT layer. The paper gives no value.
-    target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's input). "gradient" is an
-    extension that needs no training: V is minus the gradient of the chunk's loss by the layer's output, times a measured scale.
-    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no future token);
+    target: source X of the target, "embeddings" (what enters layer 0, §3.2) or "hidden_states" (the MLP's
+        input). "gradient" is an
+    extension that needs no training: V is minus the gradient of the chunk's loss by the layer's output, times
+    a measured scale.
+    conv: "lookahead" pads the chunk on both sides (taps t-k//2 … t+k//2); "causal" on the left only (no
+        future token);
     "next" is an extension without a convolution: the next token's source, zero for a chunk's last token.
     kernel_size: taps of the depthwise convolution (appendix C.2: 5).
     clip: bound on a chunk's delta, or None.
@@ -44,19 +57,25 @@ class InPlaceTTTConfig:
     update_on_decode: tokens read one at a time into a non-empty cache (generated ones) write too.
 
     Extensions, which the paper does not have:
-    update_rule: what is read of everything written: "sum" is the paper's S = Σ VᵀZ; "ridge" the M that minimises
+    update_rule: what is read of everything written: "sum" is the paper's S = Σ VᵀZ; "ridge" the M that
+        minimises
     Σ ‖V - ZMᵀ‖² + λ‖M‖², from that sum and the one of ZᵀZ.
     ridge: λ of least squares.
     whitening: whitened keys, or None for the paper's.
-    write_gate: each token's write counts by a gate of its key, which is learnt, in what least squares over whitened keys minimises:
+    write_gate: each token's write counts by a gate of its key, which is learnt, in what least squares over
+        whitened keys minimises:
     what a text says beside the matter then takes less of the memory. 1 before it has learnt.
-    normalize_targets: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a text's) and brought
+    normalize_targets: the target's source is centred (embeddings at the vocabulary's mean, hidden states at a
+        text's) and brought
     to the size of the layer's residual stream, as measured on a text.
-    proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all layers, the identity, or
-    "calibrated", the map from the next token's source to what would have lowered the loss, as measured on a text.
+    proj_init: what P starts as: a diagonal drawn anew for each layer (the paper), one diagonal for all
+        layers, the identity, or
+    "calibrated", the map from the next token's source to what would have lowered the loss, as measured on a
+    text.
     write_norm: "spectral" divides a chunk's delta by its spectral norm, in place of a clip.
     preserve_row_norms: each row of W0 + ηS is brought to the norm of W0's where it is read.
-    prompt_write: what a session writes at the end of its prompt, once, in place of the chunks (`Session.write_prompt`); forwards
+    prompt_write: what a session writes at the end of its prompt, once, in place of the chunks
+        (`Session.write_prompt`); forwards
     without a cache, as in training, write chunks all the same.
     """
 
@@ -92,10 +111,13 @@ class InPlaceTTTConfig:
         if isinstance(self.whitening, Mapping):
             object.__setattr__(self, "whitening", from_mapping(KeyWhitening, self.whitening, "whitening"))
         if isinstance(self.prompt_write, Mapping):
-            object.__setattr__(self, "prompt_write", from_mapping(PromptWrite, self.prompt_write, "prompt_write"))
+            object.__setattr__(
+                self, "prompt_write", from_mapping(PromptWrite, self.prompt_write, "prompt_write")
+            )
         self._check_layers()
         require(
-            type(self.chunk_size) is int and self.chunk_size >= 1, f"chunk_size must be an integer of at least 1, got {self.chunk_size!r}."
+            type(self.chunk_size) is int and self.chunk_size >= 1,
+            f"chunk_size must be an integer of at least 1, got {self.chunk_size!r}.",
         )
         etas = self.eta if isinstance(self.eta, tuple) else (self.eta,)
         require(
@@ -103,30 +125,46 @@ class InPlaceTTTConfig:
             f"eta must be a number of at least 0 (or one a layer), got {self.eta!r}.",
         )
         require_size("eta", *etas)
-        require(self.chunk_size <= MOST_TOKENS, f"chunk_size must be at most {MOST_TOKENS}, got {self.chunk_size!r}.")
+        require(
+            self.chunk_size <= MOST_TOKENS,
+            f"chunk_size must be at most {MOST_TOKENS}, got {self.chunk_size!r}.",
+        )
         if isinstance(self.eta, tuple) and isinstance(self.layers, tuple):
             require(
                 len(self.eta) == len(self.layers),
-                f"eta has {len(self.eta)} values for {len(self.layers)} layers; give one number or one a layer.",
+                f"eta has {len(self.eta)} values for {len(self.layers)} layers; give one number or one a "
+                "layer.",
             )
-        require(self.target in get_args(Target), f"target must be one of {get_args(Target)}, got {self.target!r}.")
+        require(
+            self.target in get_args(Target), f"target must be one of {get_args(Target)}, got {self.target!r}."
+        )
         require(self.conv in get_args(Conv), f"conv must be one of {get_args(Conv)}, got {self.conv!r}.")
         require(
             type(self.kernel_size) is int and self.kernel_size >= 1,
             f"kernel_size must be an integer of at least 1, got {self.kernel_size!r}.",
         )
-        require(self.kernel_size <= _MOST_TAPS, f"kernel_size must be at most {_MOST_TAPS}, got {self.kernel_size!r}.")
+        require(
+            self.kernel_size <= _MOST_TAPS,
+            f"kernel_size must be at most {_MOST_TAPS}, got {self.kernel_size!r}.",
+        )
         require(
             self.conv != "lookahead" or self.kernel_size % 2 == 1,
-            f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd size or conv='causal'.",
+            f"kernel_size {self.kernel_size} is even, but a lookahead convolution is symmetric; use an odd "
+            "size or conv='causal'.",
         )
-        require(self.clip is None or isinstance(self.clip, UpdateClip), f"clip must be a UpdateClip or nothing, got {self.clip!r}.")
+        require(
+            self.clip is None or isinstance(self.clip, UpdateClip),
+            f"clip must be a UpdateClip or nothing, got {self.clip!r}.",
+        )
         require(
             self.whitening is None or isinstance(self.whitening, KeyWhitening),
             f"whitening must be a KeyWhitening or nothing, got {self.whitening!r}.",
         )
         for name in ("detach_target", "update_on_decode", "normalize_targets"):
-            require(isinstance(getattr(self, name), bool), f"{name} must be true or false, got {getattr(self, name)!r}.")
+            require(
+                isinstance(getattr(self, name), bool),
+                f"{name} must be true or false, got {getattr(self, name)!r}.",
+            )
         require(
             type(self.steps_per_chunk) is int and 1 <= self.steps_per_chunk <= _MOST_STEPS,
             f"steps_per_chunk must be an integer from 1 to {_MOST_STEPS}, got {self.steps_per_chunk!r}.",
@@ -135,75 +173,122 @@ class InPlaceTTTConfig:
             self.target == "gradient" or self.steps_per_chunk == 1,
             "steps_per_chunk has no effect without target='gradient'; leave it out.",
         )
-        require(self.target != "gradient" or self.chunk_size > 1, "a chunk of one token has no loss of its own; use a chunk_size above 1.")
-        for name in ("conv", "kernel_size", "detach_target", "normalize_targets", "proj_init", "prompt_write", "update_on_decode"):
+        require(
+            self.target != "gradient" or self.chunk_size > 1,
+            "a chunk of one token has no loss of its own; use a chunk_size above 1.",
+        )
+        for name in (
+            "conv",
+            "kernel_size",
+            "detach_target",
+            "normalize_targets",
+            "proj_init",
+            "prompt_write",
+            "update_on_decode",
+        ):
             require(
                 self.target != "gradient" or getattr(self, name) == getattr(InPlaceTTTConfig, name),
-                f"{name} has no effect on target='gradient', which has no convolution and no P and writes all it reads; leave it out.",
+                f"{name} has no effect on target='gradient', which has no convolution and no P and writes "
+                "all it reads; leave it out.",
             )
         usual = InPlaceTTTConfig.kernel_size
         require(
             self.conv != "next" or self.kernel_size == usual,
             f"kernel_size {self.kernel_size} is of a convolution, and conv='next' has none; leave it out.",
         )
-        require(self.proj_init in get_args(ProjInit), f"proj_init must be one of {get_args(ProjInit)}, got {self.proj_init!r}.")
         require(
-            self.proj_init != "calibrated" or self.conv == "next" or (self.conv == "lookahead" and self.kernel_size >= 3),
-            "proj_init='calibrated' needs targets that see the next token; use conv='lookahead' and a kernel_size of 3 or more.",
+            self.proj_init in get_args(ProjInit),
+            f"proj_init must be one of {get_args(ProjInit)}, got {self.proj_init!r}.",
+        )
+        require(
+            self.proj_init != "calibrated"
+            or self.conv == "next"
+            or (self.conv == "lookahead" and self.kernel_size >= 3),
+            "proj_init='calibrated' needs targets that see the next token; use conv='lookahead' and a "
+            "kernel_size of 3 or more.",
         )
         object.__setattr__(self, "rule", rule_of_config(self, InPlaceTTTConfig))
 
     def _check_layers(self) -> None:
         if isinstance(self.layers, str):
             require(
-                _EVERY.fullmatch(self.layers) is not None, f"layers must be 'every:N', 'upper:N' or a list of indices, got {self.layers!r}."
+                _EVERY.fullmatch(self.layers) is not None,
+                f"layers must be 'every:N', 'upper:N' or a list of indices, got {self.layers!r}.",
             )
             return
         require(
-            isinstance(self.layers, tuple) and len(self.layers) > 0 and all(type(i) is int and i >= 0 for i in self.layers),
-            f"layers must be 'every:N', 'upper:N' or a non-empty list of indices from 0, got {self.layers!r}.",
+            isinstance(self.layers, tuple)
+            and len(self.layers) > 0
+            and all(type(i) is int and i >= 0 for i in self.layers),
+            "layers must be 'every:N', 'upper:N' or a non-empty list of indices from 0, got "
+            f"{self.layers!r}.",
         )
-        require(len(set(self.layers)) == len(self.layers), f"layers names a layer twice: {list(self.layers)}.")
-        require(list(self.layers) == sorted(self.layers), f"layers must be in order, got {list(self.layers)}.")
+        require(
+            len(set(self.layers)) == len(self.layers), f"layers names a layer twice: {list(self.layers)}."
+        )
+        require(
+            list(self.layers) == sorted(self.layers), f"layers must be in order, got {list(self.layers)}."
+        )
 
     def resolve(self, num_layers: int) -> InPlaceTTTConfig:
         """The same config with the layer indices written out for a model of `num_layers` layers."""
         if isinstance(self.layers, str):
             which, step = self.layers.split(":")
             layers = range(0, num_layers, int(step))
-            chosen = [layer for layer in layers if which == "every" or layer >= _LOWER * num_layers] or [layers[-1]]
+            chosen = [layer for layer in layers if which == "every" or layer >= _LOWER * num_layers] or [
+                layers[-1]
+            ]
             return dataclasses.replace(self, layers=tuple(chosen))
         beyond = [i for i in self.layers if i >= num_layers]
-        require(not beyond, f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.")
+        require(
+            not beyond,
+            f"layers {beyond} do not exist: the model has {num_layers} layers, 0 to {num_layers - 1}.",
+        )
         return self
 
     def state_shape(self, d: int, h: int) -> tuple[int, int]:
-        """Rows and columns of one sequence's state at a down-projection from h to d: [d, r], with least squares [d + r, r]."""
+        """Rows and columns of one sequence's state at a down-projection from h to d: [d, r], with least
+        squares [d + r, r]."""
         width = h if self.whitening is None else self.whitening.directions(d, h)
         return self.rule.state_rows(d, width), width
 
     @property
     def wanting_whole_input(self) -> list[str]:
-        """The settings under which a fast weight is not a sum over parts of its layer's input, so that ranks cannot split that."""
+        """The settings under which a fast weight is not a sum over parts of its layer's input, so that ranks
+        cannot split that."""
         target = ["target='gradient'"] if self.target == "gradient" else []
-        return [*target, *(name for name in ("clip", "whitening") if getattr(self, name)), *self.rule.wanting_whole_input()]
+        return [
+            *target,
+            *(name for name in ("clip", "whitening") if getattr(self, name)),
+            *self.rule.wanting_whole_input(),
+        ]
 
     @property
     def needs_calibration(self) -> bool:
         """Whether a layer has tensors that are measured on a text (`inplace_ttt.calibration.calibrate`)."""
-        return self.target == "gradient" or self.whitening is not None or self.normalize_targets or self.proj_init == "calibrated"
+        return (
+            self.target == "gradient"
+            or self.whitening is not None
+            or self.normalize_targets
+            or self.proj_init == "calibrated"
+        )
 
     @property
     def extensions(self) -> dict[str, Any]:
         """The settings beyond the paper's method that are on, by name."""
-        values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name not in _OF_THE_PAPER}
+        values = {
+            f.name: (getattr(self, f.name), f.default)
+            for f in dataclasses.fields(self)
+            if f.name not in _OF_THE_PAPER
+        }
         target: dict[str, Any] = {"conv": self.conv} if self.conv == "next" else {}
         target |= {"target": self.target} if self.target == "gradient" else {}
         return target | {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def starts_as_base(self) -> bool:
-        """Whether a fresh conversion writes nothing, so that it computes what its base does: its convolution is zero."""
+        """Whether a fresh conversion writes nothing, so that it computes what its base does: its convolution
+        is zero."""
         return self.conv != "next" and self.target != "gradient"
 
     def eta_of(self, position: int) -> float:
@@ -226,11 +311,13 @@ class InPlaceTTTConfig:
 
 
 PRESETS: dict[str, InPlaceTTTConfig] = {
-    # arXiv 2604.06169. η, the layer offset and the chunk size of the main runs are unstated: ours are 1, 0 and 1024.
+    # arXiv 2604.06169. η, the layer offset and the chunk size of the main runs are unstated: ours are 1, 0
+    # and 1024.
     "paper": InPlaceTTTConfig(),
     # The public reference code's recommended configuration.
     "official": InPlaceTTTConfig(chunk_size=4096, eta=3.0, target="hidden_states"),
-    # TTT-NTP (arXiv 2606.21803): its public recipe for Llama-3.1-8B, with the diagonal start of its others. docs/ttt_ntp.md.
+    # TTT-NTP (arXiv 2606.21803): its public recipe for Llama-3.1-8B, with the diagonal start of its others.
+    # docs/ttt_ntp.md.
     "ttt_ntp": InPlaceTTTConfig(
         eta=0.3,
         target="hidden_states",
@@ -240,12 +327,14 @@ PRESETS: dict[str, InPlaceTTTConfig] = {
         preserve_row_norms=True,
         prompt_write=PromptWrite(),
     ),
-    # Ours: helps without any training. A chunk takes one step of its own loss; one forward and backward per chunk.
-    # Upper layers: there it helped more, and the backward ends at the lowest of them.
+    # Ours: helps without any training. A chunk takes one step of its own loss; one forward and backward per
+    # chunk. Upper layers: there it helped more, and the backward ends at the lowest of them.
     "gradient": InPlaceTTTConfig(layers="upper:6", chunk_size=128, eta=0.03, target="gradient"),
-    # Ours: the same for a short text. Read it several times; the model then repeats some of its sentences word for word.
+    # Ours: the same for a short text. Read it several times; the model then repeats some of its sentences
+    # word for word.
     "notes": InPlaceTTTConfig(layers="upper:3", chunk_size=32, eta=0.2, target="gradient"),
-    # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a text at conversion.
+    # Ours, not the paper's: what our evidence says stores what a document says (docs/results). Measured on a
+    # text at conversion.
     "ridge": InPlaceTTTConfig(
         chunk_size=128,
         eta=3.0,

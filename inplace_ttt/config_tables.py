@@ -23,19 +23,28 @@ def require(holds: bool, message: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf")
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and value == value
+        and abs(value) != float("inf")
+    )
 
 
 def require_size(name: str, *values: float | None) -> None:
     for value in values:
-        require(not value or _LEAST <= value <= _LARGEST, f"{name} must be from {_LEAST:g} to {_LARGEST:g}, got {value!r}.")
+        require(
+            not value or _LEAST <= value <= _LARGEST,
+            f"{name} must be from {_LEAST:g} to {_LARGEST:g}, got {value!r}.",
+        )
 
 
 @dataclass(frozen=True)
 class UpdateClip:
     """Bound on the Frobenius norm of one chunk's delta V_jᵀZ_j (without η), paper appendix "Clipping".
 
-    max_norm: the paper's τ; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the gradient.
+    max_norm: the paper's τ; absolute, or a fraction of ‖W0‖_F when `relative`. It is a constant to the
+        gradient.
     mode: "inference" clips in eval mode only (the paper), "always" in training too.
     """
 
@@ -49,21 +58,27 @@ class UpdateClip:
             f"clip.max_norm must be a number above 0, got {self.max_norm!r}; leave clip out for no clipping.",
         )
         require_size("clip.max_norm", self.max_norm)
-        require(isinstance(self.relative, bool), f"clip.relative must be true or false, got {self.relative!r}.")
         require(
-            self.mode in get_args(ClipMode), f"clip.mode must be one of {get_args(ClipMode)}, got {self.mode!r}; leave clip out for never."
+            isinstance(self.relative, bool), f"clip.relative must be true or false, got {self.relative!r}."
+        )
+        require(
+            self.mode in get_args(ClipMode),
+            f"clip.mode must be one of {get_args(ClipMode)}, got {self.mode!r}; leave clip out for never.",
         )
 
 
 @dataclass(frozen=True)
 class KeyWhitening:
-    """Extension, not in the paper: keys k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c) of r numbers, in place of the h of z.
+    """Extension, not in the paper: keys k = s (Λ + ρI)^(-1/2) Uᵀ (z - ‖z‖c) of r numbers, in place of the h
+    of z.
 
-    z is the down-projection's input, c = E[‖z‖z] / E[‖z‖²] its centre over a calibration text, U, Λ are the r largest directions and
-    variances of what the centre leaves. These inputs lie in few directions, so that raw keys collide and every read returns a mixture of
-    all writes. s makes the mean of ‖k‖² about one: a key that was written once reads its own target back with weight about one.
+    z is the down-projection's input, c = E[‖z‖z] / E[‖z‖²] its centre over a calibration text, U, Λ are the r
+    largest directions and variances of what the centre leaves. These inputs lie in few directions, so that
+    raw keys collide and every read returns a mixture of all writes. s makes the mean of ‖k‖² about one: a key
+    that was written once reads its own target back with weight about one.
 
-    rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them without one.
+    rank: r, as a number of directions or, below or at 1.0, a fraction of the model's width d; all of them
+        without one.
     shrinkage: ρ as a fraction of the mean variance.
     """
 
@@ -72,11 +87,17 @@ class KeyWhitening:
 
     def __post_init__(self) -> None:
         require(
-            self.rank is None or (type(self.rank) is int and self.rank >= 1) or (type(self.rank) is float and 0 < self.rank <= 1),
-            "whitening.rank must be an integer of at least 1, a fraction of the model's width from above 0 to 1.0, or left out for all "
+            self.rank is None
+            or (type(self.rank) is int and self.rank >= 1)
+            or (type(self.rank) is float and 0 < self.rank <= 1),
+            "whitening.rank must be an integer of at least 1, a fraction of the model's width from above 0 "
+            "to 1.0, or left out for all "
             f"directions, got {self.rank!r}.",
         )
-        require(is_number(self.shrinkage) and self.shrinkage > 0, f"whitening.shrinkage must be a number above 0, got {self.shrinkage!r}.")
+        require(
+            is_number(self.shrinkage) and self.shrinkage > 0,
+            f"whitening.shrinkage must be a number above 0, got {self.shrinkage!r}.",
+        )
         require_size("whitening.shrinkage", self.shrinkage)
 
     def directions(self, d: int, h: int) -> int:
@@ -88,10 +109,11 @@ class KeyWhitening:
 
 @dataclass(frozen=True)
 class PromptWrite:
-    """Extension, TTT-NTP's inference: one ridge regression over the end of a prompt, in place of the chunks' writes.
+    """Extension, TTT-NTP's inference: one ridge regression over the end of a prompt, in place of the chunks'
+    writes.
 
-    Over the last pairs (z_t, V_t = x_{t+1} P) of the prompt, ΔW minimises Σ ‖V_t - (W0 + ΔW) z_t‖² + λ‖ΔW‖²; what comes after
-    reads W0 + η' ΔW with η' = min(η, cap · ‖W0‖ / ‖ΔW‖).
+    Over the last pairs (z_t, V_t = x_{t+1} P) of the prompt, ΔW minimises Σ ‖V_t - (W0 + ΔW) z_t‖² + λ‖ΔW‖²;
+    what comes after reads W0 + η' ΔW with η' = min(η, cap · ‖W0‖ / ‖ΔW‖).
 
     window: pairs, across the borders of chunks. ridge: λ, absolute. eta: η, which is not the layer's.
     cap: the largest ‖η' ΔW‖ as a fraction of ‖W0‖ (Frobenius), a layer and sequence each; None for none.
@@ -113,7 +135,8 @@ class PromptWrite:
             value = getattr(self, name)
             require(
                 (name == "cap" and value is None) or (is_number(value) and value > 0),
-                f"prompt_write.{name} must be a number above 0{', or left out' if name == 'cap' else ''}, got {value!r}.",
+                f"prompt_write.{name} must be a number above 0{', or left out' if name == 'cap' else ''}, "
+                f"got {value!r}.",
             )
             require_size(f"prompt_write.{name}", value)
         require(
@@ -126,7 +149,10 @@ def from_mapping(cls: type, values: Mapping[str, Any], where: str) -> Any:
     require(isinstance(values, Mapping), f"{where} must be a table of settings, got {values!r}.")
     known = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(values) - set(known))
-    require(not unknown, f"{where} has no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.")
+    require(
+        not unknown,
+        f"{where} has no setting {', '.join(map(repr, unknown))}; known settings: {', '.join(known)}.",
+    )
     try:
         return cls(**values)
     except TypeError as error:

@@ -1,6 +1,8 @@
-"""The class of a converted model: its base's, which converts itself when it is made, before weights are loaded.
+"""The class of a converted model: its base's, which converts itself when it is made, before weights are
+loaded.
 
-It imports surgery where it is used: transformers, which surgery imports, brings this file in (`registration`).
+It imports surgery where it is used: transformers, which surgery imports, brings this file in
+(`registration`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _loading: ContextVar[bool] = ContextVar("whether from_pretrained is making the m
 def _converted_class(base: Any, config_class: Any) -> type:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        # A quantiser that is at work in from_pretrained replaces linear maps first, which must not be fast weights yet.
+        # A quantiser that is at work in from_pretrained replaces linear maps first, which must not be fast
+        # weights yet.
         if not (_loading.get() and getattr(config, "quantization_config", None)):
             _convert(self)
 
@@ -33,10 +36,12 @@ def _converted_class(base: Any, config_class: Any) -> type:
             model, info = base.from_pretrained.__func__(cls, *args, output_loading_info=True, **kwargs)
         finally:
             _loading.reset(token)
-        refuse_lack(model, [name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()])  # not a new head
+        # not a new head
+        refuse_lack(model, [name for name in info["missing_keys"] if ".ttt." in name or model.can_generate()])
         if dropped := sorted(name for name in info["unexpected_keys"] if ".ttt." in name):
             raise InPlaceTTTError(
-                f"{_source(model)} has {len(dropped)} tensors of fast weights that its config names no layer for ({dropped[0]}, …); take "
+                f"{_source(model)} has {len(dropped)} tensors of fast weights that its config names no "
+                f"layer for ({dropped[0]}, …); take "
                 "config and weights of one checkpoint."
             )
         _check_split(model)
@@ -58,18 +63,23 @@ def _converted_class(base: Any, config_class: Any) -> type:
         "from_pretrained": classmethod(from_pretrained),
         "initialize_weights": initialize_weights,
         "_load_pretrained_model": staticmethod(_load_pretrained_model),
-        # The base's code on the base's weights: transformers must rename old checkpoints' tensors as it does for the base.
+        # The base's code on the base's weights: transformers must rename old checkpoints' tensors as it does
+        # for the base.
         "is_custom_code": classmethod(lambda cls: False),
     }
-    return type(base.__name__, (base,), body)  # the base's name, by which transformers chooses losses and label shifts
+    # the base's name, by which transformers chooses losses and label shifts
+    return type(base.__name__, (base,), body)
 
 
 def refuse_lack(model: Any, missing: Iterable[str]) -> None:
-    """Raises InPlaceTTTError where a checkpoint lacks tensors of the model that it was loaded into, which have random numbers now."""
+    """Raises InPlaceTTTError where a checkpoint lacks tensors of the model that it was loaded into, which
+    have random numbers now."""
     if lacking := sorted(missing):
         raise InPlaceTTTError(
-            f"{_source(model)} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): half a checkpoint, or another "
-            "class's; load it by the class that its config.json names, or download the base, or convert it, again."
+            f"{_source(model)} lacks {len(lacking)} tensors of a {type(model).__name__} ({lacking[0]}, …): "
+            "half a checkpoint, or another "
+            "class's; load it by the class that its config.json names, or download the base, or convert "
+            "it, again."
         )
 
 
@@ -85,7 +95,8 @@ def _convert(model: Any) -> None:
 
 
 def _start(model: Any) -> None:
-    """Start the new parameters that the meta device could not hold and no checkpoint has filled, as transformers does the base's."""
+    """Start the new parameters that the meta device could not hold and no checkpoint has filled, as
+    transformers does the base's."""
     from .surgery import SEED, fast_weights, initial_std
 
     for index, layer in fast_weights(model).items():

@@ -1,12 +1,13 @@
 """The config of a converted model: an own model_type on disk, the base's own type in memory.
 
-On disk a stock model_type would load silently as the base model, its TTT tensors dropped. So the folder says `model_type:
-inplace_ttt`, with a shim that names the package to install; `architectures` names our classes; and for a class of the base
-that is told to load the folder all the same, a setting that every config of a model checks holds a sentence instead of a
-value. (A Trainer that resumes reads the file as a config of no model, which checks that setting only beside the number of
-layers; so this is in our section.) In memory the config keeps the base's model_type, since Liger, PEFT and others look
-models up by it. Importing `inplace_ttt` registers one model_type; the classes for each base are made when a config asks
-for them (`converted_class`). No existing model_type is touched.
+On disk a stock model_type would load silently as the base model, its TTT tensors dropped. So the folder says
+`model_type: inplace_ttt`, with a shim that names the package to install; `architectures` names our classes;
+and for a class of the base that is told to load the folder all the same, a setting that every config of a
+model checks holds a sentence instead of a value. (A Trainer that resumes reads the file as a config of no
+model, which checks that setting only beside the number of layers; so this is in our section.) In memory the
+config keeps the base's model_type, since Liger, PEFT and others look models up by it. Importing `inplace_ttt`
+registers one model_type; the classes for each base are made when a config asks for them (`converted_class`).
+No existing model_type is touched.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ from inplace_ttt.converted_config import InPlaceTTTModelConfig  # noqa: F401
 '''
 _GUARD, _COUNT = "layer_types", "num_hidden_layers"
 _NOT_THE_BASE = [
-    "this is an In-Place TTT checkpoint, which a class of its base would load without its fast weights: import inplace_ttt "
+    "this is an In-Place TTT checkpoint, which a class of its base would load without its fast weights: "
+    "import inplace_ttt "
     "(in its checkout, pip install -e .) and load it with inplace_ttt.load or an Auto class of transformers"
 ]
 
 followers: list[Callable[[type[PreTrainedConfig], type[PreTrainedConfig]], None]] = []
-"""Each is told of a base's config class, and of the one that is made for it: `converted_class` makes the model classes."""
+"""Each is told of a base's config class, and of the one that is made for it: `converted_class` makes the
+model classes."""
 
 
 class InPlaceTTTModelConfig(PreTrainedConfig):
-    """The entry for `model_type: inplace_ttt`: gives a config of the base's kind that carries the TTT config."""
+    """The entry for `model_type: inplace_ttt`: gives a config of the base's kind that carries the TTT
+    config."""
 
     model_type = MODEL_TYPE
 
@@ -54,11 +58,13 @@ class InPlaceTTTModelConfig(PreTrainedConfig):
         section = config_dict.get(MODEL_TYPE)
         if not isinstance(section, Mapping) or "base_model_type" not in section or "config" not in section:
             raise InPlaceTTTError(
-                f"config.json says model_type {MODEL_TYPE} but has no {MODEL_TYPE} section; convert the base model again."
+                f"config.json says model_type {MODEL_TYPE} but has no {MODEL_TYPE} section; convert the "
+                "base model again."
             )
         if section["base_model_type"] not in CONFIG_MAPPING:
             raise InPlaceTTTError(
-                f"the base is a {section['base_model_type']}, which this transformers does not know; upgrade transformers."
+                f"the base is a {section['base_model_type']}, which this transformers does not know; "
+                "upgrade transformers."
             )
         return carrying_class(CONFIG_MAPPING[section["base_model_type"]]).from_dict(config_dict, **kwargs)
 
@@ -101,7 +107,8 @@ def on_disk(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_memory(values: Mapping[str, Any], base: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The config's values from a converted model's config.json, the inverse of `on_disk`; those of a base stay as they are."""
+    """The config's values from a converted model's config.json, the inverse of `on_disk`; those of a base
+    stay as they are."""
     if MODEL_TYPE not in values:
         return dict(values)
     section = dict(values[MODEL_TYPE])
@@ -125,7 +132,10 @@ def of_the_base(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     plain = in_memory(values, CONFIG_MAPPING[values[MODEL_TYPE]["base_model_type"]])
     del plain[MODEL_TYPE]
-    return {**plain, "architectures": [name.removeprefix(_PREFIX) for name in plain.get("architectures") or ()]}
+    return {
+        **plain,
+        "architectures": [name.removeprefix(_PREFIX) for name in plain.get("architectures") or ()],
+    }
 
 
 def _is_guarded(values: Mapping[str, Any]) -> bool:
@@ -171,7 +181,8 @@ def auto_classes() -> list[Any]:
 
 
 def _publish(carrying: Any) -> None:
-    """Let the model classes be found as `transformers.InPlaceTTT<name>`, for who looks an architecture up by its name.
+    """Let the model classes be found as `transformers.InPlaceTTT<name>`, for who looks an architecture up by
+    its name.
 
     transformers may be imported twice in a process; both modules show them.
     """

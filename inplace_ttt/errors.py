@@ -22,7 +22,8 @@ class NotSoError(InPlaceTTTError):
 
 
 def how_to_install(extra: str) -> str:
-    """Return the end of an error about a package that is not installed. The package itself is on no index yet."""
+    """Return the end of an error about a package that is not installed. The package itself is on no index
+    yet."""
     return f"in a checkout of inplace-ttt, pip install -e '.[{extra}]'"
 
 
@@ -31,10 +32,15 @@ TRACEBACK = "INPLACE_TTT_TRACEBACK"
 
 
 def refused_by_system(error: OSError) -> str | None:
-    """One sentence for a file that the system does not let a command use; None for an error that names no file."""
+    """One sentence for a file that the system does not let a command use; None for an error that names no
+    file."""
     if not isinstance(error.filename, (str, bytes)) or error.strerror is None:
         return None
-    name = error.filename if isinstance(error.filename, str) else error.filename.decode(errors="backslashreplace")
+    name = (
+        error.filename
+        if isinstance(error.filename, str)
+        else error.filename.decode(errors="backslashreplace")
+    )
     return f"cannot use {name}: {error.strerror}; choose a file or folder that you may read and write."
 
 
@@ -43,7 +49,8 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def one_line(error: BaseException, *, kind: bool = True) -> str:
-    """The first line of an error of somebody else's, and the next where the first ends in a colon; its kind first where that tells more.
+    """The first line of an error of somebody else's, and the next where the first ends in a colon; its kind
+    first where that tells more.
 
     kind: False where the sentence around it has named that already.
     """
@@ -56,14 +63,15 @@ def one_line(error: BaseException, *, kind: bool = True) -> str:
 
 @contextmanager
 def reported(problem: str, remedy: str = "") -> Iterator[None]:
-    """Around other people's code on a user's file: whatever it raises becomes an InPlaceTTTError that says the problem, its reason,
-    and the remedy. Our own errors pass as they are; so do interruptions."""
+    """Around other people's code on a user's file: whatever it raises becomes an InPlaceTTTError that says
+    the problem, its reason, and the remedy. Our own errors pass as they are; so do interruptions."""
     try:
         yield
     except InPlaceTTTError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a library in Rust gave up
+        # a library in Rust gave up
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         ending = f"; {remedy}." if remedy else "."
         raise InPlaceTTTError(f"{problem}: {one_line(error).rstrip('.')}{ending}") from error

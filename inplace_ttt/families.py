@@ -19,7 +19,8 @@ from .errors import InPlaceTTTError
 logger = logging.getLogger(__name__)
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The argument by which models of this transformers take a cache, and the field by which they give it back: `cache` from 5.24 on."""
+"""The argument by which models of this transformers take a cache, and the field by which they give it back:
+`cache` from 5.24 on."""
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 """Every name of it: from 5.24 on; before, and still taken; in the attention of some families."""
@@ -73,7 +74,8 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The modules of one decoder layer that the surgery touches. mlp: the one that every token passes, of experts the shared one."""
+    """The modules of one decoder layer that the surgery touches. mlp: the one that every token passes, of
+    experts the shared one."""
 
     block: nn.Module
     attention: nn.Module
@@ -86,7 +88,8 @@ class DecoderLayer:
 class Decoder:
     """The text decoder of a model, taken apart.
 
-    layers: by index, those with an MLP that every token passes. by_structure: where their parts were found, for a model that is
+    layers: by index, those with an MLP that every token passes. by_structure: where their parts were found,
+        for a model that is
     not in the table.
     """
 
@@ -107,21 +110,27 @@ class Decoder:
         if refused := [index for index in indices if index not in self.layers]:
             others = ", ".join(map(str, self.layers))
             raise InPlaceTTTError(
-                f"layers {refused} of {type(self.base).__name__} have routed experts alone, whose down-projections see only some of the "
-                f"tokens; with a dense MLP or a shared expert there {f'are layers {others}' if others else 'is no layer'}."
+                f"layers {refused} of {type(self.base).__name__} have routed experts alone, whose "
+                "down-projections see only some of the "
+                "tokens; with a dense MLP or a shared expert there "
+                f"{f'are layers {others}' if others else 'is no layer'}."
             )
 
 
 def locate(model: PreTrainedModel) -> Decoder:
-    """Find the text decoder of a model, its layers, and in each the attention, the MLP and the down-projection.
+    """Find the text decoder of a model, its layers, and in each the attention, the MLP and the
+    down-projection.
 
-    Of a vision-language model it is the language model; of a mixture of experts, the dense layers' MLPs and the shared experts. Raises
-    InPlaceTTTError when the family is neither in the table nor recognisable, is no decoder, or keeps its past in anything but a
-    transformers cache.
+    Of a vision-language model it is the language model; of a mixture of experts, the dense layers' MLPs and
+    the shared experts. Raises InPlaceTTTError when the family is neither in the table nor recognisable, is no
+    decoder, or keeps its past in anything but a transformers cache.
     """
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise InPlaceTTTError(f"{name} reads with an encoder, whose tokens see later ones; In-Place TTT needs a decoder-only LM.")
+        raise InPlaceTTTError(
+            f"{name} reads with an encoder, whose tokens see later ones; In-Place TTT needs a decoder-only "
+            "LM."
+        )
     base = _text_decoder(model)
     _check_past(base)
     listed = FAMILIES.get(base.config.model_type)
@@ -136,10 +145,14 @@ def locate(model: PreTrainedModel) -> Decoder:
             family = listed or _detect_mlp(base, block, f"{where}.{index}", Family(where, attention))
             if family is not None:
                 mlp, down = block.get_submodule(family.mlp), block.get_submodule(family.down_proj)
-                layers[index] = DecoderLayer(block, attentions[index], mlp, down, f"{where}.{index}.{family.down_proj}")
+                layers[index] = DecoderLayer(
+                    block, attentions[index], mlp, down, f"{where}.{index}.{family.down_proj}"
+                )
                 found.append(family)
     except (AttributeError, TypeError) as error:
-        raise InPlaceTTTError(f"{name} does not look like {listed or attention}: {error}; is it a causal LM?") from None
+        raise InPlaceTTTError(
+            f"{name} does not look like {listed or attention}: {error}; is it a causal LM?"
+        ) from None
     return Decoder(base, blocks, attentions, layers, () if listed else list(dict.fromkeys(found)))
 
 
@@ -151,10 +164,18 @@ def is_listed(base: PreTrainedModel) -> bool:
 def _text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The innermost model that holds the text decoder's layers."""
     base = model
-    while isinstance(inner := base.get_decoder(), PreTrainedModel) and inner is not base and any(_layer_lists(inner)):
+    while (
+        isinstance(inner := base.get_decoder(), PreTrainedModel)
+        and inner is not base
+        and any(_layer_lists(inner))
+    ):
         base = inner
     inner = base.base_model
-    return inner if isinstance(inner, PreTrainedModel) and inner is not base and any(_layer_lists(inner)) else base
+    return (
+        inner
+        if isinstance(inner, PreTrainedModel) and inner is not base and any(_layer_lists(inner))
+        else base
+    )
 
 
 def _layer_lists(base: PreTrainedModel) -> Iterator[tuple[str, nn.ModuleList]]:
@@ -166,7 +187,8 @@ def _check_past(base: PreTrainedModel) -> None:
     taken = inspect.signature(base.forward).parameters
     if "use_cache" in taken and CACHE not in taken:
         raise InPlaceTTTError(
-            f"{type(base).__name__} keeps what it has read in a state of its own and not in {CACHE}, where the fast weight would go "
+            f"{type(base).__name__} keeps what it has read in a state of its own and not in {CACHE}, where "
+            "the fast weight would go "
             "with it; In-Place TTT needs a transformer with a cache."
         )
 
@@ -176,11 +198,15 @@ def _detect(base: PreTrainedModel) -> tuple[str, str]:
     name, text = type(base).__name__, base.config.get_text_config()
     layers, blocks = next(_layer_lists(base), (None, None))
     if layers is None or blocks is None:
-        raise InPlaceTTTError(f"{name} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?")
+        raise InPlaceTTTError(
+            f"{name} has no list of {text.num_hidden_layers} decoder layers; is it a decoder-only LM?"
+        )
     children = [child for child, _ in blocks[0].named_children()]
     attentions = [child for child in children if _is_attention(child)]
     if not attentions:
-        raise InPlaceTTTError(f"{layers}.0 of {name} has no attention module; children: {', '.join(children)}.")
+        raise InPlaceTTTError(
+            f"{layers}.0 of {name} has no attention module; children: {', '.join(children)}."
+        )
     return layers, attentions[0]
 
 
@@ -189,7 +215,8 @@ def _is_attention(child: str) -> bool:
 
 
 def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Family) -> Family | None:
-    """Recognise, in a layer, the one MLP that every token passes by its map back to the hidden size; None where experts are all it has."""
+    """Recognise, in a layer, the one MLP that every token passes by its map back to the hidden size; None
+    where experts are all it has."""
     name, hidden = type(base).__name__, base.config.get_text_config().hidden_size
     rest = {
         f"{child}.{path}".rstrip("."): module
@@ -207,22 +234,33 @@ def _detect_mlp(base: PreTrainedModel, block: nn.Module, where: str, family: Fam
         return None
     if len(down) != 1:
         raise InPlaceTTTError(
-            f"{where} of {name} has no single map to the hidden size outside attention; linear maps: {', '.join(linears) or 'none'}."
+            f"{where} of {name} has no single map to the hidden size outside attention; linear maps: "
+            f"{', '.join(linears) or 'none'}."
         )
     width = linears[down[0]][0]
-    up = [path for path, (entering, out) in linears.items() if entering == hidden and out in (width, 2 * width)]
+    up = [
+        path for path, (entering, out) in linears.items() if entering == hidden and out in (width, 2 * width)
+    ]
     if not up:
-        raise InPlaceTTTError(f"{where} of {name} has no map from the hidden size to the {width} that {down[0]} takes; is its MLP dense?")
+        raise InPlaceTTTError(
+            f"{where} of {name} has no map from the hidden size to the {width} that {down[0]} takes; is "
+            "its MLP dense?"
+        )
     parent = down[0].rpartition(".")[0]
     mlp = parent if parent and up[0].startswith(f"{parent}.") else up[0]
     return dataclasses.replace(family, mlp=mlp, down_proj=down[0])
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that builds a config's language model, with its vision tower where `architectures` names such a model."""
+    """The Auto class that builds a config's language model, with its vision tower where `architectures` names
+    such a model."""
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
     built = {kind: kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping}
-    named = [kind for kind, model in built.items() if getattr(model, "__name__", None) in (config.architectures or ())]
+    named = [
+        kind
+        for kind, model in built.items()
+        if getattr(model, "__name__", None) in (config.architectures or ())
+    ]
     return next(iter([*named, *built]), AutoModelForCausalLM)
 
 
@@ -233,13 +271,16 @@ def attention_kinds(text: PreTrainedConfig) -> list[str]:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(h, d): input and output features of a linear map, also of a quantised, wrapped or ZeRO-partitioned one."""
+    """(h, d): input and output features of a linear map, also of a quantised, wrapped or ZeRO-partitioned
+    one."""
     if isinstance(module, Conv1D):
         return module.nx, module.nf
     try:
         return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
     except AttributeError:
-        raise InPlaceTTTError(f"{type(module).__name__} is not a linear map with in_features and out_features.") from None
+        raise InPlaceTTTError(
+            f"{type(module).__name__} is not a linear map with in_features and out_features."
+        ) from None
 
 
 def causal_lm(model: nn.Module) -> Any:

@@ -1,16 +1,19 @@
-"""Reading with `target: gradient` (extension): each chunk takes one step of its own loss, and later chunks read the changed weight.
+"""Reading with `target: gradient` (extension): each chunk takes one step of its own loss, and later chunks
+read the changed weight.
 
 Of one document, with the KV cache of earlier tokens as a constant:
 
-    o_t = W0 z_t + η M_i k_t              every token of chunk i, in every TTT layer; M_i is read of the state S_i
-    L_i = Σ_t -log p(x_{t+1} | x_≤t)      over the chunk's tokens but the last, whose next token is not in the chunk
-    V_t = -gain ∂L_i/∂o_t                 with S_i a constant
-    S_{i+1} = S_i + what the rule writes of (k_t, V_t)
+    o_t = W0 z_t + η M_i k_t              every token of chunk i, in every TTT layer; M_i is read of the state
+    S_i L_i = Σ_t -log p(x_{t+1} | x_≤t)      over the chunk's tokens but the last, whose next token is not in
+    the chunk V_t = -gain ∂L_i/∂o_t                 with S_i a constant S_{i+1} = S_i + what the rule writes
+    of (k_t, V_t)
 
-An incomplete chunk writes nothing. With `steps_per_chunk` above 1 the last three lines are repeated, each time with the state that the step
-before left; what later tokens attend to is the chunk's first reading. A forward into a cache is cut where a chunk of any row ends. A piece
-that is one whole chunk of every row runs with gradients; other pieces run without, and the chunks that they complete run again behind the
-same KV cache. A forward without a cache, in training or of packed rows, finds the targets so and then reads in one parallel forward.
+An incomplete chunk writes nothing. With `steps_per_chunk` above 1 the last three lines are repeated, each
+time with the state that the step before left; what later tokens attend to is the chunk's first reading. A
+forward into a cache is cut where a chunk of any row ends. A piece that is one whole chunk of every row runs
+with gradients; other pieces run without, and the chunks that they complete run again behind the same KV
+cache. A forward without a cache, in training or of packed rows, finds the targets so and then reads in one
+parallel forward.
 """
 
 from __future__ import annotations
@@ -51,7 +54,11 @@ class ReadsByGradient:
 
 
 def _class_of(plain: type) -> type:
-    return type(plain.__name__, (ReadsByGradient, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
+    return type(
+        plain.__name__,
+        (ReadsByGradient, plain),
+        {"__module__": plain.__module__, "__qualname__": plain.__qualname__},
+    )
 
 
 def _empty(plain: type) -> Any:
@@ -60,7 +67,8 @@ def _empty(plain: type) -> Any:
 
 
 def install(lm: nn.Module, base: nn.Module) -> None:
-    """Let the base of a causal LM, whose layers have `target: gradient`, read in pieces and write by gradients."""
+    """Let the base of a causal LM, whose layers have `target: gradient`, read in pieces and write by
+    gradients."""
     base.__class__ = _class_of(type(base))
     base.reading = GradientReading(lm, base)  # type: ignore[assignment]
 
@@ -73,7 +81,8 @@ def remove(base: nn.Module) -> None:
 
 
 class GradientReading:
-    """Reads for one model. lm: the model with its head, which gives the loss; base: the model below the head."""
+    """Reads for one model. lm: the model with its head, which gives the loss; base: the model below the
+    head."""
 
     def __init__(self, lm: nn.Module, base: Any) -> None:
         self.lm, self.base = lm, base
@@ -88,53 +97,81 @@ class GradientReading:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         self._refuse_parts(steps)
         _refuse_what_has_no_ids(given)
-        return self._read_whole(given, steps) if self._wants_whole(given, steps) else self._read_in_pieces(given, steps)
+        return (
+            self._read_whole(given, steps)
+            if self._wants_whole(given, steps)
+            else self._read_in_pieces(given, steps)
+        )
 
     def _wants_whole(self, given: dict[str, Any], steps: GradientSteps) -> bool:
-        """Returns True if rows are read in one forward: in training, where they are packed, and where parameters want gradients."""
+        """Returns True if rows are read in one forward: in training, where they are packed, and where
+        parameters want gradients."""
         if self.base.training or cache_in(given) is not None or given.get("use_cache"):
             return bool(self.base.training)
-        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.lm.parameters())
+        learns = torch.is_grad_enabled() and any(
+            parameter.requires_grad for parameter in self.lm.parameters()
+        )
         return _is_packed(given) or (learns and steps.count == 1)
 
     def _refuse_parts(self, steps: GradientSteps) -> None:
-        """Refuses ranks that share rows or parameters: each document's gradient takes all of both, whatever the other ranks read."""
+        """Refuses ranks that share rows or parameters: each document's gradient takes all of both, whatever
+        the other ranks read."""
         if steps.first.hooks.model.group is not None or (self.base.training and ulysses_group() is not None):
-            raise InPlaceTTTError("target='gradient' reads whole rows, and here ranks share them; give each rank rows of its own.")
-        if self.base.training and any(is_partitioned(p) or hasattr(p, "device_mesh") for p in self.lm.parameters()):
             raise InPlaceTTTError(
-                "with target='gradient' ranks read unequal numbers of chunks, so that they cannot share parameters (ZeRO-3, FSDP); use "
+                "target='gradient' reads whole rows, and here ranks share them; give each rank rows of its "
+                "own."
+            )
+        if self.base.training and any(
+            is_partitioned(p) or hasattr(p, "device_mesh") for p in self.lm.parameters()
+        ):
+            raise InPlaceTTTError(
+                "with target='gradient' ranks read unequal numbers of chunks, so that they cannot share "
+                "parameters (ZeRO-3, FSDP); use "
                 "DDP, or DeepSpeed's ZeRO stage 2."
             )
 
     def _read_whole(self, given: dict[str, Any], steps: GradientSteps) -> Any:
-        """Read whole rows in one forward, with a graph where gradients are on; the targets are found beforehand, and constants to it."""
+        """Read whole rows in one forward, with a graph where gradients are on; the targets are found
+        beforehand, and constants to it."""
         if cache_in(given) is not None:
-            raise InPlaceTTTError("target='gradient' trains on whole rows, without a cache; pass use_cache=False, or call model.eval().")
+            raise InPlaceTTTError(
+                "target='gradient' trains on whole rows, without a cache; pass use_cache=False, or call "
+                "model.eval()."
+            )
         if steps.count > 1:
             raise InPlaceTTTError(
-                "steps_per_chunk above 1 reads one text per row, and cannot be trained; set it to 1, or call model.eval() and give packed "
+                "steps_per_chunk above 1 reads one text per row, and cannot be trained; set it to 1, or "
+                "call model.eval() and give packed "
                 "documents rows of their own."
             )
         with overriding([this_thread()], targets=self._targets(given, steps)):
             return steps.call(**{**given, "use_cache": False})
 
     def _targets(self, given: dict[str, Any], steps: GradientSteps) -> dict[int, Tensor]:
-        """Returns the targets V [B, T, d] of each layer for a forward of whole rows; zero for tokens whose writes no later token reads.
+        """Returns the targets V [B, T, d] of each layer for a forward of whole rows; zero for tokens whose
+        writes no later token reads.
 
-        Documents are read side by side, each from its own beginning, the longest first; those that have ended leave the batch.
+        Documents are read side by side, each from its own beginning, the longest first; those that have ended
+        leave the batch.
         """
         ids, positions = given["input_ids"], given.get("position_ids")
         chunk = steps.first.chunk_size
         spans = [(row, 0, ids.shape[1]) for row in range(len(ids))]
         if not ids.is_meta:
-            spans = document_spans(given.get("attention_mask"), positions, given.get("cu_seq_lens_q"), *ids.shape).tolist()
+            spans = document_spans(
+                given.get("attention_mask"), positions, given.get("cu_seq_lens_q"), *ids.shape
+            ).tolist()
             spans.sort(key=lambda span: span[1] - span[2])
         cache, found = DynamicCache(config=self.base.config.get_text_config()), dict[int, Tensor]()
         refuse_other_layers(cache)
-        others = [m for m in self.lm.modules() if m.training and not isinstance(m, FastWeight)]  # a clip asks whether its layer trains
+        # a clip asks whether its layer trains
+        others = [m for m in self.lm.modules() if m.training and not isinstance(m, FastWeight)]
         for number in itertools.count():
-            reading = [(row, start + number * chunk) for row, start, stop in spans if (stop - start - 1) // chunk > number]
+            reading = [
+                (row, start + number * chunk)
+                for row, start, stop in spans
+                if (stop - start - 1) // chunk > number
+            ]
             if not reading:
                 break
             rows, firsts = torch.tensor(reading, device=ids.device).T
@@ -147,20 +184,29 @@ class GradientReading:
             with overriding(others, training=False), torch.no_grad():
                 tape = steps.read_whole_chunk(piece, cache)[1]
             for index, values in tape.probes.items():
-                found.setdefault(index, values.new_zeros(*ids.shape, values.shape[-1]))[rows[:, None], columns] = values
-        return found or {i: torch.zeros(*ids.shape, features(layer)[1], device=ids.device) for i, layer in steps.layers.items()}
+                found.setdefault(index, values.new_zeros(*ids.shape, values.shape[-1]))[
+                    rows[:, None], columns
+                ] = values
+        return found or {
+            i: torch.zeros(*ids.shape, features(layer)[1], device=ids.device)
+            for i, layer in steps.layers.items()
+        }
 
     def _read_in_pieces(self, given: dict[str, Any], steps: GradientSteps) -> Any:
         """Read into a cache, cut where a chunk of any row ends; without a graph."""
         cache, keeps = self._cache(given), given.get("use_cache")
         refuse_other_layers(cache)
         with torch.no_grad():
-            outputs = [self._piece(piece, cache, steps) for piece in self._pieces(given, cache, steps.first.chunk_size)]
+            outputs = [
+                self._piece(piece, cache, steps)
+                for piece in self._pieces(given, cache, steps.first.chunk_size)
+            ]
         whole = outputs[-1]
         whole.last_hidden_state = torch.cat([output.last_hidden_state for output in outputs], dim=1)
         if getattr(whole, "hidden_states", None) is not None:
             whole.hidden_states = tuple(
-                torch.cat(parts, dim=1) for parts in zip(*(output.hidden_states for output in outputs), strict=True)
+                torch.cat(parts, dim=1)
+                for parts in zip(*(output.hidden_states for output in outputs), strict=True)
             )
         if keeps is False:
             whole[CACHE] = None
@@ -175,7 +221,9 @@ class GradientReading:
         """Yields the arguments of each piece, after the piece before it was read."""
         ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
         if _is_packed(given):
-            raise InPlaceTTTError("several documents are packed in a row with a cache; pass use_cache=False for packed rows.")
+            raise InPlaceTTTError(
+                "several documents are packed in a row with a cache; pass use_cache=False for packed rows."
+            )
         past = int(cache.get_seq_length())
         held = next(iter(streams(cache).values()), None)
         filled = [0] * len(ids) if held is None or held.batch != len(ids) else held.filled
@@ -222,11 +270,19 @@ def _borders(spans: list[Span], filled: list[int], chunk: int) -> Iterator[int]:
 def _refuse_what_has_no_ids(given: dict[str, Any]) -> None:
     mask = given.get("attention_mask")
     if given.get("input_ids") is None or given.get("inputs_embeds") is not None:
-        raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings; pass input_ids alone.")
+        raise InPlaceTTTError(
+            "target='gradient' learns to predict token ids, and this forward has embeddings; pass "
+            "input_ids alone."
+        )
     if mask is not None and not (isinstance(mask, Tensor) and (mask.dim() == 2 or mask.is_meta)):
-        raise InPlaceTTTError("target='gradient' reads rows with a 2-D attention_mask [B, T], or none; pass one of these.")
+        raise InPlaceTTTError(
+            "target='gradient' reads rows with a 2-D attention_mask [B, T], or none; pass one of these."
+        )
     if given.get("output_attentions"):
-        raise InPlaceTTTError("target='gradient' reads in pieces, whose attentions do not fit together; leave output_attentions out.")
+        raise InPlaceTTTError(
+            "target='gradient' reads in pieces, whose attentions do not fit together; leave "
+            "output_attentions out."
+        )
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
@@ -234,7 +290,12 @@ def _is_packed(given: dict[str, Any]) -> bool:
     positions = given.get("position_ids")
     if given.get("cu_seq_lens_q") is not None or given["input_ids"].is_meta:
         return True
-    if positions is None or positions.dim() != 2 or given["input_ids"].shape[1] == 1 or given.get("attention_mask") is not None:
+    if (
+        positions is None
+        or positions.dim() != 2
+        or given["input_ids"].shape[1] == 1
+        or given.get("attention_mask") is not None
+    ):
         return False
     return bool(document_starts(positions)[:, 1:].any())
 

@@ -1,4 +1,5 @@
-"""The gradient steps of complete chunks, for `target: gradient`: a chunk is read with gradients, and every layer writes its targets."""
+"""The gradient steps of complete chunks, for `target: gradient`: a chunk is read with gradients, and every
+layer writes its targets."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class GradientSteps:
-    """lm: the model with its head, which gives the loss. call: the base's own `__call__`. layers: the TTT layers by index."""
+    """lm: the model with its head, which gives the loss. call: the base's own `__call__`. layers: the TTT
+    layers by index."""
 
     lm: nn.Module
     call: Call
@@ -52,7 +54,8 @@ class GradientSteps:
         return first_stream(cache)
 
     def read_whole_chunk(self, piece: dict[str, Any], cache: Cache) -> tuple[Any, Tape]:
-        """Read a whole chunk of every row with gradients, and write it. Returns the output, and the keys and targets of the first step."""
+        """Read a whole chunk of every row with gradients, and write it. Returns the output, and the keys and
+        targets of the first step."""
         ids = piece["input_ids"]
         tape, first = Tape(), self.streams(cache, len(ids))
         if self.count > 1:
@@ -73,9 +76,14 @@ class GradientSteps:
         return output, tape
 
     def write(self, piece: dict[str, Any], cache: Cache, rows: list[int], tape: Tape | None = None) -> None:
-        """Write the complete chunks of these rows, which end with the piece. tape: of the first step, where it was read with gradients."""
-        held = {index: stream for index, stream in streams(cache).items() if isinstance(stream, GradientStream)}
-        before = {index: None if stream.state is None else stream.state[rows] for index, stream in held.items()}
+        """Write the complete chunks of these rows, which end with the piece. tape: of the first step, where
+        it was read with gradients."""
+        held = {
+            index: stream for index, stream in streams(cache).items() if isinstance(stream, GradientStream)
+        }
+        before = {
+            index: None if stream.state is None else stream.state[rows] for index, stream in held.items()
+        }
         for step in range(self.count):
             if step or tape is None:
                 tape = self._again(piece, cache, rows)
@@ -85,15 +93,23 @@ class GradientSteps:
             stream.close_chunks(rows, before[index])
 
     def _again(self, piece: dict[str, Any], cache: Cache, rows: list[int]) -> Tape:
-        """Read the complete chunks of these rows once more, with gradients, behind the KV cache that they had."""
+        """Read the complete chunks of these rows once more, with gradients, behind the KV cache that they
+        had."""
         first, tape = first_stream(cache), Tape()
         if any(first.rows[row].unbroken < first.chunk_size for row in rows):
             raise InPlaceTTTError(
-                "a chunk has padding or tokens read with TTT off among its tokens, so that its gradient is not known; pad at the left, "
+                "a chunk has padding or tokens read with TTT off among its tokens, so that its gradient is "
+                "not known; pad at the left, "
                 "and read a text with TTT on."
             )
-        ids, positions = (torch.stack(parts) for parts in zip(*(first.tokens_of(row) for row in rows), strict=True))
-        alone = {"input_ids": ids, CACHE: _before_chunk(cache, rows, first.chunk_size, tape), "use_cache": True}
+        ids, positions = (
+            torch.stack(parts) for parts in zip(*(first.tokens_of(row) for row in rows), strict=True)
+        )
+        alone = {
+            "input_ids": ids,
+            CACHE: _before_chunk(cache, rows, first.chunk_size, tape),
+            "use_cache": True,
+        }
         if piece.get("position_ids") is not None:
             alone["position_ids"] = positions
         if (mask := piece.get("attention_mask")) is not None:
@@ -137,10 +153,12 @@ def _before_chunk(cache: Cache, rows: list[int], chunk: int, tape: Tape) -> Cach
 
 
 def refuse_other_layers(cache: Cache) -> None:
-    """Refuses caches that cannot drop a chunk: static, quantized and indexed ones, and states of linear attention."""
+    """Refuses caches that cannot drop a chunk: static, quantized and indexed ones, and states of linear
+    attention."""
     for layer in cache.layers:
         plain = plain_class(layer)
         if plain is not DynamicLayer and not issubclass(plain, DynamicSlidingWindowLayer):
             raise InPlaceTTTError(
-                f"target='gradient' reads again behind plain keys and values, and this cache has a {plain.__name__}; use a DynamicCache."
+                "target='gradient' reads again behind plain keys and values, and this cache has a "
+                f"{plain.__name__}; use a DynamicCache."
             )

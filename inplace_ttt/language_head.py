@@ -1,4 +1,5 @@
-"""Logits a few hundred tokens at a time: at long rows and large vocabularies all of them at once outweigh everything else."""
+"""Logits a few hundred tokens at a time: at long rows and large vocabularies all of them at once outweigh
+everything else."""
 
 from __future__ import annotations
 
@@ -34,26 +35,33 @@ def tokens_at_once(model: nn.Module, rows: int) -> int:
 
 
 def head_logits(model: nn.Module, read: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Logits [B, n, V], by the head and all that the family does after it, of `hidden` [B, n, d], which the base made of `ids` [B, n].
+    """Logits [B, n, V], by the head and all that the family does after it, of `hidden` [B, n, d], which the
+    base made of `ids` [B, n].
 
     read: any output of the base model; `hidden` is its last_hidden_state or a part of its tokens.
     """
     lm = causal_lm(model)
-    own = hidden.clone(memory_format=torch.contiguous_format)  # a view into a row is read as a batch, for which the head's weight is copied
+    # a view into a row is read as a batch, for which the head's weight is copied
+    own = hidden.clone(memory_format=torch.contiguous_format)
     with _having_read(lm, _base_of(lm), type(read)(last_hidden_state=own)):
         return lm(input_ids=ids, use_cache=False).logits
 
 
 def loss_gradient(lm: nn.Module, read: Any, ids: Tensor) -> Tensor:
-    """Gradient [B, T, d] of the summed loss of rows [B, T] at the base model's output `read`, for a few hundred tokens at a time.
+    """Gradient [B, T, d] of the summed loss of rows [B, T] at the base model's output `read`, for a few
+    hundred tokens at a time.
 
     The last token of a row, after which nothing comes, is left out.
     """
     size, parts = tokens_at_once(lm, len(ids)), list[Tensor]()
     wanted = pad(ids[:, 1:], (0, 1), value=IGNORED)  # `cross_entropy` leaves it out
-    for hidden, tokens, targets in zip(*(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), ids, wanted)), strict=True):
+    for hidden, tokens, targets in zip(
+        *(x.split(size, dim=1) for x in (read.last_hidden_state.detach(), ids, wanted)), strict=True
+    ):
         logits = head_logits(lm, read, hidden.requires_grad_(), tokens)
-        loss = cross_entropy(logits.flatten(0, 1).to(state_dtype(logits.dtype)), targets.flatten(), reduction="sum")
+        loss = cross_entropy(
+            logits.flatten(0, 1).to(state_dtype(logits.dtype)), targets.flatten(), reduction="sum"
+        )
         parts += torch.autograd.grad(loss, [hidden])
     return torch.cat(parts, dim=1)
 
@@ -67,7 +75,8 @@ def _base_of(lm: Any) -> nn.Module:
 
 
 class _StandIn:
-    """A base model's forward that gives threads what they have in `outputs`, and reads for all others as ever."""
+    """A base model's forward that gives threads what they have in `outputs`, and reads for all others as
+    ever."""
 
     def __init__(self, base: nn.Module) -> None:
         update_wrapper(self, base.forward)  # others ask for its arguments
@@ -81,7 +90,8 @@ class _StandIn:
 
 @contextmanager
 def _having_read(lm: nn.Module, base: nn.Module, output: Any) -> Iterator[None]:
-    """Within it the base model gives this thread `output`, whatever it is called with, so that `lm` is what comes after it."""
+    """Within it the base model gives this thread `output`, whatever it is called with, so that `lm` is what
+    comes after it."""
     with _changing_forward:
         stand_in = vars(base).get("forward")
         if not isinstance(stand_in, _StandIn):

@@ -17,12 +17,14 @@ Span = tuple[int, int]
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """Where documents start in packed rows [B, T], bool: wherever the position is not the previous one plus 1."""
+    """Where documents start in packed rows [B, T], bool: wherever the position is not the previous one plus
+    1."""
     return torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of host memory that every stream may read; on a GPU the host waits for the copy alone, not for the queued work."""
+    """A copy of host memory that every stream may read; on a GPU the host waits for the copy alone, not for
+    the queued work."""
     if device.type != "cuda":
         return host.to(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -38,8 +40,8 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
 class ChunkLayout:
     """The documents of a batch [B, T] and their grid of chunks.
 
-    A document is cut into chunks of `chunk_size` tokens from its own first token; its last chunk may be short.
-    Tokens outside every document are padding and belong to no chunk.
+    A document is cut into chunks of `chunk_size` tokens from its own first token; its last chunk may be
+    short. Tokens outside every document are padding and belong to no chunk.
 
     documents: for each row, the spans of its documents, in order.
     length: T, tokens a row, padding included.
@@ -50,7 +52,9 @@ class ChunkLayout:
     length: int
     chunk_size: int
     spans: Tensor = field(init=False, repr=False, compare=False)
-    _chunk_ids: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _chunk_ids: dict[torch.device, Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
@@ -59,7 +63,10 @@ class ChunkLayout:
             end = 0
             for start, stop in spans:
                 if not end <= start < stop <= self.length:
-                    raise InPlaceTTTError(f"row {row} has document {start}:{stop}, which is empty, overlaps, or leaves 0:{self.length}.")
+                    raise InPlaceTTTError(
+                        f"row {row} has document {start}:{stop}, which is empty, overlaps, or leaves "
+                        f"0:{self.length}."
+                    )
                 end = stop
         rows = [(row, start, stop) for row, spans in enumerate(self.documents) for start, stop in spans]
         object.__setattr__(self, "spans", torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3))
@@ -67,7 +74,8 @@ class ChunkLayout:
     @classmethod
     @functools.lru_cache(maxsize=16)
     def shared(cls, documents: tuple[tuple[Span, ...], ...], length: int, chunk_size: int) -> ChunkLayout:
-        """The layout, one object for all who ask for these documents: its tensors reach a device once, not once a layer."""
+        """The layout, one object for all who ask for these documents: its tensors reach a device once, not
+        once a layer."""
         with torch.inference_mode(False):
             return cls(documents, length, chunk_size)
 
@@ -85,7 +93,8 @@ class ChunkLayout:
         return chunk[1] - chunk[0] == self.chunk_size
 
     def writes(self) -> int:
-        """Chunks whose delta a later token of the same document reads; 0 means that nothing here can learn to write."""
+        """Chunks whose delta a later token of the same document reads; 0 means that nothing here can learn to
+        write."""
         return sum((stop - start - 1) // self.chunk_size for row in self.documents for start, stop in row)
 
     def chunk_ids(self, device: torch.device | str = "cpu") -> Tensor:
@@ -96,7 +105,9 @@ class ChunkLayout:
             for row, spans in enumerate(self.documents):
                 count = 0
                 for start, stop in spans:
-                    ids[row, start:stop] = count + torch.arange(stop - start, dtype=torch.int32) // self.chunk_size
+                    ids[row, start:stop] = (
+                        count + torch.arange(stop - start, dtype=torch.int32) // self.chunk_size
+                    )
                     count += -(-(stop - start) // self.chunk_size)
             self._chunk_ids[device] = on_device(ids, device)
         return self._chunk_ids[device]
@@ -108,18 +119,28 @@ class ChunkLayout:
         Raises InPlaceTTTError, on every rank alike, where a border between ranks would cut a chunk in two.
         """
         if self.length % ranks:
-            raise InPlaceTTTError(f"rows of {self.length} tokens do not divide by {ranks} ranks; pad them to a multiple of it.")
+            raise InPlaceTTTError(
+                f"rows of {self.length} tokens do not divide by {ranks} ranks; pad them to a multiple of it."
+            )
         width = self.length // ranks
-        for border, (row, spans) in itertools.product(range(width, self.length, width), enumerate(self.documents)):
+        for border, (row, spans) in itertools.product(
+            range(width, self.length, width), enumerate(self.documents)
+        ):
             for start, stop in spans:
                 if start < border < stop and (border - start) % self.chunk_size:
                     raise InPlaceTTTError(
-                        f"rank {border // width} begins at token {border} of row {row}, {(border - start) % self.chunk_size} tokens into a "
-                        f"chunk of {self.chunk_size}; let documents start on multiples of the chunk, and T / ranks = {width} be one."
+                        f"rank {border // width} begins at token {border} of row {row}, "
+                        f"{(border - start) % self.chunk_size} tokens into a "
+                        f"chunk of {self.chunk_size}; let documents start on multiples of the chunk, and T "
+                        f"/ ranks = {width} be one."
                     )
         first, last = rank * width, (rank + 1) * width
         rows = (
-            tuple((max(start, first) - first, min(stop, last) - first) for start, stop in spans if start < last and stop > first)
+            tuple(
+                (max(start, first) - first, min(stop, last) - first)
+                for start, stop in spans
+                if start < last and stop > first
+            )
             for spans in self.documents
         )
         return ChunkLayout(tuple(rows), width, self.chunk_size)
@@ -127,8 +148,9 @@ class ChunkLayout:
     def links(self, ranks: int) -> Tensor:
         """Whose writes each rank starts from, as 0 and 1, float64 [B, ranks + 1, ranks + 1].
 
-        Row r is rank r's state at its first document's first token, the last row the state after each row's last
-        document; column 0 is the initial state, column r + 1 the sum of rank r's writes in its last document.
+        Row r is rank r's state at its first document's first token, the last row the state after each row's
+        last document; column 0 is the initial state, column r + 1 the sum of rank r's writes in its last
+        document.
         """
         width = self.length // ranks
         links = torch.zeros(self.batch, ranks + 1, ranks + 1, dtype=torch.float64)
@@ -137,7 +159,8 @@ class ChunkLayout:
                 links[row, :, 0] = 1  # a row of padding hands its state on
             for number, (start, stop) in enumerate(spans):
                 writers = range(start // width, -(-stop // width))
-                readers = [r for r in writers if start < r * width or number == 0]  # the document goes on there, or starts from a state
+                # the document goes on there, or starts from a state
+                readers = [r for r in writers if start < r * width or number == 0]
                 if number == len(spans) - 1:
                     readers.append(ranks)
                 for reader in readers:
@@ -147,7 +170,9 @@ class ChunkLayout:
         return links
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[Sequence[int]], chunk_size: int, length: int | None = None) -> ChunkLayout:
+    def from_lengths(
+        cls, lengths: Sequence[Sequence[int]], chunk_size: int, length: int | None = None
+    ) -> ChunkLayout:
         """Documents of the given lengths back to back in each row; what is left of `length` is padding."""
         rows = []
         for row in lengths:
@@ -170,7 +195,8 @@ class ChunkLayout:
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor, chunk_size: int) -> ChunkLayout:
-        """One document a row [B, T], where the mask is not 0; padding may stand at the left, the right, or both."""
+        """One document a row [B, T], where the mask is not 0; padding may stand at the left, the right, or
+        both."""
         rows = []
         real, length = mask != 0, mask.shape[1]
         first = real.int().argmax(dim=1).tolist()
@@ -178,7 +204,10 @@ class ChunkLayout:
         last = (length - real.flip(1).int().argmax(dim=1)).tolist()
         for row, (start, n, stop) in enumerate(zip(first, count, last, strict=True)):
             if n and stop - start != n:
-                raise InPlaceTTTError(f"row {row} has padding between tokens {start} and {stop}; pad at the left or the right only.")
+                raise InPlaceTTTError(
+                    f"row {row} has padding between tokens {start} and {stop}; pad at the left or the "
+                    "right only."
+                )
             rows.append(((start, stop),) if n else ())
         return cls(tuple(rows), length, chunk_size)
 
@@ -187,6 +216,8 @@ class ChunkLayout:
         """One packed row; `cu_seqlens` [documents + 1] are the documents' cumulative lengths, from 0."""
         ends = cu_seqlens.tolist()
         if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
-            raise InPlaceTTTError(f"cu_seqlens must rise from 0 and hold at least two numbers, got {ends[:8]}.")
+            raise InPlaceTTTError(
+                f"cu_seqlens must rise from 0 and hold at least two numbers, got {ends[:8]}."
+            )
         spans = tuple((a, b) for a, b in itertools.pairwise(ends) if b > a)
         return cls((spans,), ends[-1] if length is None else length, chunk_size)

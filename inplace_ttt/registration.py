@@ -1,4 +1,5 @@
-"""Registers converted checkpoints with transformers as soon as transformers is imported, so that importing this package stays fast."""
+"""Registers converted checkpoints with transformers as soon as transformers is imported, so that importing
+this package stays fast."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ _CLASSES = f"{__package__}.converted_class"
 class _WithTransformers(MetaPathFinder):
     """Finds transformers through the other finders, and imports our model classes after it has loaded."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != "transformers":
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)

@@ -1,7 +1,8 @@
 """The update rules: what a layer sums over its chunks, and what it reads of that sum.
 
-A rule is data. `ops/reference.py` defines what it computes; `ops/forms.py` names the fast code. To add an option, add a field here
-and one of the same name and default to `InPlaceTTTConfig`: the config then refuses it under every other rule.
+A rule is data. `ops/reference.py` defines what it computes; `ops/forms.py` names the fast code. To add an
+option, add a field here and one of the same name and default to `InPlaceTTTConfig`: the config then refuses
+it under every other rule.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class Rule(ABC):
 class SumRule(Rule):
     """The paper's rule: a layer keeps S = Σ V_jᵀZ_j [d, r] and reads S itself (Eq. (1)).
 
-    Extensions of TTT-NTP: write_norm "spectral" divides a chunk's delta by its spectral norm; preserve_row_norms scales each row of
-    W0 + ηS to the norm of W0's row; prompt_write replaces the chunks' writes by one write at the end of a prompt.
+    Extensions of TTT-NTP: write_norm "spectral" divides a chunk's delta by its spectral norm;
+    preserve_row_norms scales each row of W0 + ηS to the norm of W0's row; prompt_write replaces the chunks'
+    writes by one write at the end of a prompt.
     """
 
     write_norm: WriteNorm | None = None
@@ -94,8 +96,14 @@ class SumRule(Rule):
         return self.preserve_row_norms
 
     def check(self) -> None:
-        require(self.write_norm in (None, *get_args(WriteNorm)), f"write_norm must be 'spectral' or nothing, got {self.write_norm!r}.")
-        require(isinstance(self.preserve_row_norms, bool), f"preserve_row_norms must be true or false, got {self.preserve_row_norms!r}.")
+        require(
+            self.write_norm in (None, *get_args(WriteNorm)),
+            f"write_norm must be 'spectral' or nothing, got {self.write_norm!r}.",
+        )
+        require(
+            isinstance(self.preserve_row_norms, bool),
+            f"preserve_row_norms must be true or false, got {self.preserve_row_norms!r}.",
+        )
         require(
             self.prompt_write is None or isinstance(self.prompt_write, PromptWrite),
             f"prompt_write must be a PromptWrite or nothing, got {self.prompt_write!r}.",
@@ -104,11 +112,13 @@ class SumRule(Rule):
     def check_with(self, config: Any) -> None:
         require(
             self.write_norm is None or config.clip is None,
-            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.",
+            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of "
+            "them out.",
         )
         require(
             not self.preserve_row_norms or config.whitening is None,
-            "preserve_row_norms needs writes in the coordinates of W0, which whitening changes; leave one of them out.",
+            "preserve_row_norms needs writes in the coordinates of W0, which whitening changes; leave one "
+            "of them out.",
         )
         require(
             self.prompt_write is None or (config.conv == "next" and config.whitening is None),
@@ -122,7 +132,11 @@ class SumRule(Rule):
         return [name for name in self.options() if getattr(self, name)]
 
     def beyond_reference_format(self) -> list[str]:
-        return ["it norms neither writes nor rows"] if self.write_norm is not None or self.preserve_row_norms else []
+        return (
+            ["it norms neither writes nor rows"]
+            if self.write_norm is not None or self.preserve_row_norms
+            else []
+        )
 
     def multiply_adds(self, d: int, r: int, chunk: int, forwards: int, *, in_one_product: bool) -> float:
         return (forwards + 3 if in_one_product else 2 * forwards + 5) * d * r
@@ -132,7 +146,8 @@ class SumRule(Rule):
 class RidgeRule(Rule):
     """Extension: a layer keeps B = Σ V_jᵀZ_j above G = Σ Z_jᵀZ_j, [d + r, r], and reads M = B (G + λI)⁻¹.
 
-    M minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖² over everything written. ridge: λ. write_gate: a learned gate weighs each token in both sums.
+    M minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖² over everything written. ridge: λ. write_gate: a learned gate weighs each
+    token in both sums.
     """
 
     ridge: float
@@ -142,9 +157,13 @@ class RidgeRule(Rule):
 
     def check(self) -> None:
         require(self.ridge is not None, "update_rule='ridge' needs ridge, its λ.")
-        require(is_number(self.ridge) and self.ridge > 0, f"ridge must be a number above 0, got {self.ridge!r}.")
+        require(
+            is_number(self.ridge) and self.ridge > 0, f"ridge must be a number above 0, got {self.ridge!r}."
+        )
         require_size("ridge", self.ridge)
-        require(isinstance(self.write_gate, bool), f"write_gate must be true or false, got {self.write_gate!r}.")
+        require(
+            isinstance(self.write_gate, bool), f"write_gate must be true or false, got {self.write_gate!r}."
+        )
 
     def check_with(self, config: Any) -> None:
         require(
@@ -164,7 +183,15 @@ class RidgeRule(Rule):
     def multiply_adds(self, d: int, r: int, chunk: int, forwards: int, *, in_one_product: bool) -> float:
         # The forward sums, factors, solves and reads; the backward does so again, and walks back.
         sums, factor = (d + r) * r, r**3 / (6 * chunk)
-        return forwards * (sums + factor + r * r + d * r) + sums + factor + d * r + 2 * r * r + 3 * d * r + 2 * r * r
+        return (
+            forwards * (sums + factor + r * r + d * r)
+            + sums
+            + factor
+            + d * r
+            + 2 * r * r
+            + 3 * d * r
+            + 2 * r * r
+        )
 
 
 PAPER_RULE = SumRule()
@@ -182,7 +209,8 @@ def rule_of_config(config: Any, defaults: Any) -> Rule:
         for option in other.options() if name != chosen else []:
             require(
                 getattr(config, option) == getattr(defaults, option),
-                f"{option} belongs to update_rule={name!r}, and the rule is {chosen!r}; set update_rule too, or leave {option} out.",
+                f"{option} belongs to update_rule={name!r}, and the rule is {chosen!r}; set update_rule "
+                f"too, or leave {option} out.",
             )
     rule = RULES[chosen](**{option: getattr(config, option) for option in RULES[chosen].options()})
     rule.check_with(config)

@@ -32,18 +32,21 @@ SEED = 0
 
 
 def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel:
-    """Give a loaded causal LM fast weights, in place; the model computes what it did before (paper appendix C.3).
+    """Give a loaded causal LM fast weights, in place; the model computes what it did before (paper appendix
+    C.3).
 
     config: an `InPlaceTTTConfig`; the `paper` preset without one. The model may be quantised.
-    Returns the model. Raises InPlaceTTTError for layers that do not exist or have routed experts alone, what is no causal LM, and models
-    that are converted already or wrapped by PEFT; a model that it refuses is as it was.
+    Returns the model. Raises InPlaceTTTError for layers that do not exist or have routed experts alone, what
+    is no causal LM, and models that are converted already or wrapped by PEFT; a model that it refuses is as
+    it was.
     """
     lm = causal_lm(model)
     if is_converted(lm):
         raise InPlaceTTTError(f"this {type(lm).__name__} is converted already; revert(model) first.")
     if getattr(model, "peft_config", None):
         raise InPlaceTTTError(
-            "PEFT would save this model's adapter without the new parameters; convert the base first, then wrap it, with "
+            "PEFT would save this model's adapter without the new parameters; convert the base first, then "
+            "wrap it, with "
             'modules_to_save=["ttt"] in its config.'
         )
     decoder = locate(lm)
@@ -55,14 +58,27 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
     for index in indices:
         check(decoder.layers[index])
     if config.target == "gradient" and getattr(lm.config, "vision_config", None) is not None:
-        raise InPlaceTTTError("target='gradient' reads text alone, and this model reads images too; choose another target.")
+        raise InPlaceTTTError(
+            "target='gradient' reads text alone, and this model reads images too; choose another target."
+        )
     _warn_if_nothing_reads(config, lm.config.get_text_config())
     std = initial_std(lm.config)
     hooks = ModelHooks(decoder.base, list(indices))
     for position, index in enumerate(indices):
         settings = LayerSettings(index, config, config.eta_of(position))
-        install(decoder.layers[index], settings, hooks, dtype=parameter_dtype(lm.dtype), std=std, seed=SEED + index)
-    hooks.attach(decoder.base, decoder.blocks[0], [attention for i, attention in enumerate(decoder.attentions) if i not in indices])
+        install(
+            decoder.layers[index],
+            settings,
+            hooks,
+            dtype=parameter_dtype(lm.dtype),
+            std=std,
+            seed=SEED + index,
+        )
+    hooks.attach(
+        decoder.base,
+        decoder.blocks[0],
+        [attention for i, attention in enumerate(decoder.attentions) if i not in indices],
+    )
     if config.target == "gradient":
         gradient_reading.install(lm, decoder.base)
     mark(lm.config, config)
@@ -77,7 +93,8 @@ def convert(model: AnyModel, config: InPlaceTTTConfig | None = None) -> AnyModel
 
 @torch.no_grad()
 def check_behaviour(model: nn.Module) -> None:
-    """Refuse a converted model that two short rows show to be no causal LM, or no one whose layers the fast weight can follow.
+    """Refuse a converted model that two short rows show to be no causal LM, or no one whose layers the fast
+    weight can follow.
 
     Raises InPlaceTTTError when a later token or another row changes a logit by more than 1e-3 of the largest.
     """
@@ -87,25 +104,43 @@ def check_behaviour(model: nn.Module) -> None:
     length = (
         8 if config.target != "gradient" else min(8, config.chunk_size - 1)
     )  # of a gradient's, no chunk may end: nothing is measured yet
-    ids = torch.arange(4, 4 + 2 * length, device=lm.device).view(2, length) % lm.config.get_text_config().vocab_size
+    ids = (
+        torch.arange(4, 4 + 2 * length, device=lm.device).view(2, length)
+        % lm.config.get_text_config().vocab_size
+    )
     later, beside = ids.clone(), ids.clone()
     later[:, -1], beside[1] = ids[:, 0], ids[1].flip(0)
     try:
-        expected, with_later, with_beside = (lm.eval()(input_ids=rows, use_cache=False).logits.float() for rows in (ids, later, beside))
+        expected, with_later, with_beside = (
+            lm.eval()(input_ids=rows, use_cache=False).logits.float() for rows in (ids, later, beside)
+        )
     except InPlaceTTTError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, IndexError, KeyError) as error:
-        raise InPlaceTTTError(f"{type(lm).__name__} does not read a batch of token ids alone ({one_line(error)}).") from None
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        AssertionError,
+        IndexError,
+        KeyError,
+    ) as error:
+        raise InPlaceTTTError(
+            f"{type(lm).__name__} does not read a batch of token ids alone ({one_line(error)})."
+        ) from None
     finally:
         for module, mode in training.items():
             module.training = mode
     bound = 1e-3 * expected.abs().max()
     if (expected - with_later)[:, :-1].abs().max() > bound:
         raise InPlaceTTTError(
-            f"in {type(lm).__name__} tokens see later ones, which would write what is to be predicted; it is no causal LM."
+            f"in {type(lm).__name__} tokens see later ones, which would write what is to be predicted; it "
+            "is no causal LM."
         )
     if (expected - with_beside)[0].abs().max() > bound:
-        raise InPlaceTTTError(f"in {type(lm).__name__} a row's logits depend on the other rows, so that memories would mix.")
+        raise InPlaceTTTError(
+            f"in {type(lm).__name__} a row's logits depend on the other rows, so that memories would mix."
+        )
 
 
 def initial_std(config: PreTrainedConfig) -> float:
@@ -114,7 +149,8 @@ def initial_std(config: PreTrainedConfig) -> float:
 
 
 def revert(model: AnyModel) -> AnyModel:
-    """Take the fast weights out again, in place: every parameter of the base is what it is now, and nothing is left."""
+    """Take the fast weights out again, in place: every parameter of the base is what it is now, and nothing
+    is left."""
     lm = causal_lm(model)
     layers = fast_weights(lm)
     if not layers:
@@ -137,28 +173,37 @@ def config_of(model: nn.Module) -> InPlaceTTTConfig:
     for module in model.modules():
         if isinstance(module, FastWeight):
             return module.fast.config
-    raise InPlaceTTTError(f"this {type(model).__name__} is not converted; convert(model, config) it, or load a converted checkpoint.")
+    raise InPlaceTTTError(
+        f"this {type(model).__name__} is not converted; convert(model, config) it, or load a converted "
+        "checkpoint."
+    )
 
 
 def refuse_gradient_target(model: nn.Module, what: str) -> None:
-    """Raise InPlaceTTTError where a model's targets are loss gradients, for `what` cannot be done with them yet."""
+    """Raise InPlaceTTTError where a model's targets are loss gradients, for `what` cannot be done with them
+    yet."""
     if config_of(model).target == "gradient":
-        raise InPlaceTTTError(f"a model with target='gradient' cannot be {what} yet; `inplace-ttt evaluate` says whether its writes help.")
+        raise InPlaceTTTError(
+            f"a model with target='gradient' cannot be {what} yet; `inplace-ttt evaluate` says whether its "
+            "writes help."
+        )
 
 
 @contextmanager
 def disable_ttt(model: nn.Module) -> Iterator[None]:
-    """Within it the model reads with W0 alone and writes nothing, in this thread: the same weights, TTT off."""
+    """Within it the model reads with W0 alone and writes nothing, in this thread: the same weights, TTT
+    off."""
     with switching(hooks_of(model), enabled=False):
         yield
 
 
 @contextmanager
 def share_sequence(model: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Within it each rank of `group` calls the converted model with its contiguous, equal part of the same rows.
+    """Within it each rank of `group` calls the converted model with its contiguous, equal part of the same
+    rows.
 
-    Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not needed for
-    training under DeepSpeed's Ulysses, whose group is found by itself.
+    Attention must see the other parts by its own means (Ulysses); only the fast weight is handled here. Not
+    needed for training under DeepSpeed's Ulysses, whose group is found by itself.
     """
     with sharing(hooks_of(model), group):
         yield
@@ -168,7 +213,8 @@ def _warn_if_nothing_reads(config: InPlaceTTTConfig, text: Any) -> None:
     context = getattr(text, "max_position_embeddings", None)
     if context is not None and config.chunk_size >= context:
         _warn_once(
-            f"a chunk of {config.chunk_size} tokens is no shorter than the model's context of {context}: nothing would ever "
+            f"a chunk of {config.chunk_size} tokens is no shorter than the model's context of {context}: "
+            "nothing would ever "
             "read a write; lower the chunk size"
         )
 

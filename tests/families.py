@@ -207,7 +207,8 @@ UNLISTED: tuple[Family, ...] = (
     ),
 )
 
-# Mixtures of experts. A layer with routed experts alone must be refused: no down-projection of it sees every token.
+# Mixtures of experts. A layer with routed experts alone must be refused: no down-projection of it sees every
+# token.
 MOE: tuple[Family, ...] = (
     Family(
         "mixtral",
@@ -291,7 +292,9 @@ def build(
     attention = "sdpa" if model_class._supports_sdpa else "eager"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = model_class._from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model: PreTrainedModel = model_class._from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
@@ -304,7 +307,9 @@ def build(
 
 def config_for(row: Family, **overrides: Any) -> PreTrainedConfig:
     """The row's tiny config."""
-    made: PreTrainedConfig = getattr(transformers, row.config_class)(**_repeat_layer_types({**row.overrides, **overrides}))
+    made: PreTrainedConfig = getattr(transformers, row.config_class)(
+        **_repeat_layer_types({**row.overrides, **overrides})
+    )
     return made
 
 

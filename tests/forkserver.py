@@ -1,4 +1,5 @@
-"""Where the tests' processes are forked from: one process that has imported everything once, which takes some ten seconds.
+"""Where the tests' processes are forked from: one process that has imported everything once, which takes some
+ten seconds.
 
 Of each test process there is one, and the first fork starts it: so what any of them needs is named here.
 """

@@ -1,8 +1,9 @@
 """The gate, `make test`: every law and every kind of case, in a few minutes. `make test-all` runs every case.
 
-A test marked `full` is not in the gate. Of a test marked `sample(n)` the gate runs n cases. Of other parametrized tests it runs as few
-cases as hold, together, every value of each parameter, and every pair of values where there are three parameters or more. Of a test over
-model families it runs at most `MOST` cases; which ones differs from test to test, so that together they meet every family.
+A test marked `full` is not in the gate. Of a test marked `sample(n)` the gate runs n cases. Of other
+parametrized tests it runs as few cases as hold, together, every value of each parameter, and every pair of
+values where there are three parameters or more. Of a test over model families it runs at most `MOST` cases;
+which ones differs from test to test, so that together they meet every family.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ MOST = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gate", action="store_true", help="run every law and each kind of case alone; check the time per folder")
+    parser.addoption(
+        "--gate",
+        action="store_true",
+        help="run every law and each kind of case alone; check the time per folder",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -74,7 +79,8 @@ def _of_grid(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
 def _values(case: pytest.Item) -> tuple[str, ...]:
     """The name of the value that each `parametrize` gives the case."""
     callspec = getattr(case, "callspec", None)
-    return () if callspec is None else tuple(callspec._idlist)  # pytest has no public way; the joined name alone cannot be split
+    # pytest has no public way; the joined name alone cannot be split
+    return () if callspec is None else tuple(callspec._idlist)
 
 
 def covering(cases: Sequence[tuple[Any, ...]], strength: int) -> list[int]:
@@ -97,7 +103,8 @@ def covering(cases: Sequence[tuple[Any, ...]], strength: int) -> list[int]:
 
 
 def spread(indices: Sequence[int], most: int, name: str) -> list[int]:
-    """At most so many of the indices, as far apart as they can be; the name of the test decides where they begin.
+    """At most so many of the indices, as far apart as they can be; the name of the test decides where they
+    begin.
 
     Example:
         >>> spread(range(6), 3, "a"), spread(range(6), 3, "b"), spread(range(2), 3, "a")
@@ -135,11 +142,16 @@ class Clock:
         for folder, seconds in sorted(self.seconds.items(), key=lambda pair: -pair[1]):
             terminalreporter.write_line(f"{seconds:6.0f} of {BUDGET.get(folder, 0):4} {folder}")
         for folder in self.over():
-            terminalreporter.write_line(f"tests/{folder} is over its budget of tests/gate.py: make its tests faster, or mark some `full`")
+            terminalreporter.write_line(
+                f"tests/{folder} is over its budget of tests/gate.py: make its tests faster, or mark some "
+                "`full`"
+            )
 
     def over(self) -> list[str]:
         slower = max(1.0, sum(self.seconds.values()) / sum(BUDGET.values()))
-        return [folder for folder, seconds in self.seconds.items() if seconds > slower * BUDGET.get(folder, 0)]
+        return [
+            folder for folder, seconds in self.seconds.items() if seconds > slower * BUDGET.get(folder, 0)
+        ]
 
 
 def pytest_configure(config: pytest.Config) -> None:

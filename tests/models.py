@@ -17,7 +17,9 @@ CHUNK = 7
 NAMES = tuple(family.name for family in FAMILIES + UNLISTED)
 
 
-def converted(name: str, dtype: torch.dtype = torch.float32, writes: bool = True, **config: Any) -> PreTrainedModel:
+def converted(
+    name: str, dtype: torch.dtype = torch.float32, writes: bool = True, **config: Any
+) -> PreTrainedModel:
     """One family, converted at layers 0 and 2 with chunks of 7 tokens; `writes` turns the writer on."""
     settings: dict[str, Any] = {"layers": LAYERS, "chunk_size": CHUNK, **config}
     model = convert(build(name, dtype=dtype), InPlaceTTTConfig(**settings))
@@ -37,8 +39,12 @@ RIDGE: dict[str, Any] = {
 
 
 def seven_layers(seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A Llama with 7 layers, converted as the config says (TTT in 0 and 6), its writer as conversions start it."""
-    model = convert(build("llama", num_hidden_layers=7, seed=seed, max_position_embeddings=65536), InPlaceTTTConfig(**config))
+    """A Llama with 7 layers, converted as the config says (TTT in 0 and 6), its writer as conversions start
+    it."""
+    model = convert(
+        build("llama", num_hidden_layers=7, seed=seed, max_position_embeddings=65536),
+        InPlaceTTTConfig(**config),
+    )
     if config_of(model).needs_calibration:
         calibrate(model, [random_ids(1, 64, seed=2)])
     return model
@@ -46,7 +52,8 @@ def seven_layers(seed: int = 0, **config: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def turn_writer_on(model: nn.Module) -> None:
-    """Random conv, proj and gate of writes, as if trained, so that five chunks move the logits by about one standard deviation."""
+    """Random conv, proj and gate of writes, as if trained, so that five chunks move the logits by about one
+    standard deviation."""
     generator, of_gates = (torch.Generator().manual_seed(seed) for seed in (7, 8))
     for layer in fast_weights(model).values():
         for parameter, std in ((layer.ttt.conv, 0.003), (layer.ttt.proj, 0.18)):
@@ -73,7 +80,13 @@ def streamed(model: nn.Module, ids: Tensor, pieces: Sequence[int]) -> Tensor:
     """Logits of `ids` read through one cache in pieces of the given lengths."""
     assert sum(pieces) == ids.shape[1]
     cache = DynamicCache(config=model.config)
-    return torch.cat([model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits for piece in ids.split(list(pieces), 1)], 1)
+    return torch.cat(
+        [
+            model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits
+            for piece in ids.split(list(pieces), 1)
+        ],
+        1,
+    )
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -93,4 +106,6 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def hooks_of(model: nn.Module) -> list[str]:
     """The modules that carry forward hooks."""
-    return [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    return [
+        name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks
+    ]

@@ -15,7 +15,10 @@ def on_ranks(ranks: int, function: Callable[..., None], *args: Any) -> None:
     """Call `function(group, *args)` in `ranks` processes; an exception in any of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _main, (ranks, os.path.join(folder, "store"), function, args), nprocs=ranks, start_method=FORKSERVER.get_start_method()
+            _main,
+            (ranks, os.path.join(folder, "store"), function, args),
+            nprocs=ranks,
+            start_method=FORKSERVER.get_start_method(),
         )
 
 

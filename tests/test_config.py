@@ -34,7 +34,9 @@ def test_json_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_round_trip_and_take_overrides(name: str) -> None:
-    assert InPlaceTTTConfig.preset(name) == PRESETS[name] == InPlaceTTTConfig.from_dict(PRESETS[name].to_dict())
+    assert (
+        InPlaceTTTConfig.preset(name) == PRESETS[name] == InPlaceTTTConfig.from_dict(PRESETS[name].to_dict())
+    )
     changed = InPlaceTTTConfig.preset(name, chunk_size=3, clip={"max_norm": 2}, write_norm=None)
     assert (changed.chunk_size, changed.clip) == (3, UpdateClip(2))
     assert changed.target == PRESETS[name].target and changed.eta == PRESETS[name].eta
@@ -42,7 +44,13 @@ def test_presets_round_trip_and_take_overrides(name: str) -> None:
 
 def test_the_presets_say_what_their_sources_say() -> None:
     paper, official = PRESETS["paper"], PRESETS["official"]
-    assert (paper.target, paper.layers, paper.kernel_size, paper.conv, paper.clip) == ("embeddings", "every:6", 5, "lookahead", None)
+    assert (paper.target, paper.layers, paper.kernel_size, paper.conv, paper.clip) == (
+        "embeddings",
+        "every:6",
+        5,
+        "lookahead",
+        None,
+    )
     assert (official.target, official.chunk_size, official.eta) == ("hidden_states", 4096, 3.0)
     assert InPlaceTTTConfig() == paper
 
@@ -72,9 +80,13 @@ def test_eta_by_layer() -> None:
 
 
 def test_resolve_refuses_what_the_model_does_not_have() -> None:
-    with pytest.raises(InPlaceTTTError, match=r"layers \[36, 40\] do not exist: the model has 36 layers, 0 to 35\."):
+    with pytest.raises(
+        InPlaceTTTError, match=r"layers \[36, 40\] do not exist: the model has 36 layers, 0 to 35\."
+    ):
         InPlaceTTTConfig(layers=(0, 36, 40)).resolve(36)
-    with pytest.raises(InPlaceTTTError, match=r"eta has 2 values for 3 layers; give one number or one a layer\."):
+    with pytest.raises(
+        InPlaceTTTError, match=r"eta has 2 values for 3 layers; give one number or one a layer\."
+    ):
         InPlaceTTTConfig(layers="every:1", eta=(1.0, 2.0)).resolve(3)
 
 
@@ -150,7 +162,12 @@ def test_refusals_name_the_setting_and_the_value(message: str, cases: list[dict[
 
 
 def test_unknown_settings_and_presets_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(InPlaceTTTError, match=r"the TTT config has no setting 'chunk', 'lr'; known settings: layers, chunk_size, eta"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=r"the TTT config has no setting 'chunk', 'lr'; known settings: layers, chunk_size, eta",
+    ):
         InPlaceTTTConfig.from_dict({"lr": 1, "chunk": 2, "eta": 1})
-    with pytest.raises(InPlaceTTTError, match=r"preset 'papers' does not exist; choose one of paper, official"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"preset 'papers' does not exist; choose one of paper, official"
+    ):
         InPlaceTTTConfig.preset("papers")

@@ -1,4 +1,5 @@
-"""A training in which a fresh conversion can never begin to write is warned of, by the model itself, in any trainer."""
+"""A training in which a fresh conversion can never begin to write is warned of, by the model itself, in any
+trainer."""
 
 import logging
 from collections.abc import Callable
@@ -72,8 +73,14 @@ def step(model: nn.Module, **how: bool) -> None:
         model(input_ids=random_ids(1, 20), labels=random_ids(1, 20))
 
 
-@pytest.mark.parametrize("prepare", [all_linear, named, attention_alone, frozen_by_hand, embeddings_alone], ids=lambda f: f.__name__)
-def test_a_training_without_writes_is_warned_of_once(prepare: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "prepare",
+    [all_linear, named, attention_alone, frozen_by_hand, embeddings_alone],
+    ids=lambda f: f.__name__,
+)
+def test_a_training_without_writes_is_warned_of_once(
+    prepare: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
     model = prepare(converted())
     step(model, training=False)
     step(model, grad=False)
@@ -84,8 +91,12 @@ def test_a_training_without_writes_is_warned_of_once(prepare: Callable[[nn.Modul
     assert record.levelno == logging.WARNING
 
 
-@pytest.mark.parametrize("prepare", [as_it_is, with_ttt, nothing_at_all, trained_before], ids=lambda f: f.__name__)
-def test_a_training_with_writes_is_not(prepare: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "prepare", [as_it_is, with_ttt, nothing_at_all, trained_before], ids=lambda f: f.__name__
+)
+def test_a_training_with_writes_is_not(
+    prepare: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
     step(prepare(converted()))
     assert SAID not in caplog.text
 

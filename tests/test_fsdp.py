@@ -1,4 +1,5 @@
-"""FSDP2 trains a converted model as one process does, in float32 and with bf16 mixed precision, and what it saves loads."""
+"""FSDP2 trains a converted model as one process does, in float32 and with bf16 mixed precision, and what it
+saves loads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,11 +36,16 @@ def sharded(rule: str, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Mod
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train_alike(whole: nn.Module, split: nn.Module, optimisers: Sequence[torch.optim.Optimizer], rtol: float) -> None:
-    """Two rows here, one after the other, and one of them on each rank: at every step the mean of their losses is the same."""
+def train_alike(
+    whole: nn.Module, split: nn.Module, optimisers: Sequence[torch.optim.Optimizer], rtol: float
+) -> None:
+    """Two rows here, one after the other, and one of them on each rank: at every step the mean of their
+    losses is the same."""
     for step in range(STEPS):
         rows, losses = random_ids(2, LENGTH, seed=step).split(1), []
-        for model, optimiser, mine in zip((whole, split), optimisers, (rows, rows[dist.get_rank() :][:1]), strict=True):
+        for model, optimiser, mine in zip(
+            (whole, split), optimisers, (rows, rows[dist.get_rank() :][:1]), strict=True
+        ):
             of_rows = [model(row, labels=row, use_cache=False).loss / len(mine) for row in mine]
             for loss in of_rows:
                 loss.backward()
@@ -56,7 +62,9 @@ def two_are_one(group: dist.ProcessGroup, rule: str, precision: str, recomputed:
     whole, split = sharded(rule, meshes["alone"], policy), sharded(rule, meshes["both"], policy)
     if recomputed:
         split.gradient_checkpointing_enable({"use_reentrant": False})
-    train_alike(whole, split, [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (whole, split)], rtol)
+    train_alike(
+        whole, split, [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (whole, split)], rtol
+    )
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     tensors = get_model_state_dict(split, options=options)
     if dist.get_rank() == 0:
@@ -69,21 +77,30 @@ def two_are_one(group: dist.ProcessGroup, rule: str, precision: str, recomputed:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rule", "precision", "recomputed"),
-    [("paper", "float32", False), ("paper", "bfloat16", True), ("ridge", "float32", True), ("ridge", "bfloat16", False)],
+    [
+        ("paper", "float32", False),
+        ("paper", "bfloat16", True),
+        ("ridge", "float32", True),
+        ("ridge", "bfloat16", False),
+    ],
 )
 def test_two_processes_train_as_one(rule: str, precision: str, recomputed: bool, tmp_path: Path) -> None:
     on_ranks(2, two_are_one, rule, precision, recomputed, tmp_path / "saved")
 
 
 def prepared_by_accelerate(group: dist.ProcessGroup, folder: Path) -> None:
-    """accelerate leaves FSDP out on a CPU, whatever its launcher is told; what it would do is done here by telling it that it is on."""
+    """accelerate leaves FSDP out on a CPU, whatever its launcher is told; what it would do is done here by
+    telling it that it is on."""
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
 
     accelerator = Accelerator(cpu=True)
     PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True, cpu_ram_efficient_loading=False
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        activation_checkpointing=True,
+        cpu_ram_efficient_loading=False,
     )
     whole, split = converted("llama").train(), converted("llama").train()
     optimisers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (whole, split)]
@@ -102,7 +119,8 @@ def test_accelerate_prepares_it(tmp_path: Path) -> None:
 
 
 def tapped_shards(group: dist.ProcessGroup) -> None:
-    """FSDP2 puts a parameter's gradient in place past its hooks: the tap then reads the shards, whose squares add up to the whole's."""
+    """FSDP2 puts a parameter's gradient in place past its hooks: the tap then reads the shards, whose squares
+    add up to the whole's."""
     rank, mesh = dist.get_rank(group), init_device_mesh("cpu", (2,))
     whole, split = converted("llama").train(), sharded("paper", mesh, MixedPrecisionPolicy())
     taps, rows = [GradientTap(model) for model in (whole, split)], random_ids(2, LENGTH)
@@ -115,7 +133,11 @@ def tapped_shards(group: dist.ProcessGroup) -> None:
         shards = torch.tensor([found[index][name] ** 2 for name in norms])
         dist.all_reduce(shards)
         torch.testing.assert_close(shards.sqrt(), torch.tensor(list(norms.values())), rtol=1e-4, atol=1e-7)
-    guard, args, state = FiniteGradients(taps[1]), SimpleNamespace(fp16=False, device="cpu"), SimpleNamespace(global_step=0)
+    guard, args, state = (
+        FiniteGradients(taps[1]),
+        SimpleNamespace(fp16=False, device="cpu"),
+        SimpleNamespace(global_step=0),
+    )
     guard.on_pre_optimizer_step(args, state, None)
     if rank == 1:  # one rank's row alone
         fast_weights(split)[0].ttt.conv.grad.to_local()[:] = float("nan")

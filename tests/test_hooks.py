@@ -26,7 +26,8 @@ class _Bystander:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_forwards_that_were_interrupted_are_forgotten(name: str) -> None:
-    """torch tells no hook of a KeyboardInterrupt; the next forward in the thread, of any model, finds what it left."""
+    """torch tells no hook of a KeyboardInterrupt; the next forward in the thread, of any model, finds what it
+    left."""
     model, other = converted(name), converted("llama", chunk_size=5)
     expected, left = logits(model, IDS), []
     for bystander in (model, other):

@@ -11,7 +11,19 @@ import pytest
 import inplace_ttt
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = ("accelerate", "datasets", "deepspeed", "gguf", "lm_eval", "matplotlib", "peft", "pytest", "rank_bm25", "triton", "wonderwords")
+OPTIONAL = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "gguf",
+    "lm_eval",
+    "matplotlib",
+    "peft",
+    "pytest",
+    "rank_bm25",
+    "triton",
+    "wonderwords",
+)
 OF_OTHERS = ("inplace_ttt.kernels", "inplace_ttt.serving.", "inplace_ttt.clients.")
 """For Triton, vLLM, Axolotl and Automodel alone, which they import."""
 BESIDE = {
@@ -49,15 +61,26 @@ print(len({MODULES!r}), [name for name in {OPTIONAL!r} if name in sys.modules])
 
 
 def test_only_declared_packages_are_imported() -> None:
-    """Every import outside functions names the standard library, ourselves, or what torch and transformers bring; in `BESIDE`, others."""
-    allowed = {*sys.stdlib_module_names, "huggingface_hub", "inplace_ttt", "safetensors", "torch", "tqdm", "transformers"}
+    """Every import outside functions names the standard library, ourselves, or what torch and transformers
+    bring; in `BESIDE`, others."""
+    allowed = {
+        *sys.stdlib_module_names,
+        "huggingface_hub",
+        "inplace_ttt",
+        "safetensors",
+        "torch",
+        "tqdm",
+        "transformers",
+    }
     for file in (ROOT / "inplace_ttt").rglob("*.py"):
         for node in ast.parse(file.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
             beside = BESIDE.get(file.parent.name, set())
-            assert {name.partition(".")[0] for name in names} <= allowed | beside, f"{file}:{getattr(node, 'lineno', 0)}"
+            assert {name.partition(".")[0] for name in names} <= allowed | beside, (
+                f"{file}:{getattr(node, 'lineno', 0)}"
+            )
 
 
 def test_ops_and_layout_know_no_transformers() -> None:
@@ -106,11 +129,17 @@ def test_every_public_name_is_where_the_package_says() -> None:
     assert {*inplace_ttt.__all__} <= {*dir(inplace_ttt)} and not hasattr(inplace_ttt, "forward")
 
 
-@pytest.mark.parametrize(("name", "late"), [("InPlaceTTTCallback", "transformers.trainer"), ("convert", "transformers.modeling_utils")])
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [("InPlaceTTTCallback", "transformers.trainer"), ("convert", "transformers.modeling_utils")],
+)
 @pytest.mark.sample(1)
 def test_what_is_slow_is_imported_when_it_is_asked_for(name: str, late: str) -> None:
     """A --help needs no model, and reading needs no Trainer."""
-    code = f"import sys, inplace_ttt.cli; print({late!r} in sys.modules, inplace_ttt.{name}.__name__, {late!r} in sys.modules)"
+    code = (
+        f"import sys, inplace_ttt.cli; print({late!r} in sys.modules, inplace_ttt.{name}.__name__, "
+        f"{late!r} in sys.modules)"
+    )
     assert run(code).stdout == f"False {name} True\n"
 
 
@@ -140,7 +169,10 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
     ],
 )
 def test_transformers_knows_converted_checkpoints_whoever_comes_first(before: str) -> None:
-    done = run(f"{before}; from transformers import AutoConfig; print(AutoConfig.for_model('inplace_ttt').model_type)")
+    done = run(
+        f"{before}; from transformers import AutoConfig; "
+        "print(AutoConfig.for_model('inplace_ttt').model_type)"
+    )
     assert done.stdout.endswith("inplace_ttt\n"), done.stderr
 
 

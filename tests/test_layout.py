@@ -8,7 +8,14 @@ import torch
 from inplace_ttt import InPlaceTTTError
 from inplace_ttt.layout import ChunkLayout
 
-LENGTHS: list[list[list[int]]] = [[[10]], [[3, 4, 3]], [[1, 1, 1]], [[7, 1], [8]], [[2, 6], [], [8]], [[9], [4], [1]]]
+LENGTHS: list[list[list[int]]] = [
+    [[10]],
+    [[3, 4, 3]],
+    [[1, 1, 1]],
+    [[7, 1], [8]],
+    [[2, 6], [], [8]],
+    [[9], [4], [1]],
+]
 CHUNK_SIZES = (1, 3, 4, 100)
 TABLE = list(itertools.product(LENGTHS, CHUNK_SIZES))
 
@@ -55,7 +62,9 @@ def test_positions_and_cu_seqlens_give_the_same(lengths: list[list[int]], chunk_
     expected = ChunkLayout.from_lengths(lengths, chunk_size)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     assert ChunkLayout.from_position_ids(positions, chunk_size) == expected
-    assert ChunkLayout.from_position_ids(positions + 1000, chunk_size) == expected, "positions may start anywhere"
+    assert ChunkLayout.from_position_ids(positions + 1000, chunk_size) == expected, (
+        "positions may start anywhere"
+    )
     if len(lengths) == 1:
         ends = torch.tensor([0, *lengths[0]]).cumsum(0)
         for dtype in (torch.int32, torch.int64):
@@ -88,18 +97,30 @@ def test_nothing_at_all() -> None:
 
 REFUSED = {
     "chunk_size must be at least 1, got 0": lambda: ChunkLayout.from_lengths([[3]], 0),
-    "row 1 has document 0:0, which is empty, overlaps, or leaves 0:3": lambda: ChunkLayout.from_lengths([[3], [0]], 2),
-    "row 0 has document 0:3, which is empty, overlaps, or leaves 0:2": lambda: ChunkLayout.from_lengths([[3, -1]], 2),
-    "row 0 has document 0:5, which is empty, overlaps, or leaves 0:4": lambda: ChunkLayout.from_lengths([[5]], 2, length=4),
+    "row 1 has document 0:0, which is empty, overlaps, or leaves 0:3": lambda: ChunkLayout.from_lengths(
+        [[3], [0]], 2
+    ),
+    "row 0 has document 0:3, which is empty, overlaps, or leaves 0:2": lambda: ChunkLayout.from_lengths(
+        [[3, -1]], 2
+    ),
+    "row 0 has document 0:5, which is empty, overlaps, or leaves 0:4": lambda: ChunkLayout.from_lengths(
+        [[5]], 2, length=4
+    ),
     "row 0 has document 2:4, which is empty, overlaps": lambda: ChunkLayout((((0, 3), (2, 4)),), 5, 2),
     "row 0 has document -1:2": lambda: ChunkLayout((((-1, 2),),), 5, 2),
-    "row 1 has padding between tokens 0 and 3; pad at the left or the right only": lambda: ChunkLayout.from_attention_mask(
-        torch.tensor([[1, 1, 1], [1, 0, 1]]), 2
+    "row 1 has padding between tokens 0 and 3; pad at the left or the right only": lambda: (
+        ChunkLayout.from_attention_mask(torch.tensor([[1, 1, 1], [1, 0, 1]]), 2)
     ),
-    "cu_seqlens must rise from 0 and hold at least two numbers, got [1, 4]": lambda: ChunkLayout.from_cu_seqlens(torch.tensor([1, 4]), 2),
-    "cu_seqlens must rise from 0 and hold at least two numbers, got [0]": lambda: ChunkLayout.from_cu_seqlens(torch.tensor([0]), 2),
+    "cu_seqlens must rise from 0 and hold at least two numbers, got [1, 4]": lambda: (
+        ChunkLayout.from_cu_seqlens(torch.tensor([1, 4]), 2)
+    ),
+    "cu_seqlens must rise from 0 and hold at least two numbers, got [0]": lambda: ChunkLayout.from_cu_seqlens(
+        torch.tensor([0]), 2
+    ),
     "got [0, 4, 3]": lambda: ChunkLayout.from_cu_seqlens(torch.tensor([0, 4, 3]), 2),
-    "row 0 has document 4:9, which is empty, overlaps, or leaves 0:8": lambda: ChunkLayout.from_cu_seqlens(torch.tensor([0, 4, 9]), 2, 8),
+    "row 0 has document 4:9, which is empty, overlaps, or leaves 0:8": lambda: ChunkLayout.from_cu_seqlens(
+        torch.tensor([0, 4, 9]), 2, 8
+    ),
 }
 
 

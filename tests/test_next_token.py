@@ -1,4 +1,5 @@
-"""A conversion without a convolution goes wherever others go: folders, adapters, optimiser groups, calibration, diagnosis."""
+"""A conversion without a convolution goes wherever others go: folders, adapters, optimiser groups,
+calibration, diagnosis."""
 
 import json
 from pathlib import Path
@@ -20,8 +21,16 @@ from inplace_ttt.training.loop.guards import FirstStep, GradientTap
 from inplace_ttt.training.loop.parameters import parameter_groups
 from inplace_ttt.training.recipe.sections import Training
 
-NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
-SETTINGS = [x for name, value in NORMS.items() if name != "eta" for x in ("--set", f"{name}={json.dumps(value)}")]
+NORMS: dict[str, Any] = {
+    "conv": "next",
+    "target": "hidden_states",
+    "write_norm": "spectral",
+    "preserve_row_norms": True,
+    "eta": 0.2,
+}
+SETTINGS = [
+    x for name, value in NORMS.items() if name != "eta" for x in ("--set", f"{name}={json.dumps(value)}")
+]
 
 
 def test_folders_and_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +40,9 @@ def test_folders_and_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "writes at once" in capsys.readouterr().out
     model, ids = load(tmp_path / "full"), random_ids(1, 40)
     assert {name: getattr(config_of(model), name) for name in NORMS} == NORMS
-    assert sorted(n for n in tensors_of(tmp_path / "full") if "ttt" in n) == [f"model.layers.{i}.mlp.down_proj.ttt.proj" for i in (0, 2)]
+    assert sorted(n for n in tensors_of(tmp_path / "full") if "ttt" in n) == [
+        f"model.layers.{i}.mlp.down_proj.ttt.proj" for i in (0, 2)
+    ]
     expected = logits(model, ids)
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(load(tmp_path / "saved"), ids), expected)
@@ -41,7 +52,10 @@ def test_folders_and_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert cli.main(["info", str(tmp_path / "full")]) == 0
     said = capsys.readouterr().out
-    assert "hidden_states, the next token's" in said and "conv next, write_norm spectral, preserve_row_norms True" in said
+    assert (
+        "hidden_states, the next token's" in said
+        and "conv next, write_norm spectral, preserve_row_norms True" in said
+    )
     assert "new parameters   2,048" in said
 
 
@@ -74,7 +88,9 @@ def test_it_is_diagnosed(tmp_path: Path) -> None:
     found = diagnose(model, {"input_ids": random_ids(2, 50)})
     values = found.to_dict()
     assert values["groups"]["conv"]["parameter"] is None and values["groups"]["proj"]["gradient"] > 0
-    assert all("conv" not in layer["parameters"] and layer["writes"]["clipped"] == 0 for layer in values["layers"])
+    assert all(
+        "conv" not in layer["parameters"] and layer["writes"]["clipped"] == 0 for layer in values["layers"]
+    )
     assert "init" not in values["advisor"] and "eta" in values["advisor"]
     assert write_report(found, tmp_path / "report")
     with torch.no_grad():
@@ -96,7 +112,21 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     base = tiny.save_base(tmp_path / "base")
     prompt.write_text(tiny.text(60))
     preset = ["--preset", "ttt_ntp", "--layers", "0", "--chunk-size", "16"]
-    assert cli.main(["convert", str(base), str(folder), *preset, "--set", "prompt_write.cap=0.5", "--set", "prompt_write.eta=1"]) == 0
+    assert (
+        cli.main(
+            [
+                "convert",
+                str(base),
+                str(folder),
+                *preset,
+                "--set",
+                "prompt_write.cap=0.5",
+                "--set",
+                "prompt_write.eta=1",
+            ]
+        )
+        == 0
+    )
     whole, read, then = (["generate", str(folder), "--max-new-tokens", n, "--json"] for n in ("8", "0", "8"))
     capsys.readouterr()
     assert cli.main([*whole, "--prompt-file", str(prompt)]) == 0
@@ -105,7 +135,10 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main([*read, "--prompt-file", str(prompt), "--save-state", str(tmp_path / "s")]) == 0
     (tmp_path / "more.txt").write_text(" and the sea")
     capsys.readouterr()
-    assert cli.main([*then, "--prompt-file", str(tmp_path / "more.txt"), "--load-state", str(tmp_path / "s")]) == 0
+    assert (
+        cli.main([*then, "--prompt-file", str(tmp_path / "more.txt"), "--load-state", str(tmp_path / "s")])
+        == 0
+    )
     later = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not later["prompt_written"] and later["state_bytes"] == result["state_bytes"]
     assert cli.main([*whole[:-1], "--prompt-file", str(prompt)]) == 0
@@ -116,12 +149,26 @@ def test_commands_write_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(said.out.splitlines()[-1])["difference"]["mean"] != 0
 
 
-@pytest.mark.parametrize("options", [NORMS, {"write_norm": "spectral"}, {"preserve_row_norms": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [NORMS, {"write_norm": "spectral"}, {"preserve_row_norms": True}], ids=str
+)
 @pytest.mark.sample(1)
 def test_the_audit_holds_it_against_what_it_declares(options: dict[str, Any]) -> None:
     """No probe of a layer drives it; whole readings decide."""
     report = audit_model(converted("llama", **options))
-    held = ("declared-rule", "in-training", "gradient", "in-pieces", "in-batches", "over-many-chunks", "precisions", "through-a-file")
+    held = (
+        "declared-rule",
+        "in-training",
+        "gradient",
+        "in-pieces",
+        "in-batches",
+        "over-many-chunks",
+        "precisions",
+        "through-a-file",
+    )
     assert {id: report[id].verdict for id in held} == dict.fromkeys(held, "conforms")
-    assert report["own-chunk-exposure"].verdict == "not checked" and "declared-rule" in report["own-chunk-exposure"].outcome.found
+    assert (
+        report["own-chunk-exposure"].verdict == "not checked"
+        and "declared-rule" in report["own-chunk-exposure"].outcome.found
+    )
     assert set(report.undeclared) <= {"target-source", "chunk-size", "layer-spacing", "start-conv"}

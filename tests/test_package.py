@@ -1,4 +1,5 @@
-"""The wheel and the source distribution, built by the backend that pyproject.toml names, hold what they should and nothing else."""
+"""The wheel and the source distribution, built by the backend that pyproject.toml names, hold what they
+should and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ LEFT_BY_WORK = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "sit
 
 @dataclass(frozen=True)
 class Built:
-    """The source distribution of a tree, and the files of two wheels: from the tree, and from the source distribution."""
+    """The source distribution of a tree, and the files of two wheels: from the tree, and from the source
+    distribution."""
 
     source: Path
     files: dict[str, bytes]
@@ -36,10 +38,13 @@ class Built:
 
 
 def build(tree: Path, out: Path, what: str) -> Path:
-    """What a front end such as `build` or pip asks of the backend, in a process for each, as PEP 517 has it; `what` is wheel or sdist."""
+    """What a front end such as `build` or pip asks of the backend, in a process for each, as PEP 517 has it;
+    `what` is wheel or sdist."""
     code = f"import sys, setuptools.build_meta as backend; print(backend.build_{what}(sys.argv[1]))"
     out.mkdir(exist_ok=True)
-    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], cwd=tree, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
 
@@ -67,7 +72,11 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(built: Built) -> Non
         for file in (ROOT / "inplace_ttt").rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    assert {"inplace_ttt/py.typed", "inplace_ttt/kernels/walk.py", "inplace_ttt/reports/templates/audit.html.j2"} <= expected
+    assert {
+        "inplace_ttt/py.typed",
+        "inplace_ttt/kernels/walk.py",
+        "inplace_ttt/reports/templates/audit.html.j2",
+    } <= expected
     info = f"inplace_ttt-{VERSION}.dist-info/"
     assert {name for name in built.files if not name.startswith(info)} == expected
     assert built.files[f"{info}licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
@@ -87,13 +96,22 @@ def test_the_source_distribution_leaves_out_what_only_the_repository_needs(built
 
 def test_metadata(built: Built) -> None:
     about = built.metadata()
-    assert (about["Name"], about["Version"], about["License-Expression"]) == ("inplace-ttt", VERSION, "Apache-2.0")
+    assert (about["Name"], about["Version"], about["License-Expression"]) == (
+        "inplace-ttt",
+        VERSION,
+        "Apache-2.0",
+    )
     assert about["Requires-Python"] == ">=3.11"
     assert about.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert [re.match(r"[\w-]+", line)[0] for line in needed] == ["torch", "transformers"], "the base install stays small"
+    assert [re.match(r"[\w-]+", line)[0] for line in needed] == ["torch", "transformers"], (
+        "the base install stays small"
+    )
     assert built.metadata("WHEEL")["Root-Is-Purelib"] == "true"
-    assert b"inplace-ttt = inplace_ttt.cli:main" in built.files[f"inplace_ttt-{VERSION}.dist-info/entry_points.txt"]
+    assert (
+        b"inplace-ttt = inplace_ttt.cli:main"
+        in built.files[f"inplace_ttt-{VERSION}.dist-info/entry_points.txt"]
+    )
 
 
 def test_the_wheel_works_without_the_repository(built: Built, tmp_path: Path) -> None:
@@ -110,7 +128,9 @@ print(inplace_ttt.__file__, inplace_ttt.__version__, sep="\\n")
 print("<html" in render("page.html.j2", title="A title", good=True), main(["convert", "base", "out", "--layers", "0", "--json"]))
 """
     env = {"PYTHONPATH": str(tmp_path / "installed"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     package, version, *_, last = done.stdout.splitlines()
     assert Path(package).is_relative_to(tmp_path)
@@ -118,12 +138,21 @@ print("<html" in render("page.html.j2", title="A title", good=True), main(["conv
 
 
 def test_the_changelog_has_the_version() -> None:
-    """Between releases `__version__` ends in .dev0 and the newest section is Unreleased; a release has a section of its number and day."""
-    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    released = [re.fullmatch(r"(\d+\.\d+\.\d+), \d{4}-\d\d-\d\d", heading) for heading in headings if heading != "Unreleased"]
+    """Between releases `__version__` ends in .dev0 and the newest section is Unreleased; a release has a
+    section of its number and day."""
+    headings = re.findall(
+        r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    released = [
+        re.fullmatch(r"(\d+\.\d+\.\d+), \d{4}-\d\d-\d\d", heading)
+        for heading in headings
+        if heading != "Unreleased"
+    ]
     assert all(released), headings
     if VERSION.endswith(".dev0"):
         assert headings[0] == "Unreleased"
         assert VERSION.removesuffix(".dev0") not in [match[1] for match in released if match]
     else:
-        assert headings[0].startswith(f"{VERSION}, "), f"CHANGELOG.md has no section {VERSION}, as CONTRIBUTING says a release has"
+        assert headings[0].startswith(f"{VERSION}, "), (
+            f"CHANGELOG.md has no section {VERSION}, as CONTRIBUTING says a release has"
+        )

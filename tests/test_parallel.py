@@ -19,7 +19,8 @@ from inplace_ttt.layer.sequence_parallel import gather_rows
 from inplace_ttt.surgery import fast_weights, share_sequence
 from inplace_ttt.training.ulysses import document_mask
 
-PACKED = [[*range(35), *range(7), *range(14)], [*range(56)]]  # documents on the grid of 7, across the borders of 2 and 4 ranks
+# documents on the grid of 7, across the borders of 2 and 4 ranks
+PACKED = [[*range(35), *range(7), *range(14)], [*range(56)]]
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -40,7 +41,12 @@ def attention_across(group: dist.ProcessGroup) -> Any:
         mask = document_mask(gather_rows(kwargs["position_ids"], group), None)
         assert mask is not None
         return sdpa_attention_forward(
-            module, query, everyone(key), everyone(value), mask[:, :, rank * width : (rank + 1) * width], **kwargs
+            module,
+            query,
+            everyone(key),
+            everyone(value),
+            mask[:, :, rank * width : (rank + 1) * width],
+            **kwargs,
         )
 
     return forward
@@ -78,7 +84,10 @@ def test_ranks_that_share_rows_give_the_logits_of_one(ranks: int) -> None:
 def torch_context_parallel(group: dist.ProcessGroup) -> None:
     model, ids = converted("llama").train(), random_ids(1, 56)
     mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
-    with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]), pytest.raises(InPlaceTTTError, match="torch's context parallelism"):
+    with (
+        context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]),
+        pytest.raises(InPlaceTTTError, match="torch's context parallelism"),
+    ):
         model(input_ids=ids, use_cache=False)
     model(input_ids=ids, use_cache=False)  # and not after it
 

@@ -1,4 +1,5 @@
-"""A quantised base: the additive form over a down-projection whose weight nobody can read, however its library holds it."""
+"""A quantised base: the additive form over a down-projection whose weight nobody can read, however its
+library holds it."""
 
 import json
 from collections.abc import Callable
@@ -20,10 +21,13 @@ from inplace_ttt.families import CACHE
 from inplace_ttt.surgery import fast_weights
 
 QUANTISERS: dict[str, Callable[[], Any]] = {
-    "bitsandbytes": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
+    "bitsandbytes": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    ),
     "quanto": lambda: QuantoConfig(weights="int8"),
 }
-BY_WEIGHT = "by weight"  # as torchao does it: linear maps stay nn.Linear, and their weights are tensors of another kind
+# as torchao does it: linear maps stay nn.Linear, and their weights are tensors of another kind
+BY_WEIGHT = "by weight"
 PLAIN = {"bitsandbytes": "Linear4bit", "quanto": "QLinear", BY_WEIGHT: "Linear"}
 IDS = random_ids(1, 40)
 
@@ -59,7 +63,8 @@ def base(quantiser: str, tmp_path: Path) -> PreTrainedModel:
 def test_a_quantised_base(quantiser: str, base: PreTrainedModel, tmp_path: Path) -> None:
     before, plain = logits(base, IDS), type(base.model.layers[0].mlp.down_proj)
     assert plain.__name__ == PLAIN[quantiser]
-    split_of_the_base = distance(streamed(base, IDS, [10, 1, 29]), before)  # the library's kernels depend on the row count
+    # the library's kernels depend on the row count
+    split_of_the_base = distance(streamed(base, IDS, [10, 1, 29]), before)
     model = convert(base, InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
     assert torch.equal(logits(model, IDS), before)
     turn_writer_on(model)
@@ -77,7 +82,8 @@ def test_a_quantised_base(quantiser: str, base: PreTrainedModel, tmp_path: Path)
 
 @pytest.mark.parametrize("quantiser", list(QUANTISERS))
 def test_a_converted_folder_is_quantised_while_it_loads(quantiser: str, tmp_path: Path) -> None:
-    """The quantiser replaces linear maps while the model is made; what is saved loads again, but transformers saves no quanto."""
+    """The quantiser replaces linear maps while the model is made; what is saved loads again, but transformers
+    saves no quanto."""
     model = convert(build_plain(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
     turn_writer_on(model)
     model.save_pretrained(tmp_path / "plain")
@@ -90,7 +96,9 @@ def test_a_converted_folder_is_quantised_while_it_loads(quantiser: str, tmp_path
         loaded.save_pretrained(tmp_path / "again")
         read.append(AutoModelForCausalLM.from_pretrained(tmp_path / "again", device_map="cpu"))
     for each in read:
-        assert [type(layer).__name__ for layer in fast_weights(each).values()] == [f"FastWeight{PLAIN[quantiser]}"] * 2
+        assert [type(layer).__name__ for layer in fast_weights(each).values()] == [
+            f"FastWeight{PLAIN[quantiser]}"
+        ] * 2
         assert torch.equal(logits(each, IDS), logits(expected, IDS))
 
 
@@ -104,7 +112,21 @@ def test_the_commands_take_a_quantised_folder(tmp_path: Path, capsys: pytest.Cap
     Path(text).write_text(tiny.text(60))
     assert cli.main(["info", folder, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fast_weight"] == [64, 128]
-    assert cli.main(["generate", folder, "--prompt-file", text, "--max-new-tokens", "2", "--save-state", f"{text}.state"]) == 0
+    assert (
+        cli.main(
+            [
+                "generate",
+                folder,
+                "--prompt-file",
+                text,
+                "--max-new-tokens",
+                "2",
+                "--save-state",
+                f"{text}.state",
+            ]
+        )
+        == 0
+    )
     assert cli.main(["diagnose", folder, "--text", text, "--out", f"{text}.diagnosis", "--json"]) in (0, 1)
     assert cli.main(["audit", folder, "--json"]) in (0, 1)
     assert "error" not in capsys.readouterr().err
@@ -115,7 +137,11 @@ def test_the_commands_take_a_quantised_folder(tmp_path: Path, capsys: pytest.Cap
 def test_weights_that_few_operations_know_can_be_audited(base: PreTrainedModel) -> None:
     model = convert(base, InPlaceTTTConfig(layers=(0,), chunk_size=CHUNK))
     refuse_not_finite(model, "the model")
-    unread = [result.item.id for result in audit_model(model).items if "quantised or wrapped" in result.outcome.found]
+    unread = [
+        result.item.id
+        for result in audit_model(model).items
+        if "quantised or wrapped" in result.outcome.found
+    ]
     assert unread == ["fast-tensor", "reset-keeps-training"]
 
 
@@ -126,6 +152,8 @@ def test_the_writer_learns_on_a_quantised_base(base: PreTrainedModel) -> None:
 
 
 def test_a_relative_clip_is_refused(quantiser: str, base: PreTrainedModel) -> None:
-    model = convert(base, InPlaceTTTConfig(layers=(1,), chunk_size=CHUNK, clip=UpdateClip(0.1, relative=True)))
+    model = convert(
+        base, InPlaceTTTConfig(layers=(1,), chunk_size=CHUNK, clip=UpdateClip(0.1, relative=True))
+    )
     with pytest.raises(InPlaceTTTError, match=f"{PLAIN[quantiser]} does not show; use an absolute tau"):
         logits(model, IDS)

@@ -1,4 +1,5 @@
-"""Conversion: what it finds, what it refuses, what it leaves as it was, and the guards of a converted model."""
+"""Conversion: what it finds, what it refuses, what it leaves as it was, and the guards of a converted
+model."""
 
 import contextlib
 import copy
@@ -26,7 +27,11 @@ CONFIG = InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK)
 
 def untouched(model: nn.Module, name: str) -> bool:
     """Whether the model carries no trace of a conversion and computes what it did."""
-    return not is_converted(model) and not hooks_of(model) and torch.equal(logits(model, IDS), logits(build(name), IDS))
+    return (
+        not is_converted(model)
+        and not hooks_of(model)
+        and torch.equal(logits(model, IDS), logits(build(name), IDS))
+    )
 
 
 @pytest.mark.parametrize("family", UNLISTED, ids=lambda family: family.name)
@@ -49,8 +54,10 @@ def test_listed_families_are_not_guessed(caplog: pytest.LogCaptureFixture) -> No
 
 
 ROUTED = {
-    "mixtral": r"layers \[0, 2\] of MixtralModel have routed experts alone.*; with a dense MLP or a shared expert there is no layer",
-    "qwen3_moe": r"layers \[2\] of Qwen3MoeModel have routed experts alone.*; with a dense MLP or a shared expert there are layers 0\.",
+    "mixtral": r"layers \[0, 2\] of MixtralModel have routed experts alone.*; with a dense MLP or a shared "
+    r"expert there is no layer",
+    "qwen3_moe": r"layers \[2\] of Qwen3MoeModel have routed experts alone.*; with a dense MLP or a shared "
+    r"expert there are layers 0\.",
 }
 
 
@@ -73,7 +80,9 @@ def test_routed_experts_are_refused_and_left_alone(family: str) -> None:
 def test_dense_layers_and_shared_experts_become_fast_weights(family: str, paths: dict[int, str]) -> None:
     """Of all layers that have one; what no token is routed around."""
     model = convert(build(family), InPlaceTTTConfig(layers=tuple(paths), chunk_size=CHUNK))
-    assert [name for name, m in model.named_modules() if isinstance(m, FastWeight)] == [f"model.layers.{i}.{p}" for i, p in paths.items()]
+    assert [name for name, m in model.named_modules() if isinstance(m, FastWeight)] == [
+        f"model.layers.{i}.{p}" for i, p in paths.items()
+    ]
     before = logits(model, IDS)
     assert distance(before, logits(build(family), IDS)) < 1e-6
     turn_writer_on(model)
@@ -82,8 +91,12 @@ def test_dense_layers_and_shared_experts_become_fast_weights(family: str, paths:
 
 
 REFUSED: dict[str, Callable[[nn.Module], object]] = {
-    r"layers \[3, 9\] do not exist: the model has 3 layers, 0 to 2": lambda m: convert(m, InPlaceTTTConfig(layers=(0, 3, 9))),
-    r"eta has 2 values for 3 layers; give one number or one a layer": lambda m: convert(m, InPlaceTTTConfig(layers="every:1", eta=(1, 2))),
+    r"layers \[3, 9\] do not exist: the model has 3 layers, 0 to 2": lambda m: convert(
+        m, InPlaceTTTConfig(layers=(0, 3, 9))
+    ),
+    r"eta has 2 values for 3 layers; give one number or one a layer": lambda m: convert(
+        m, InPlaceTTTConfig(layers="every:1", eta=(1, 2))
+    ),
     r"this LlamaForCausalLM is not converted; there is nothing to revert": revert,
     r"this LlamaForCausalLM is not converted; convert\(model, config\) it": config_of,
 }
@@ -109,7 +122,9 @@ def test_a_layer_that_cannot_be_converted_leaves_the_earlier_ones_alone() -> Non
 def test_converting_twice_is_refused() -> None:
     model = converted("llama")
     before, hooks = logits(model, IDS), hooks_of(model)
-    with pytest.raises(InPlaceTTTError, match=r"this LlamaForCausalLM is converted already; revert\(model\) first"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"this LlamaForCausalLM is converted already; revert\(model\) first"
+    ):
         convert(model, CONFIG)
     assert torch.equal(logits(model, IDS), before) and hooks_of(model) == hooks
 
@@ -128,7 +143,10 @@ def test_a_bias_of_the_down_projection_is_kept(name: str) -> None:
         layer.bias.add_(torch.arange(32.0))
         assert distance(layer(z), plain + torch.arange(32.0)) < 1e-6
     assert distance(logits(model, IDS)[:, -1], before[:, -1]) > 1e-3, "the fast path adds it too"
-    assert any(key.endswith("bias") and key.rpartition(".")[0].endswith(("c_proj", "down_proj", "4h_to_h")) for key in model.state_dict())
+    assert any(
+        key.endswith("bias") and key.rpartition(".")[0].endswith(("c_proj", "down_proj", "4h_to_h"))
+        for key in model.state_dict()
+    )
 
 
 def test_tied_embeddings_stay_tied() -> None:
@@ -170,8 +188,13 @@ def test_the_fingerprint_is_of_w0_conv_and_proj() -> None:
 
 def test_parameters_start_the_same_every_time_and_differ_by_layer() -> None:
     a, b = (fast_weights(converted("llama", writes=False)) for _ in range(2))
-    assert all(torch.equal(a[i].ttt.proj, b[i].ttt.proj) for i in LAYERS) and not torch.equal(a[0].ttt.proj, a[2].ttt.proj)
-    assert all(p.dtype == torch.bfloat16 for p in fast_weights(converted("llama", torch.bfloat16))[0].ttt.parameters())
+    assert all(torch.equal(a[i].ttt.proj, b[i].ttt.proj) for i in LAYERS) and not torch.equal(
+        a[0].ttt.proj, a[2].ttt.proj
+    )
+    assert all(
+        p.dtype == torch.bfloat16
+        for p in fast_weights(converted("llama", torch.bfloat16))[0].ttt.parameters()
+    )
 
 
 class Tiled(nn.Module):
@@ -206,9 +229,18 @@ GUARDS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
         lambda mlp: Tiled(mlp, 1),
         r"layer 2's down-projection got rows \[2, 16\] of .* \[2, 31\].*tiled",
     ),
-    "tiled over the batch": (lambda mlp: Tiled(mlp, 0), r"layer 2's down-projection got rows \[1, 31\] of .* \[2, 31\]"),
-    "called twice": (lambda mlp: Twice(mlp, 0), r"layer 2's down-projection was called outside a forward of the model, or twice in one"),
-    "never called": (WithoutDownProj, r"down-projections of layers \[2\] did not run in this forward.*undo that, or exclude these layers"),
+    "tiled over the batch": (
+        lambda mlp: Tiled(mlp, 0),
+        r"layer 2's down-projection got rows \[1, 31\] of .* \[2, 31\]",
+    ),
+    "called twice": (
+        lambda mlp: Twice(mlp, 0),
+        r"layer 2's down-projection was called outside a forward of the model, or twice in one",
+    ),
+    "never called": (
+        WithoutDownProj,
+        r"down-projections of layers \[2\] did not run in this forward.*undo that, or exclude these layers",
+    ),
 }
 
 
@@ -225,13 +257,18 @@ def test_a_changed_mlp_is_caught(guard: str, use_cache: bool) -> None:
     with disable_ttt(model):
         logits(model, IDS)
     layer.mlp = plain
-    assert torch.equal(logits(model, IDS, use_cache=use_cache), before), "and the model is fine again once that is undone"
+    assert torch.equal(logits(model, IDS, use_cache=use_cache), before), (
+        "and the model is fine again once that is undone"
+    )
 
 
 def test_the_down_projection_is_not_to_be_called_alone() -> None:
     model = converted("llama")
     for _ in range(2):
-        with pytest.raises(InPlaceTTTError, match=r"layer 0's down-projection was called outside a forward.*disable_ttt\(model\)"):
+        with pytest.raises(
+            InPlaceTTTError,
+            match=r"layer 0's down-projection was called outside a forward.*disable_ttt\(model\)",
+        ):
             fast_weights(model)[0](torch.randn(2, LENGTH, 48))
         logits(model, IDS)
 
@@ -259,7 +296,8 @@ def test_inputs_embeds_are_the_same_source_as_ids() -> None:
 
 
 def test_accelerates_hooks_and_ours_go_together() -> None:
-    """accelerate (device_map) replaces the forward of every module: before or after the conversion, nothing changes."""
+    """accelerate (device_map) replaces the forward of every module: before or after the conversion, nothing
+    changes."""
     places = {"model": "cpu", "lm_head": "cpu"}
     expected = logits(converted("llama"), IDS)
     after = dispatch_model(converted("llama"), places, main_device="cpu", force_hooks=True)
@@ -270,7 +308,8 @@ def test_accelerates_hooks_and_ours_go_together() -> None:
 
 
 def test_offloaded_weights_are_refused_or_get_real_parameters() -> None:
-    """Where accelerate keeps weights away, modules hold meta tensors between forwards; new parameters must not be such."""
+    """Where accelerate keeps weights away, modules hold meta tensors between forwards; new parameters must
+    not be such."""
     model = cpu_offload(build("llama"), execution_device=torch.device("cpu"))
     with contextlib.suppress(InPlaceTTTError):
         convert(model, CONFIG)

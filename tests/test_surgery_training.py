@@ -16,13 +16,20 @@ from upstream import before
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt
 from inplace_ttt.surgery import fast_weights, is_converted
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")  # new names came after our floor
+# new names came after our floor
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 
 LENGTH = 4 * CHUNK + 3
 IDS = random_ids(2, LENGTH)
 CONFIG = InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK)
-# transformers does not hand a layer's keyword arguments on to its attention here, so that a recomputation has no context.
-NOT_CHECKPOINTED = ("stablelm", "falcon", *(["gptj"] if before("5.24") else []), *(["moshi"] if before("5.21") else []))
+# transformers does not hand a layer's keyword arguments on to its attention here, so that a recomputation has
+# no context.
+NOT_CHECKPOINTED = (
+    "stablelm",
+    "falcon",
+    *(["gptj"] if before("5.24") else []),
+    *(["moshi"] if before("5.21") else []),
+)
 
 
 def lora(targets: list[str], **config: object) -> LoraConfig:
@@ -34,11 +41,14 @@ def loss(model: nn.Module) -> Tensor:
 
 
 def check_lora(model: PeftModel) -> None:
-    """Every trainable parameter learns, LoRA's and TTT's among them; and the adapted model streams as it reads."""
+    """Every trainable parameter learns, LoRA's and TTT's among them; and the adapted model streams as it
+    reads."""
     assert len(fast_weights(model)) == len(LAYERS)
     found = gradients(model.train(), loss(model))
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert sum(".conv" in n or ".proj" in n for n in trainable if ".ttt." in n) == 4 and any("lora_A" in n for n in trainable)
+    assert sum(".conv" in n or ".proj" in n for n in trainable if ".ttt." in n) == 4 and any(
+        "lora_A" in n for n in trainable
+    )
     assert not [name for name in trainable if name not in found or not found[name].any()]
     model.eval()
     expected = logits(model, IDS)
@@ -47,8 +57,11 @@ def check_lora(model: PeftModel) -> None:
         assert distance(logits(model, IDS), expected) > 0.02
 
 
-# Layers 0 and 2 are the TTT layers: peft refuses to keep a module trainable inside one that it adapts, so not their down_proj.
-@pytest.mark.parametrize("targets", [["q_proj", "1.mlp.down_proj"], ["q_proj", "k_proj", "gate_proj"]], ids=str)
+# Layers 0 and 2 are the TTT layers: peft refuses to keep a module trainable inside one that it adapts, so not
+# their down_proj.
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "1.mlp.down_proj"], ["q_proj", "k_proj", "gate_proj"]], ids=str
+)
 def test_convert_then_lora(targets: list[str]) -> None:
     model = converted("llama")
     base = logits(model, IDS)
@@ -91,7 +104,10 @@ def checkpointed(model: nn.Module, **kwargs: object) -> nn.Module:
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_CHECKPOINTED])
 def test_recomputed_is_kept(name: str, target: str) -> None:
-    plain, model = converted(name, target=target).train(), checkpointed(converted(name, target=target), use_reentrant=False)
+    plain, model = (
+        converted(name, target=target).train(),
+        checkpointed(converted(name, target=target), use_reentrant=False),
+    )
     runs = []
 
     def count(*_: object) -> None:
@@ -108,8 +124,11 @@ def test_recomputed_is_kept(name: str, target: str) -> None:
 
 
 def test_two_forwards_are_recomputed_with_their_own_documents() -> None:
-    """Gradient accumulation that keeps both graphs: packed rows of different documents, backward in the other order."""
-    positions = [torch.cat([torch.arange(n) for n in row])[None].expand(2, -1) for row in ([11, 20], [LENGTH])]
+    """Gradient accumulation that keeps both graphs: packed rows of different documents, backward in the other
+    order."""
+    positions = [
+        torch.cat([torch.arange(n) for n in row])[None].expand(2, -1) for row in ([11, 20], [LENGTH])
+    ]
     results = []
     for model in (converted("llama").train(), checkpointed(converted("llama"), use_reentrant=False)):
         losses = [model(input_ids=IDS, labels=IDS, position_ids=p, use_cache=False).loss for p in positions]
@@ -123,7 +142,9 @@ def test_two_forwards_are_recomputed_with_their_own_documents() -> None:
 @pytest.mark.parametrize("name", NOT_CHECKPOINTED)
 def test_a_family_that_cannot_be_recomputed_says_so(name: str) -> None:
     model = checkpointed(converted(name), use_reentrant=False)
-    with pytest.raises(InPlaceTTTError, match=r"does not pass keyword arguments on; turn gradient checkpointing off for it"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"does not pass keyword arguments on; turn gradient checkpointing off for it"
+    ):
         loss(model).backward()
 
 
@@ -163,7 +184,9 @@ def test_bfloat16_autocast_trains(target: str) -> None:
         found = loss(model)
     grads = gradients(model, found)
     assert abs(found.item() / exact.item() - 1) < 0.02
-    assert all(value.isfinite().all() and value.dtype == torch.float32 and value.any() for value in grads.values())
+    assert all(
+        value.isfinite().all() and value.dtype == torch.float32 and value.any() for value in grads.values()
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

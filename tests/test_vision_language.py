@@ -1,4 +1,5 @@
-"""The text tower of vision-language models: converted, and nothing else; images in the text; how it is saved and loaded."""
+"""The text tower of vision-language models: converted, and nothing else; images in the text; how it is saved
+and loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,16 @@ from inplace_ttt.surgery import is_converted
 
 IMAGES: dict[str, dict[str, Tensor]] = {
     **{
-        key: {"pixel_values": torch.linspace(-1, 1, 16 * 96).view(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        key: {
+            "pixel_values": torch.linspace(-1, 1, 16 * 96).view(16, 96),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        }
         for key in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
     },
-    **{key: {"pixel_values": torch.linspace(-1, 1, 3 * 28 * 28).view(1, 3, 28, 28)} for key in ("Gemma3", "Llava")},
+    **{
+        key: {"pixel_values": torch.linspace(-1, 1, 3 * 28 * 28).view(1, 3, 28, 28)}
+        for key in ("Gemma3", "Llava")
+    },
 }
 """One image, which is four tokens."""
 
@@ -43,7 +50,9 @@ def logits(model: PreTrainedModel, **given: Any) -> Tensor:
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_text_tower_is_converted_and_generates_what_it_reads(name: str, target: str, tmp_path: Path) -> None:
+def test_the_text_tower_is_converted_and_generates_what_it_reads(
+    name: str, target: str, tmp_path: Path
+) -> None:
     base, model, ids = build(name), converted(name, target), random_ids(2, LENGTH)
     paths = [path for path, module in model.named_modules() if isinstance(module, FastWeight)]
     assert len(paths) == 2 and not any("vision" in path or "visual" in path for path in paths)
@@ -54,7 +63,9 @@ def test_the_text_tower_is_converted_and_generates_what_it_reads(name: str, targ
     mask = torch.ones_like(ids)
     mask[1, : CHUNK + 2] = 0
     for given in (torch.ones_like(ids), mask):
-        made = model.generate(ids * given, attention_mask=given, max_new_tokens=2 * CHUNK, do_sample=False, eos_token_id=-1)
+        made = model.generate(
+            ids * given, attention_mask=given, max_new_tokens=2 * CHUNK, do_sample=False, eos_token_id=-1
+        )
         first = int(given[1].argmax())
         again = logits(model, input_ids=made[1:, first:])[0, LENGTH - first - 1 : -1]
         chosen = again.gather(-1, made[1, LENGTH:, None])[:, 0]
@@ -73,10 +84,20 @@ def test_images_are_read_and_written(name: str) -> None:
     if name == "Gemma3":
         kinds = {"token_type_ids": (ids == 101).long()}
     seen = {**IMAGES[name], **kinds}
-    text = {"max_new_tokens": 2 * CHUNK, "do_sample": False, "eos_token_id": -1, "suppress_tokens": list(range(97, 120))}
+    text = {
+        "max_new_tokens": 2 * CHUNK,
+        "do_sample": False,
+        "eos_token_id": -1,
+        "suppress_tokens": list(range(97, 120)),
+    }
     made = model.generate(ids, attention_mask=torch.ones_like(ids), **text, **seen)
-    longer = {key: torch.nn.functional.pad(value, (0, 2 * CHUNK)) if value.shape == ids.shape else value for key, value in seen.items()}
-    again = logits(model, input_ids=made, attention_mask=torch.ones_like(made), **longer)[0, LENGTH - 1 : -1, :97]
+    longer = {
+        key: torch.nn.functional.pad(value, (0, 2 * CHUNK)) if value.shape == ids.shape else value
+        for key, value in seen.items()
+    }
+    again = logits(model, input_ids=made, attention_mask=torch.ones_like(made), **longer)[
+        0, LENGTH - 1 : -1, :97
+    ]
     assert (again.max(-1).values - again.gather(-1, made[0, LENGTH:, None])[:, 0]).max() < 1e-3
     other = {**seen, "pixel_values": seen["pixel_values"].flip(-1)}
     with inplace_ttt.disable_ttt(model):

@@ -19,8 +19,12 @@ SIZE, SINKS = 5, 2
 def masked(model: PreTrainedModel, ids: Tensor, size: int = SIZE, sinks: int = SINKS) -> Tensor:
     """Logits under a mask written out token by token."""
     length = ids.shape[1]
-    mask = torch.tensor([[k <= q and (q - k < size or k < sinks) for k in range(length)] for q in range(length)])
-    return logits(model, ids, attention_mask=mask.expand(len(ids), 1, -1, -1), position_ids=torch.arange(length)[None])
+    mask = torch.tensor(
+        [[k <= q and (q - k < size or k < sinks) for k in range(length)] for q in range(length)]
+    )
+    return logits(
+        model, ids, attention_mask=mask.expand(len(ids), 1, -1, -1), position_ids=torch.arange(length)[None]
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 10, 11, 15, 33])
@@ -31,7 +35,9 @@ def test_it_is_the_mask(name: str, length: int) -> None:
     with attention_window(model, SIZE, SINKS):
         assert distance(logits(model, ids), expected) < 1e-5
     assert torch.equal(logits(model, ids), full), "the window is gone"
-    assert length <= SIZE + SINKS or distance(full, expected) > 1e-3, "the window must show for this test to mean anything"
+    assert length <= SIZE + SINKS or distance(full, expected) > 1e-3, (
+        "the window must show for this test to mean anything"
+    )
 
 
 def masked_by_kind(model: PreTrainedModel, ids: Tensor, size: int) -> Tensor:
@@ -49,15 +55,21 @@ def masked_by_kind(model: PreTrainedModel, ids: Tensor, size: int) -> Tensor:
 def test_layers_with_a_window_keep_the_smaller_and_see_no_sinks(name: str, size: int) -> None:
     """At once and through a cache, which keeps no more than each layer needs."""
     model, ids = build(name), random_ids(2, 45)
-    assert {"sliding_attention", "full_attention"} <= set(model.config.layer_types) and model.config.sliding_window == WINDOW
+    assert {"sliding_attention", "full_attention"} <= set(
+        model.config.layer_types
+    ) and model.config.sliding_window == WINDOW
     expected = masked_by_kind(model, ids, size)
     with attention_window(model, size, SINKS), torch.no_grad():
         assert distance(logits(model, ids), expected) < 1e-5
         cache = window_cache(model, size, SINKS)
-        found = torch.cat([model(input_ids=part, **{CACHE: cache}).logits for part in ids.split([20, 1, 1, 23], 1)], 1)
+        found = torch.cat(
+            [model(input_ids=part, **{CACHE: cache}).logits for part in ids.split([20, 1, 1, 23], 1)], 1
+        )
     assert distance(found, expected) < 1e-5
     kept = {"full_attention": SINKS + size - 1, "sliding_attention": min(size, WINDOW) - 1}
-    assert [layer.keys.shape[-2] for layer in cache.layers] == [kept[kind] for kind in model.config.layer_types]
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [
+        kept[kind] for kind in model.config.layer_types
+    ]
 
 
 def test_where_every_layer_has_a_window() -> None:
@@ -66,7 +78,13 @@ def test_where_every_layer_has_a_window() -> None:
     with attention_window(model, WINDOW - 2, SINKS), torch.no_grad():
         assert distance(logits(model, ids), expected) < 1e-5
         cache = window_cache(model, WINDOW - 2, SINKS)
-        assert distance(torch.cat([model(input_ids=part, **{CACHE: cache}).logits for part in ids.split(9, 1)], 1), expected) < 1e-5
+        assert (
+            distance(
+                torch.cat([model(input_ids=part, **{CACHE: cache}).logits for part in ids.split(9, 1)], 1),
+                expected,
+            )
+            < 1e-5
+        )
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4])
@@ -77,7 +95,10 @@ def test_a_cache_keeps_what_it_needs_and_no_more(pieces: list[int], sinks: int) 
         expected = logits(model, ids)
         cache = window_cache(model, SIZE, sinks)
         found = torch.cat(
-            [model(input_ids=ids[:, a:b], **{CACHE: cache}).logits for a, b in pairwise([0, *torch.tensor(pieces).cumsum(0).tolist()])],
+            [
+                model(input_ids=ids[:, a:b], **{CACHE: cache}).logits
+                for a, b in pairwise([0, *torch.tensor(pieces).cumsum(0).tolist()])
+            ],
             1,
         )
     assert distance(found, expected) < 1e-5
@@ -105,7 +126,9 @@ def test_what_is_taken_back_was_never_read(name: str, sinks: int, before: int, p
     assert distance(torch.cat(found, 1), expected) < 1e-5 and cache.get_seq_length() == before + 9
     cache.crop(0)
     for kept, needed in zip(cache.layers, fresh.layers, strict=True):
-        assert torch.allclose(kept.keys, needed.keys, atol=1e-5) and torch.allclose(kept.values, needed.values, atol=1e-5)
+        assert torch.allclose(kept.keys, needed.keys, atol=1e-5) and torch.allclose(
+            kept.values, needed.values, atol=1e-5
+        )
 
 
 def test_what_is_kept_no_more_cannot_be_taken_back() -> None:
@@ -132,10 +155,17 @@ def test_prompt_lookup_equals_greedy(name: str, monkeypatch: pytest.MonkeyPatch)
     model, ids, taken = converted(name), random_ids(1, 6).repeat(1, 4), []
     crop = Cache.crop
     monkeypatch.setattr(Cache, "crop", lambda cache, tokens: taken.append(tokens) or crop(cache, tokens))
-    settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": -1, "attention_mask": torch.ones_like(ids)}
+    settings = {
+        "max_new_tokens": 30,
+        "do_sample": False,
+        "eos_token_id": -1,
+        "attention_mask": torch.ones_like(ids),
+    }
     with attention_window(model, SIZE, SINKS):
         greedy = model.generate(ids, **settings)
-        found = model.generate(ids, **settings, prompt_lookup_num_tokens=3, **{CACHE: window_cache(model, SIZE, SINKS)})
+        found = model.generate(
+            ids, **settings, prompt_lookup_num_tokens=3, **{CACHE: window_cache(model, SIZE, SINKS)}
+        )
     assert torch.equal(found, greedy) and min(taken) < 0
 
 
@@ -167,7 +197,10 @@ def test_positions_that_are_filled_anew_are_looked_at_anew(mode: type) -> None:
         positions = torch.arange(40)[None].clone()
         whole = logits(model, ids, position_ids=positions)
         positions.copy_(packed)
-        assert distance(logits(model, ids, position_ids=positions), logits(model, ids, position_ids=packed)) < 1e-6
+        assert (
+            distance(logits(model, ids, position_ids=positions), logits(model, ids, position_ids=packed))
+            < 1e-6
+        )
         assert distance(logits(model, ids, position_ids=packed), whole) > 1e-3
 
 
@@ -175,7 +208,9 @@ def test_packed_positions_are_asked_about_once_a_forward(monkeypatch: pytest.Mon
     """The answer waits for the device."""
     model, ids, asked = build("llama"), random_ids(1, 40), []
     diff = Tensor.diff
-    monkeypatch.setattr(Tensor, "diff", lambda x, *args, **kwargs: asked.append(x) or diff(x, *args, **kwargs))
+    monkeypatch.setattr(
+        Tensor, "diff", lambda x, *args, **kwargs: asked.append(x) or diff(x, *args, **kwargs)
+    )
     with attention_window(model, SIZE, SINKS):
         for forwards in (1, 2):
             logits(model, ids, position_ids=torch.arange(40)[None])
@@ -191,8 +226,15 @@ def test_gradients_flow_through_the_blocks() -> None:
             if windowed:
                 out = model(input_ids=ids, use_cache=False).logits
             else:
-                mask = torch.tensor([[k <= q and (q - k < SIZE or k < SINKS) for k in range(33)] for q in range(33)])
-                out = model(input_ids=ids, attention_mask=mask[None, None], position_ids=torch.arange(33)[None], use_cache=False).logits
+                mask = torch.tensor(
+                    [[k <= q and (q - k < SIZE or k < SINKS) for k in range(33)] for q in range(33)]
+                )
+                out = model(
+                    input_ids=ids,
+                    attention_mask=mask[None, None],
+                    position_ids=torch.arange(33)[None],
+                    use_cache=False,
+                ).logits
         out.square().sum().backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert all(distance(grads[1][name], grads[0][name]) < 1e-9 for name in grads[0])
@@ -200,7 +242,10 @@ def test_gradients_flow_through_the_blocks() -> None:
 
 @pytest.mark.parametrize(("size", "sinks"), [(0, 0), (4, 4), (4, -1)])
 def test_no_such_window(size: int, sinks: int) -> None:
-    with pytest.raises(InPlaceTTTError, match="does not exist"), attention_window(build("llama"), size, sinks):
+    with (
+        pytest.raises(InPlaceTTTError, match="does not exist"),
+        attention_window(build("llama"), size, sinks),
+    ):
         pass
 
 
@@ -211,7 +256,10 @@ def test_what_it_does_not_go_with() -> None:
     with pytest.raises(InPlaceTTTError, match="padding"), attention_window(model, SIZE, SINKS):
         logits(model, ids, attention_mask=mask)
     model.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
-    with pytest.raises(InPlaceTTTError, match="layers of chunked_attention"), attention_window(model, SIZE, SINKS):
+    with (
+        pytest.raises(InPlaceTTTError, match="layers of chunked_attention"),
+        attention_window(model, SIZE, SINKS),
+    ):
         pass
 
 
@@ -219,7 +267,12 @@ def test_what_it_does_not_go_with() -> None:
 def test_a_cache_of_slots_made_beforehand_is_refused(name: str) -> None:
     """Not what its empty slots hold."""
     model, ids = build(name), random_ids(2, 20)
-    settings = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids), "disable_compile": True}
+    settings = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+        "disable_compile": True,
+    }
     with attention_window(model, SIZE, SINKS), torch.no_grad():
         for prompt in (ids, ids[:, :1]):
             cache = StaticCache(model.config, max_cache_len=40)

@@ -37,7 +37,11 @@ def test_a_token_that_counts_nothing_is_not_remembered() -> None:
 def test_it_learns_at_the_rate_of_p(where: int) -> None:
     model = converted("llama", **RIDGE)
     gate = fast_weights(model)[where].ttt.gate  # type: ignore[union-attr]
-    (group,) = (g for g in parameter_groups(model, Training(steps=1, proj_learning_rate=3e-3)) if any(p is gate for p in g["params"]))
+    (group,) = (
+        g
+        for g in parameter_groups(model, Training(steps=1, proj_learning_rate=3e-3))
+        if any(p is gate for p in g["params"])
+    )
     assert group["name"] == "proj" and group["lr"] == 3e-3 and group["weight_decay"] == 0
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     assert gate.grad is not None and bool(gate.grad[:-1].any()) and bool(gate.grad[-1])

@@ -1,4 +1,5 @@
-"""What older transformers cannot do with unconverted models either: tests of it are left out there, so that what fails is ours."""
+"""What older transformers cannot do with unconverted models either: tests of it are left out there, so that
+what fails is ours."""
 
 import pytest
 import transformers
@@ -11,6 +12,7 @@ def before(version: str) -> bool:
 
 
 def needs(version: str, what: str) -> None:
-    """Skip the rest of the test where transformers is older than `version`, the oldest that was seen to do it; `what` fails before."""
+    """Skip the rest of the test where transformers is older than `version`, the oldest that was seen to do
+    it; `what` fails before."""
     if before(version):
         pytest.skip(f"in transformers {transformers.__version__} {what}, in unconverted models too")

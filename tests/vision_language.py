@@ -15,12 +15,18 @@ TEXT: dict[str, Any] = dict(
 VISION: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=28, patch_size=14
 )  # fmt: skip
-PATCHES: dict[str, Any] = dict(depth=3, hidden_size=32, out_hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4)
-IDS: dict[str, int] = dict(image_token_id=101, video_token_id=102, vision_start_token_id=103, vision_end_token_id=104)
+PATCHES: dict[str, Any] = dict(
+    depth=3, hidden_size=32, out_hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4
+)
+IDS: dict[str, int] = dict(
+    image_token_id=101, video_token_id=102, vision_start_token_id=103, vision_end_token_id=104
+)
 
 
 def axes(*section: int, **more: Any) -> dict[str, Any]:
-    return TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section), **more}}
+    return TEXT | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section), **more}
+    }
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {

@@ -1,4 +1,5 @@
-"""The main job end to end on a real model: remember a note untrained; convert, prove, read a long text, save, go on; train.
+"""The main job end to end on a real model: remember a note untrained; convert, prove, read a long text, save,
+go on; train.
 
 python tools/demo.py --model .cache/smollm2-135m --text .cache/text
 """
@@ -60,12 +61,26 @@ def main() -> int:
     (work / "text.txt").write_text(text, encoding="utf-8")
     (work / "question.txt").write_text(QUESTION, encoding="utf-8")
     session = work / "hamlet.state"
-    result = cli("generate", tapped, "--prompt-file", work / "text.txt", "--max-new-tokens", 0, "--save-state", session)
+    result = cli(
+        "generate", tapped, "--prompt-file", work / "text.txt", "--max-new-tokens", 0, "--save-state", session
+    )
     print(f"   read {result['tokens_read']} tokens, wrote {result['chunks_written']} chunks")
-    print(f"   session on disk: {result['saved_state']['bytes'] / 2**20:.1f} MiB, fast weights {result['state_bytes'] / 2**20:.1f} of it")
+    print(
+        f"   session on disk: {result['saved_state']['bytes'] / 2**20:.1f} MiB, fast weights "
+        f"{result['state_bytes'] / 2**20:.1f} of it"
+    )
 
     title("5. A new process loads the memory and goes on")
-    answer = cli("generate", tapped, "--prompt-file", work / "question.txt", "--max-new-tokens", WRITE, "--load-state", session)["text"]
+    answer = cli(
+        "generate",
+        tapped,
+        "--prompt-file",
+        work / "question.txt",
+        "--max-new-tokens",
+        WRITE,
+        "--load-state",
+        session,
+    )["text"]
     print(f"   {QUESTION.strip()} {answer.strip()!r}")
 
     title("6. The same without a break, in this process")
@@ -78,16 +93,26 @@ def main() -> int:
         change = float(fast.eta * stream.state.norm() / fast.weight.detach().float().norm())
         print(f"   layer {layer:2}: {stream.written[0]} chunks written, the weight has moved by {change:.2%}")
     losses = losses_on_and_off(model, tokenizer(text, return_tensors="pt").input_ids)
-    print(f"   loss of the text past the first chunk: {losses['on']:.4f} with writes, {losses['off']:.4f} without")
+    print(
+        f"   loss of the text past the first chunk: {losses['on']:.4f} with writes, {losses['off']:.4f} "
+        "without"
+    )
     print("   (an untrained target generator does not help; it shows the mechanism, not the gain)")
 
     title("7. Train conv and P for ten steps: DeepSpeed, two processes")
     recipe = Path(__file__).parents[1] / "recipes" / "smollm2-demo-cpu.yaml"
     settings = [f"model.path={args.model}", f"data.train={args.text}", f"output={work / 'trained'}"]
-    trained = cli("train", recipe, "--from-scratch", *(part for setting in settings for part in ("--set", setting)))["evaluation"]
+    trained = cli(
+        "train", recipe, "--from-scratch", *(part for setting in settings for part in ("--set", setting))
+    )["evaluation"]
     learns = trained["eval_loss"] < trained["eval_off_loss"]
-    print(f"   held-out loss {trained['eval_loss']:.4f} with writes; {trained['eval_off_loss']:.4f} without, which is where it began")
-    print(f"   ten steps are no proof of memory; they show that it trains. What the run saw: {work / 'trained'}")
+    print(
+        f"   held-out loss {trained['eval_loss']:.4f} with writes; {trained['eval_off_loss']:.4f} without, "
+        "which is where it began"
+    )
+    print(
+        f"   ten steps are no proof of memory; they show that it trains. What the run saw: {work / 'trained'}"
+    )
     print(f"\nDone in {time.monotonic() - start:.0f} s.")
     if not same:
         print("The broken and the unbroken session differ.")
@@ -99,8 +124,12 @@ def main() -> int:
 
 
 def remember_a_note(args: argparse.Namespace, work: Path) -> bool:
-    """Returns True if the model answers a question about a note from its fast weights alone, and cannot answer without them."""
-    title("1. Read a note four times, untrained; then ask in a new process, without the text and without its KV cache")
+    """Returns True if the model answers a question about a note from its fast weights alone, and cannot
+    answer without them."""
+    title(
+        "1. Read a note four times, untrained; then ask in a new process, without the text and without its "
+        "KV cache"
+    )
     converted, session, question = work / "smollm2-notes", work / "notes.state", work / "note-question.txt"
     calibration = ("--calibrate", args.text, "--calibrate-tokens", 1024)
     cli("convert", args.model, converted, "--preset", "notes", *calibration, "--overwrite")
@@ -108,7 +137,10 @@ def remember_a_note(args: argparse.Namespace, work: Path) -> bool:
     how, ask = ("--dtype", "float32"), ("--prompt-file", question, "--max-new-tokens", 5)
     note = ("--prompt-file", NOTE, "--readings", 4, "--max-new-tokens", 0)
     read = cli("generate", converted, *how, *note, "--fast-weights-only", "--save-state", session)
-    print(f"   wrote {read['chunks_written']} chunks; the session holds {read['saved_state']['bytes'] / 2**20:.1f} MiB of fast weights")
+    print(
+        f"   wrote {read['chunks_written']} chunks; the session holds "
+        f"{read['saved_state']['bytes'] / 2**20:.1f} MiB of fast weights"
+    )
     without = cli("generate", converted, *how, *ask)["text"]
     told = cli("generate", converted, *how, *ask, "--load-state", session)["text"]
     print(f"   {NOTE_QUESTION!r}\n   without the note: {without!r}\n   with it:          {told!r}")
@@ -123,7 +155,12 @@ def cli(*arguments: object) -> dict[str, Any]:
     """Run one verb as a user would, in its own process, and give its JSON."""
     command = [str(argument) for argument in arguments]
     print(f"   $ inplace-ttt {' '.join(repr(a) if ' ' in a else a for a in command)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "inplace_ttt.cli", *command, "--json"], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "inplace_ttt.cli", *command, "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         sys.exit(done.returncode)
     return json.loads(done.stdout)
@@ -141,7 +178,10 @@ def next_token_tap(model: PreTrainedModel) -> None:
 
 def read_unbroken(model: PreTrainedModel, tokenizer: Any, text: str) -> tuple[Session, str]:
     """Text, question and answer in one session."""
-    ids, question = (tokenizer(part, return_tensors="pt", add_special_tokens=part is text).input_ids for part in (text, QUESTION))
+    ids, question = (
+        tokenizer(part, return_tensors="pt", add_special_tokens=part is text).input_ids
+        for part in (text, QUESTION)
+    )
     state = Session(model)
     state.read(ids)
     answer = state.generate(question, max_new_tokens=WRITE, do_sample=False)

@@ -1,4 +1,5 @@
-"""The paper-deviation audit: probes what a checkpoint, a module or a recipe does, and holds it against the paper.
+"""The paper-deviation audit: probes what a checkpoint, a module or a recipe does, and holds it against the
+paper.
 
 report = audit_model(model)          # a converted model in memory
 report = audit_module(ReferenceMLP(mlp, chunk_size=64))   # somebody else's module, through an adapter

@@ -1,8 +1,9 @@
 """What the probes ask of a module: one protocol, with adapters for modules of others.
 
-A probe drives one TTT layer through `AuditedModule`: inputs and a target source in, outputs out, plus handles on the fast
-weight and on the target generator's parameters. What a module cannot do is left out, and the items that need it say
-"not checked". To audit another implementation, derive from `AuditedModule` and pass an instance to `audit_module`.
+A probe drives one TTT layer through `AuditedModule`: inputs and a target source in, outputs out, plus handles
+on the fast weight and on the target generator's parameters. What a module cannot do is left out, and the
+items that need it say "not checked". To audit another implementation, derive from `AuditedModule` and pass an
+instance to `audit_module`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from .outcome import NotChecked
 class Stream(Protocol):
     """A sequence that is read in pieces.
 
-    It may have `state`, the tensor that it carries, and `tensors()`, where it works on other tensors than the module's own;
-    `take_back(n)`, which makes its last n tokens unread, and `saved()`, a stream that goes on from what it would save.
+    It may have `state`, the tensor that it carries, and `tensors()`, where it works on other tensors than the
+    module's own; `take_back(n)`, which makes its last n tokens unread, and `saved()`, a stream that goes on
+    from what it would save.
     """
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
@@ -34,7 +36,8 @@ class Stream(Protocol):
 
 
 class AuditedModule(ABC):
-    """One TTT layer. `forward`, `keys`, `fast_weight`, `conv` and `proj` are needed; the rest is used where given.
+    """One TTT layer. `forward`, `keys`, `fast_weight`, `conv` and `proj` are needed; the rest is used where
+    given.
 
     name: for the report. input_size, d, h: features of an input token, of an output token, and of a key.
     chunk_size: tokens a chunk, as the module means it. eta: η as the module means it, or None where unknown.
@@ -56,10 +59,18 @@ class AuditedModule(ABC):
     """Whether the target is meant to give its source no gradient; None where unknown."""
 
     @abstractmethod
-    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        target: Tensor,
+        *,
+        documents: Sequence[int] | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         """Outputs [B, T, d] of whole sequences: inputs x [B, T, input], target source [B, T, d].
 
-        documents: lengths of the documents packed in each row. padding: bool [B, T], True where a token is padding.
+        documents: lengths of the documents packed in each row. padding: bool [B, T], True where a token is
+            padding.
         Both are None for plain rows; raise NotChecked for what the module has no argument for.
         """
 
@@ -93,12 +104,14 @@ class AuditedModule(ABC):
 
     @property
     def tau(self) -> float | None:
-        """The norm that a chunk's delta is meant to be held to at inference; None where unknown or not clipped."""
+        """The norm that a chunk's delta is meant to be held to at inference; None where unknown or not
+        clipped."""
         return None
 
     @property
     def own_chunk(self) -> int:
-        """Tokens a chunk when nobody audits; differs from `chunk_size` where the adapter shortens chunks for the probes."""
+        """Tokens a chunk when nobody audits; differs from `chunk_size` where the adapter shortens chunks for
+        the probes."""
         return self.chunk_size
 
     def tensors(self) -> dict[str, Tensor]:
@@ -107,7 +120,8 @@ class AuditedModule(ABC):
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def is_fast(self, name: str) -> bool:
-        """Whether a tensor of `tensors` is the fast weight or a place for its state, and not a slow weight."""
+        """Whether a tensor of `tensors` is the fast weight or a place for its state, and not a slow
+        weight."""
         return name == "fast weight"
 
     def inputs(self, n: int, generator: torch.Generator) -> Tensor:
@@ -138,7 +152,8 @@ class AuditedModule(ABC):
 
     @contextmanager
     def single_precision(self) -> Iterator[AuditedModule]:
-        """The same layer in float32, for what rounding does; the other probes run in the widest type it has."""
+        """The same layer in float32, for what rounding does; the other probes run in the widest type it
+        has."""
         raise NotChecked("the adapter has one precision only")
         yield self
 
@@ -150,7 +165,8 @@ class AuditedModule(ABC):
 
     @contextmanager
     def bare(self) -> Iterator[None]:
-        """Within it W0 is zero, where writes beside it would be lost in the only precision that the module has."""
+        """Within it W0 is zero, where writes beside it would be lost in the only precision that the module
+        has."""
         yield
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
@@ -164,7 +180,8 @@ class AuditedModule(ABC):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Within it a run may change tensors, as a state kept in a parameter would; they are put back afterwards."""
+        """Within it a run may change tensors, as a state kept in a parameter would; they are put back
+        afterwards."""
         before = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
         try:
             yield
@@ -175,7 +192,8 @@ class AuditedModule(ABC):
 
 
 class CopiedModule(AuditedModule):
-    """Common ground of adapters of modules in memory: a gated MLP of somebody else's, copied and widened to float64.
+    """Common ground of adapters of modules in memory: a gated MLP of somebody else's, copied and widened to
+    float64.
 
     Those derived from it say how they are made in another precision: `_in(dtype)`.
     """
@@ -209,10 +227,13 @@ class CopiedModule(AuditedModule):
 
 
 class ReferenceMLP(CopiedModule):
-    """A module with the signature of the public reference code: `mlp(x, t)` on whole rows, without documents or masks.
+    """A module with the signature of the public reference code: `mlp(x, t)` on whole rows, without documents
+    or masks.
 
-    mlp: has `gate_proj`, `up_proj`, `down_proj`, `act_fn`, and the target generator as `ttt_conv` (a depthwise nn.Conv1d)
-    and `ttt_proj` (its weight [d, d] multiplied from the right as stored). chunk_size, eta: as its config sets them.
+    mlp: has `gate_proj`, `up_proj`, `down_proj`, `act_fn`, and the target generator as `ttt_conv` (a
+        depthwise nn.Conv1d)
+    and `ttt_proj` (its weight [d, d] multiplied from the right as stored). chunk_size, eta: as its config
+    sets them.
     stream: makes a fresh stream over the copied module that it is given, if the module can be read in pieces.
     """
 
@@ -231,9 +252,18 @@ class ReferenceMLP(CopiedModule):
         self.chunk_size, self.eta = chunk_size, eta
         self.input_size, (self.d, self.h) = self._part("gate_proj").in_features, self.fast_weight.shape
 
-    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        target: Tensor,
+        *,
+        documents: Sequence[int] | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         if documents is not None:
-            raise NotChecked("the module takes no document boundaries: documents packed in one row share its state")
+            raise NotChecked(
+                "the module takes no document boundaries: documents packed in one row share its state"
+            )
         if padding is not None:
             raise NotChecked("the module takes no padding mask: padding in a row is written like text")
         return self.module(x.to(self._dtype), target.to(self._dtype))
@@ -265,4 +295,6 @@ class ReferenceMLP(CopiedModule):
         return super().stream() if self._stream is None else self._stream(self.module)
 
     def _in(self, dtype: torch.dtype) -> AuditedModule:
-        return ReferenceMLP(self._given, self.chunk_size, self.eta, name=self.name, stream=self._stream, dtype=dtype)
+        return ReferenceMLP(
+            self._given, self.chunk_size, self.eta, name=self.name, stream=self._stream, dtype=dtype
+        )

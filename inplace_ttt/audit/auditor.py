@@ -44,7 +44,13 @@ def audit_module(
     bench = _bench(module, seed)
     for item in METHOD:
         auditor.decide(item, _on_layer(item), bench)
-    return auditor.report({"module": module.name, "fast weight": f"{module.d} x {module.h}", "chunk": f"{module.chunk_size} tokens"})
+    return auditor.report(
+        {
+            "module": module.name,
+            "fast weight": f"{module.d} x {module.h}",
+            "chunk": f"{module.chunk_size} tokens",
+        }
+    )
 
 
 def audit_model(
@@ -57,7 +63,8 @@ def audit_model(
     progress: Progress | None = None,
     extra: Sequence[tuple[Item, Any]] = (),
 ) -> Report:
-    """Audit a converted model in memory. Its weights, modes and settings, and random generators, are the same bits afterwards.
+    """Audit a converted model in memory. Its weights, modes and settings, and random generators, are the same
+    bits afterwards.
 
     tokenizer: to read real text; random ids without one. declared: deviations that are known and stood by.
     seed: of the probes' inputs. extra: further items, as a recipe's, each with what its probe measures.
@@ -69,14 +76,24 @@ def audit_model(
 
 
 def _audit_model(
-    whole: WholeModel, profile: str, declared: Sequence[Declaration], progress: Progress | None, extra: Sequence[tuple[Item, Any]]
+    whole: WholeModel,
+    profile: str,
+    declared: Sequence[Declaration],
+    progress: Progress | None,
+    extra: Sequence[tuple[Item, Any]],
 ) -> Report:
     model, seed = whole.model, whole.seed
     lm, config = whole.lm, config_of(whole.lm)
     refuse_unreachable(lm)
     for layer in fast_weights(lm).values():
         layer.ttt.check_measured()
-    auditor = _Auditor(lm.config.name_or_path or type(lm).__name__, profile, declared, (*METHOD, *(item for item, _ in extra)), progress)
+    auditor = _Auditor(
+        lm.config.name_or_path or type(lm).__name__,
+        profile,
+        declared,
+        (*METHOD, *(item for item, _ in extra)),
+        progress,
+    )
     first, layer = next(iter(fast_weights(lm).items()))
     on_layer = [item for item in METHOD if item.on_model is None]
     if whole.undrivable:
@@ -99,7 +116,8 @@ def _audit_model(
             "model": f"{type(lm).__name__}, {whole.depth} layers, {str(lm.dtype).removeprefix('torch.')}",
             "TTT layers": ", ".join(map(str, config.layers)),
             "fast weight": f"{d} x {h}",
-            "settings": f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}, {_convolution(config)}, "
+            "settings": f"chunks of {config.chunk_size} tokens, η {config.eta}, target {config.target}, "
+            f"{_convolution(config)}, "
             f"{'no clip' if config.clip is None else f'clip {config.clip.max_norm:g}'}",
             "closely probed": f"no layer: {whole.undrivable}"
             if whole.undrivable
@@ -111,13 +129,27 @@ def _audit_model(
 class _Auditor:
     """Decides items one by one; what they share."""
 
-    def __init__(self, name: str, profile: str, declared: Sequence[Declaration], items: Sequence[Item], progress: Progress | None) -> None:
-        self.name, self.profile, self.declared, self.items, self.progress = name, known(profile), tuple(declared), items, progress
+    def __init__(
+        self,
+        name: str,
+        profile: str,
+        declared: Sequence[Declaration],
+        items: Sequence[Item],
+        progress: Progress | None,
+    ) -> None:
+        self.name, self.profile, self.declared, self.items, self.progress = (
+            name,
+            known(profile),
+            tuple(declared),
+            items,
+            progress,
+        )
         self.results: dict[str, Result] = {}
         self.whys = {declaration.id: declaration.why for declaration in declared}
         if unknown := sorted(set(self.whys) - {item.id for item in items}):
             raise InPlaceTTTError(
-                f"a deviation {unknown[0]!r} is declared, which is no item of the audit; see docs/audit.md for their ids."
+                f"a deviation {unknown[0]!r} is declared, which is no item of the audit; see docs/audit.md "
+                "for their ids."
             )
         if empty := [id for id, why in self.whys.items() if not str(why).strip()]:
             raise InPlaceTTTError(f"the declared deviation {empty[0]!r} says no reason; give `why` one.")
@@ -133,17 +165,27 @@ class _Auditor:
         except NotChecked as reason:
             outcome = Outcome("not checked", str(reason))
         except InPlaceTTTError as error:
-            raise InPlaceTTTError(f"{self.name} refuses while the audit measures {item.id!r}: {error}") from error
+            raise InPlaceTTTError(
+                f"{self.name} refuses while the audit measures {item.id!r}: {error}"
+            ) from error
         except Exception as error:
             if is_the_probes(error):
                 outcome = _failed(error)
             else:
                 raise InPlaceTTTError(
-                    f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: {one_line(error, kind=False)}; "
+                    f"{self.name} raises {type(error).__name__} while the audit measures {item.id!r}: "
+                    f"{one_line(error, kind=False)}; "
                     "see to it that it runs on short random sequences."
                 ) from error
-        if outcome.verdict == "deviates" and (names := [id for id in item.named_by if id in self.results and self._deviates(id)]):
-            outcome = Outcome("not checked", f"{outcome.found}, which {_quoted(names)} reports", outcome.numbers, outcome.tolerance)
+        if outcome.verdict == "deviates" and (
+            names := [id for id in item.named_by if id in self.results and self._deviates(id)]
+        ):
+            outcome = Outcome(
+                "not checked",
+                f"{outcome.found}, which {_quoted(names)} reports",
+                outcome.numbers,
+                outcome.tolerance,
+            )
         if self.profile == "official" and item.absent:
             outcome = _against_absence(outcome)
         declared = self.whys.get(item.id) if outcome.verdict == "deviates" else None
@@ -153,12 +195,17 @@ class _Auditor:
         return self.results[id].outcome.verdict == "deviates"
 
     def report(self, facts: dict[str, str]) -> Report:
-        return Report(self.name, self.profile, [self.results[item.id] for item in self.items], self.declared, facts)
+        return Report(
+            self.name, self.profile, [self.results[item.id] for item in self.items], self.declared, facts
+        )
 
 
 def _failed(error: Exception) -> Outcome:
     """A probe's own failure, which tells nothing about the module."""
-    return Outcome("not checked", f"the audit's own probe fails with {type(error).__name__}: {one_line(error, kind=False)}; report it")
+    return Outcome(
+        "not checked",
+        f"the audit's own probe fails with {type(error).__name__}: {one_line(error, kind=False)}; report it",
+    )
 
 
 def _quoted(ids: Sequence[str]) -> str:
@@ -167,7 +214,9 @@ def _quoted(ids: Sequence[str]) -> str:
 
 def _against_absence(outcome: Outcome) -> Outcome:
     """Of what the public code does not have: having it goes beyond that code."""
-    verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(outcome.verdict, outcome.verdict)
+    verdict = {"conforms": "extension", "deviates": "conforms", "unspecified": "conforms"}.get(
+        outcome.verdict, outcome.verdict
+    )
     return Outcome(verdict, outcome.found, outcome.numbers, outcome.tolerance, outcome.chart)  # type: ignore[arg-type]
 
 
@@ -183,19 +232,25 @@ def _bench(module: AuditedModule, seed: int) -> Bench:
         raise
     except Exception as error:
         raise InPlaceTTTError(
-            f"{module.name} raises {type(error).__name__} on {len(x)} random tokens: {one_line(error, kind=False)}; "
+            f"{module.name} raises {type(error).__name__} on {len(x)} random tokens: "
+            f"{one_line(error, kind=False)}; "
             "the audit needs it to run."
         ) from error
     if tuple(out.shape) != (1, len(x), module.d) or not bool(out.isfinite().all()):
         raise InPlaceTTTError(
             f"{module.name} gives {list(out.shape)} for {len(x)} tokens of width {module.d}"
-            f"{'' if bool(out.isfinite().all()) else ', not all finite'}; an audited module must give [1, T, d]."
+            f"{'' if bool(out.isfinite().all()) else ', not all finite'}; an audited module must give [1, "
+            "T, d]."
         )
     return Bench(module, seed)
 
 
 def _convolution(config: InPlaceTTTConfig) -> str:
-    return "the next token's source" if config.conv == "next" else f"{config.conv} convolution of {config.kernel_size}"
+    return (
+        "the next token's source"
+        if config.conv == "next"
+        else f"{config.conv} convolution of {config.kernel_size}"
+    )
 
 
 def _refusing(reason: str) -> Probe:
@@ -206,7 +261,8 @@ def _refusing(reason: str) -> Probe:
 
 
 def _on_layer(item: Item) -> Probe:
-    """The item's probe of one layer: without the module's clip unless the item is about it, and where there are writes to measure."""
+    """The item's probe of one layer: without the module's clip unless the item is about it, and where there
+    are writes to measure."""
 
     def probe(bench: Bench, expected: Any) -> Outcome:
         if item.probe is None:

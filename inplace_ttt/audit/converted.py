@@ -1,8 +1,9 @@
-"""The layers of a converted model as the probes see them: driven through the model's own hooks, without the rest of it.
+"""The layers of a converted model as the probes see them: driven through the model's own hooks, without the
+rest of it.
 
-While a layer is borrowed, its chunks are short, its parameters are wide copies, its target generator is the probe's, and all its writes
-count alike: a gate of writes is held against its declaration where whole models read.
-Everything is put back as the same objects with the same bits.
+While a layer is borrowed, its chunks are short, its parameters are wide copies, its target generator is the
+probe's, and all its writes count alike: a gate of writes is held against its declaration where whole models
+read. Everything is put back as the same objects with the same bits.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ def probe_chunk(kernel: int) -> int:
 
 
 @contextmanager
-def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype: torch.dtype = torch.float64) -> Iterator[ConvertedLayer]:
-    """The TTT layer `index` as an `AuditedModule`, with chunks of `chunk_size` (those that suit its kernel, without one).
+def borrowed(
+    model: nn.Module, index: int, chunk_size: int | None = None, dtype: torch.dtype = torch.float64
+) -> Iterator[ConvertedLayer]:
+    """The TTT layer `index` as an `AuditedModule`, with chunks of `chunk_size` (those that suit its kernel,
+    without one).
 
     dtype: what it computes in; a quantised layer stays in its own.
     """
@@ -50,7 +54,8 @@ def borrowed(model: nn.Module, index: int, chunk_size: int | None = None, dtype:
     size = chunk_size or probe_chunk(layer.fast.config.kernel_size)
     base = locate(lm).base
     with ExitStack() as stack:
-        stack.enter_context(overriding([base], training=False))  # in training, ranks that share a sequence are looked for
+        # in training, ranks that share a sequence are looked for
+        stack.enter_context(overriding([base], training=False))
         plain = len(list(readable_parameters(layer))) == len(list(layer.parameters()))
         stack.enter_context(_restored(layer))
         stack.enter_context(with_config([layer], chunk_size=size))
@@ -103,7 +108,14 @@ class ConvertedLayer(AuditedModule):
         self.detaches_target = self.layer.fast.config.detach_target
         self.device = self.layer.ttt.proj.device
 
-    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        target: Tensor,
+        *,
+        documents: Sequence[int] | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         kwargs: dict[str, Any] = {}
         if documents is not None:
             positions = torch.cat([torch.arange(n) for n in documents])
@@ -113,7 +125,8 @@ class ConvertedLayer(AuditedModule):
         return self._forward(x, target, **kwargs)
 
     def _forward(self, z: Tensor, target: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
-        """One forward as the model's hooks see it; the source stands at both places that it may be taken from."""
+        """One forward as the model's hooks see it; the source stands at both places that it may be taken
+        from."""
         z, target = z.to(self.device, self.dtype), self._source(target)
         layer, model, parts = self.layer.hooks, self.layer.hooks.model, self.decoder.layers[self.index]
         opened = model.open(self.decoder.base, (), {**kwargs, CACHE: cache})
@@ -136,7 +149,9 @@ class ConvertedLayer(AuditedModule):
         x, whitened = x.to(self.device, self.dtype), self.layer.ttt.keys
         if whitened is None:
             return x
-        return (x - x.norm(dim=-1, keepdim=True) * whitened.centre.to(self.dtype)) @ whitened.directions.to(self.dtype).T
+        return (x - x.norm(dim=-1, keepdim=True) * whitened.centre.to(self.dtype)) @ whitened.directions.to(
+            self.dtype
+        ).T
 
     def features(self, x: Tensor) -> Tensor:
         return x.to(self.device, self.dtype)
@@ -157,20 +172,27 @@ class ConvertedLayer(AuditedModule):
         if whitened is None:
             return keys.contiguous()
         directions, centre = (t.double().cpu() for t in (whitened.directions, whitened.centre))
-        seen, along = (torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, (directions @ centre)[None]))
+        seen, along = (
+            torch.linalg.lstsq(directions, k.T).solution.T for k in (keys, (directions @ centre)[None])
+        )
         # z = seen + ‖z‖ along, where ‖along‖ ≤ ‖c‖ < 1
         across, rest = seen @ along.T, 1 - along.square().sum()
         lengths = (across + (across.square() + rest * seen.square().sum(-1, keepdim=True)).sqrt()) / rest
         return (seen + lengths * along).contiguous()
 
     def targets(self, target: Tensor) -> Tensor:
-        return self.layer.ttt(self._source(target)[None], ChunkLayout.from_lengths([[len(target)]], self.chunk_size))[0]
+        return self.layer.ttt(
+            self._source(target)[None], ChunkLayout.from_lengths([[len(target)]], self.chunk_size)
+        )[0]
 
     @property
     def fast_weight(self) -> Tensor:
         matrix = self.layer.matrix()
         if matrix is None:
-            raise NotChecked(f"the weight is quantised or wrapped ({type(self.layer).__name__}) and cannot be read as one matrix")
+            raise NotChecked(
+                f"the weight is quantised or wrapped ({type(self.layer).__name__}) and cannot be read as "
+                "one matrix"
+            )
         return matrix
 
     @property
@@ -219,10 +241,13 @@ class ConvertedLayer(AuditedModule):
         clip = self.layer.fast.config.clip
         if clip is None:
             return None
-        return clip.max_norm * (float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0)
+        return clip.max_norm * (
+            float(torch.linalg.vector_norm(self.fast_weight.detach())) if clip.relative else 1.0
+        )
 
     def ranks(self, x: Tensor, target: Tensor, parts: int) -> Tensor:
-        """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from, its own reads."""
+        """The parts of `ops.scan` in one process: each rank's sum of writes, the sums that it starts from,
+        its own reads."""
         z, target = x.to(self.device, self.dtype), self._source(target)
         rule = self.layer.fast.config.rule
         given: dict[str, Any] = {"clip": self.layer.tau(), "rule": rule, "gate": None}
@@ -232,14 +257,27 @@ class ConvertedLayer(AuditedModule):
         pieces = list(zip(self.layer.keys(z).chunk(parts, 1), target.chunk(parts, 1), layouts, strict=True))
         values = [self.layer.ttt(source, layout) for _, source, layout in pieces]
         sums = [
-            form_of(rule).sum_of_writes(keys, v.to(keys.dtype), [layout.documents[0][-1]], layout=layout, **given)
+            form_of(rule).sum_of_writes(
+                keys, v.to(keys.dtype), [layout.documents[0][-1]], layout=layout, **given
+            )
             for (keys, _, layout), v in zip(pieces, values, strict=True)
         ]
-        known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))  # no state comes before the first rank
+        # no state comes before the first rank
+        known = torch.stack([torch.zeros_like(sums[0]), *sums]).to(state_dtype(z.dtype))
         outputs = []
         for rank, ((keys, _, layout), v) in enumerate(zip(pieces, values, strict=True)):
             start = torch.einsum("bq,qbdh->bdh", links[:, rank].to(known), known)
-            outputs.append(op(keys, v.to(keys.dtype), None, eta=self.layer.eta, layout=layout, initial_state=start, **given))
+            outputs.append(
+                op(
+                    keys,
+                    v.to(keys.dtype),
+                    None,
+                    eta=self.layer.eta,
+                    layout=layout,
+                    initial_state=start,
+                    **given,
+                )
+            )
         plain: Any = plain_class(self.layer)
         return plain.forward(self.layer, z) + torch.cat(outputs, 1)
 
@@ -288,13 +326,16 @@ class ConvertedStream:
         other, config = ConvertedStream(self.module), self.module.layer.fast.config
         if self._stream is not None:
             tensors = {name: tensor.clone() for name, tensor in self._stream.tensors().items()}
-            attach(other.cache, self.module.index, FastWeightStream.restore(tensors, config, self.module.dtype))
+            attach(
+                other.cache, self.module.index, FastWeightStream.restore(tensors, config, self.module.dtype)
+            )
         return other
 
 
 @contextmanager
 def small_chunks(model: nn.Module, chunk_size: int, seed: int | None) -> Iterator[None]:
-    """The whole model in evaluation mode with short chunks and no clip, its sessions writing them; as before afterwards.
+    """The whole model in evaluation mode with short chunks and no clip, its sessions writing them; as before
+    afterwards.
 
     seed: of a random conv, P and gate of writes; None leaves the model's own.
     """
@@ -318,4 +359,7 @@ def refuse_unreachable(model: nn.Module) -> None:
     """Refuse a model whose weights are not here: on the meta device, or spread over ranks."""
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta" or parameter.numel() == 0:
-            raise InPlaceTTTError(f"{name} has no weights here (offloaded or partitioned); audit the model before it is spread out.")
+            raise InPlaceTTTError(
+                f"{name} has no weights here (offloaded or partitioned); audit the model before it is "
+                "spread out."
+            )

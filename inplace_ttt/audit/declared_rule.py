@@ -1,8 +1,9 @@
-"""What a TTT layer of a converted model declares that it computes, from the definition: the yardstick of whole readings.
+"""What a TTT layer of a converted model declares that it computes, from the definition: the yardstick of
+whole readings.
 
-One document at a time, chunk by chunk, in float64, by the model's config and the layer's tensors; keys and targets are rounded as the
-layer's dtype rounds them. Nothing of the package's own
-layout, target generator, op or stream takes part, so that a fault in them is no fault here.
+One document at a time, chunk by chunk, in float64, by the model's config and the layer's tensors; keys and
+targets are rounded as the layer's dtype rounds them. Nothing of the package's own layout, target generator,
+op or stream takes part, so that a fault in them is no fault here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ..ops import state_dtype
 
 @dataclass(frozen=True)
 class DeclaredRule:
-    """A layer's rule in one mode. tensors: float64, those that the rule depends on, by name; a gradient flows into them.
+    """A layer's rule in one mode. tensors: float64, those that the rule depends on, by name; a gradient flows
+    into them.
 
     tau: the bound on a chunk's delta that is declared for this mode. dtype: the layer's own.
     """
@@ -35,14 +37,23 @@ class DeclaredRule:
     @classmethod
     def of(cls, layer: FastWeight, config: InPlaceTTTConfig, eta: float, training: bool) -> DeclaredRule:
         w0, whitened, target = layer.matrix(), layer.ttt.keys, layer.ttt
-        found: dict[str, Tensor | None] = {"conv": target.conv, "proj": target.proj, "gate": target.gate, "w0": w0}
+        found: dict[str, Tensor | None] = {
+            "conv": target.conv,
+            "proj": target.proj,
+            "gate": target.gate,
+            "w0": w0,
+        }
         found |= {"mean": target.mean, "gain": target.gain}
         if whitened is not None:
             found |= {"directions": whitened.directions, "centre": whitened.centre}
-        tensors = {name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None}
+        tensors = {
+            name: tensor.detach().double().cpu() for name, tensor in found.items() if tensor is not None
+        }
         tau = None
         if config.clip is not None and (not training or config.clip.mode == "always"):
-            tau = config.clip.max_norm * (float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0)
+            tau = config.clip.max_norm * (
+                float(torch.linalg.vector_norm(tensors["w0"])) if config.clip.relative else 1.0
+            )
         return cls(config, eta, tau, target.proj.dtype, tensors)
 
     def targets(self, x: Tensor) -> Tensor:
@@ -79,7 +90,8 @@ class DeclaredRule:
         return x.to(self.dtype).double()
 
     def reads(self, z: Tensor, x: Tensor, writes: Tensor) -> Tensor:
-        """What the tokens of one document read beyond W0 [T, d]: z [T, h] and target source x [T, d], float64.
+        """What the tokens of one document read beyond W0 [T, d]: z [T, h] and target source x [T, d],
+        float64.
 
         writes: bool [T], the tokens that fill chunks; others read the state as it is then.
         """
@@ -99,9 +111,12 @@ class DeclaredRule:
         return self.eta * torch.cat(parts)
 
     def state(self, z: Tensor, x: Tensor) -> Tensor:
-        """What is written of whole chunks of a document: the sum [d, r], and of least squares KᵀK below it, [d + r, r]."""
+        """What is written of whole chunks of a document: the sum [d, r], and of least squares KᵀK below it,
+        [d + r, r]."""
         total = gram = None
-        for k, source in zip(self.keys(z).split(self.config.chunk_size), x.split(self.config.chunk_size), strict=True):
+        for k, source in zip(
+            self.keys(z).split(self.config.chunk_size), x.split(self.config.chunk_size), strict=True
+        ):
             total, gram = self._after(total, gram, k, self.targets(source))
         assert total is not None
         return total if gram is None else torch.cat([total, gram])
@@ -129,7 +144,9 @@ class DeclaredRule:
     def _read(self, k: Tensor, total: Tensor, gram: Any) -> Tensor:
         """What keys [n, r] read [n, d], η left out."""
         if self.config.ridge is not None:
-            ridge = self.config.ridge + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(gram.detach().trace())
+            ridge = self.config.ridge + 8 * torch.finfo(state_dtype(self.dtype)).eps * float(
+                gram.detach().trace()
+            )
             return torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), k.T).T @ total.T
         if self.config.preserve_row_norms and self.eta:
             w0 = self.tensors["w0"]

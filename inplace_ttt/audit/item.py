@@ -17,7 +17,8 @@ PROFILES: dict[Profile, str] = {
 }
 
 Probe = Callable[[Any, Any], Outcome]
-"""Measures an item: on a `Bench` (one layer), a `WholeModel` or a training `Run`; the second argument is what it compares with."""
+"""Measures an item: on a `Bench` (one layer), a `WholeModel` or a training `Run`; the second argument is what
+it compares with."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,14 @@ class Item:
     sure: "high", read in the text; "medium", our reading of an ambiguous passage; "low", inferred.
     public_code: what the authors' code does. why: why it matters. remedy: what to do about a deviation.
     probe: the function that decides it. on_model: the one for a whole converted model, where that sees more.
-    expected: by profile, what the probe compares with. absent: the public code does not have it, so that having it is an
-    extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the other items.
-    silent: it is decided on a module that writes nothing, too. named_by: ids of items that may say what is wrong where this one only
-    sees that something is; it is not checked where one of them deviates. by_settings: for a model whose layer the
-    probes cannot drive, what its settings say; that it does as they say is `declared-rule`'s.
+    expected: by profile, what the probe compares with. absent: the public code does not have it, so that
+        having it is an
+    extension under the profile `official`. own_clip: it is about the module's own clip, which is off for the
+    other items.
+    silent: it is decided on a module that writes nothing, too. named_by: ids of items that may say what is
+        wrong where this one only
+    sees that something is; it is not checked where one of them deviates. by_settings: for a model whose layer
+    the probes cannot drive, what its settings say; that it does as they say is `declared-rule`'s.
     """
 
     id: str
@@ -55,7 +59,11 @@ class Item:
     def expects(self, profile: Profile) -> str:
         """What is held against a module, in words."""
         if profile == "ttt_ntp":
-            return f"TTT-NTP's public code: {self.expected[profile]}." if profile in self.expected else self.paper
+            return (
+                f"TTT-NTP's public code: {self.expected[profile]}."
+                if profile in self.expected
+                else self.paper
+            )
         return self.paper if profile == "paper" else self.public_code
 
 

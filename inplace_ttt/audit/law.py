@@ -1,4 +1,5 @@
-"""What least squares should read, straight from its definition: the yardstick of the probes where a module declares it."""
+"""What least squares should read, straight from its definition: the yardstick of the probes where a module
+declares it."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from torch import Tensor
 
 
 def key_size(ridge: float | None) -> float:
-    """Norm of the probes' keys: 1, or of least squares about √λ, so that neither λ nor what keys write hides the other."""
+    """Norm of the probes' keys: 1, or of least squares about √λ, so that neither λ nor what keys write hides
+    the other."""
     return 1.0 if ridge is None else max(ridge**0.5, 0.01)
 
 
 def least_squares_reads(keys: Tensor, values: Tensor, chunk: int, ridge: float) -> Tensor:
-    """K_i M_iᵀ [T, d] with M_i the minimum of Σ ‖V_j - K_j Mᵀ‖² + λ‖M‖² over all chunks j < i; keys [T, h], values [T, d].
+    """K_i M_iᵀ [T, d] with M_i the minimum of Σ ‖V_j - K_j Mᵀ‖² + λ‖M‖² over all chunks j < i; keys [T, h],
+    values [T, d].
 
     M is solved for as a stack of rows, K above √λ, in coordinates of the keys' span, where it lies.
     """

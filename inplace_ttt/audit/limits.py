@@ -1,4 +1,5 @@
-"""How far a whole reading may be from what its settings declare, by the dtype that it computes in. Decided here and nowhere else."""
+"""How far a whole reading may be from what its settings declare, by the dtype that it computes in. Decided
+here and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ _BY_A_SOLVE = 3
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest errors. outputs: of what a token reads, and small_model: in the small model of the audit, whose numbers are always alike.
+    """Largest errors. outputs: of what a token reads, and small_model: in the small model of the audit, whose
+    numbers are always alike.
 
-    state: of what many chunks have written there. gradient: of a tensor's gradient. start: of logits before anything is written.
+    state: of what many chunks have written there. gradient: of a tensor's gradient. start: of logits before
+        anything is written.
     """
 
     outputs: float
@@ -35,7 +38,8 @@ LIMITS: dict[torch.dtype, Limits] = {
     torch.bfloat16: Limits(0.04, 0.025, 0.006, 0.05, 0.04),
     torch.float16: Limits(0.005, 0.003, 0.001, 0.03, 0.005),
 }
-"""Half precision rounds outputs, beside which a read is about half as large: ten roundings, where sound models show two to seven."""
+"""Half precision rounds outputs, beside which a read is about half as large: ten roundings, where sound
+models show two to seven."""
 
 
 def limits(dtype: torch.dtype) -> Limits:
@@ -44,7 +48,11 @@ def limits(dtype: torch.dtype) -> Limits:
 
 def room(dtype: torch.dtype, config: InPlaceTTTConfig) -> float:
     """How often more than `limits` a short reading of a small model may be off in half precision."""
-    return _BY_A_SOLVE if torch.finfo(dtype).bits < 32 and (config.ridge is not None or config.whitening is not None) else 1
+    return (
+        _BY_A_SOLVE
+        if torch.finfo(dtype).bits < 32 and (config.ridge is not None or config.whitening is not None)
+        else 1
+    )
 
 
 def gradient_limit(dtype: torch.dtype, config: InPlaceTTTConfig) -> float:

@@ -38,7 +38,11 @@ class Outcome:
 
 
 def judged(
-    holds: bool, found: str, numbers: dict[str, Any], tolerance: float | None = None, chart: dict[str, Any] | None = None
+    holds: bool,
+    found: str,
+    numbers: dict[str, Any],
+    tolerance: float | None = None,
+    chart: dict[str, Any] | None = None,
 ) -> Outcome:
     """The outcome where the paper does say."""
     return Outcome("conforms" if holds else "deviates", found, numbers, tolerance, chart)

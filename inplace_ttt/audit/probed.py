@@ -1,4 +1,5 @@
-"""A converted model as the readings run it: with short chunks, writes that show, and what each of its layers declares."""
+"""A converted model as the readings run it: with short chunks, writes that show, and what each of its layers
+declares."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ Scene = Callable[["Probed"], Iterator[Reading]]
 
 
 class Probed:
-    """A converted model with short chunks, writes that show, and a clip that acts on half of them where there is one.
+    """A converted model with short chunks, writes that show, and a clip that acts on half of them where there
+    is one.
 
     training: whether rules are asked for as training has them.
     """
@@ -45,13 +47,18 @@ class Probed:
     @classmethod
     @contextmanager
     def of(cls, lm: Any, seed: int, strength: float = STRENGTH) -> Iterator[Probed]:
-        """The model as probed; as before afterwards. strength: of what tokens read, over what W0 gives them."""
+        """The model as probed; as before afterwards. strength: of what tokens read, over what W0 gives
+        them."""
         declared = config_of(lm)
         chunk = probe_chunk(declared.kernel_size)
         with small_chunks(lm, chunk, seed), torch.no_grad():
-            probed = cls(lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed)
+            probed = cls(
+                lm, dataclasses.replace(declared, chunk_size=chunk, clip=None, prompt_write=None), seed
+            )
             record = probed.read(probed.ids(1, 4 * chunk))
-            norms = probed._strengthen(record, strength, relative=declared.clip is not None and declared.clip.relative)
+            norms = probed._strengthen(
+                record, strength, relative=declared.clip is not None and declared.clip.relative
+            )
             if declared.clip is None:
                 yield probed
                 return
@@ -66,10 +73,13 @@ class Probed:
     @contextmanager
     def with_chunks_of(self, chunk: int) -> Iterator[Probed]:
         with with_config(self.layers.values(), chunk_size=chunk):
-            yield Probed(self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training)
+            yield Probed(
+                self.lm, dataclasses.replace(self.config, chunk_size=chunk), self.seed, self.training
+            )
 
     def _strengthen(self, record: Recording, strength: float, relative: bool) -> list[float]:
-        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over ‖W0‖."""
+        """Scale each layer's P, so that what is read shows; norms of chunks' deltas after that, or these over
+        ‖W0‖."""
         norms = []
         for index, layer in self.layers.items():
             z, source, _, writes = record.of(index, record.whole()[0])
@@ -100,7 +110,9 @@ class Probed:
     @cached_property
     def _fewest_logits(self) -> dict[str, int]:
         """The option of the model's forward, if it has one, to compute the last token's logits alone."""
-        return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
+        return (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.lm.forward).parameters else {}
+        )
 
     def forward(self, ids: Tensor, **kwargs: Any) -> None:
         """Runs the model once. The readings use the TTT layers' outputs, not the logits."""
@@ -120,7 +132,9 @@ class Probed:
     def takes_padding(self) -> bool:
         """Whether padded rows are read; behind an attention window they are refused."""
         try:
-            self.read(self.ids(2, 2), attention_mask=torch.tensor([[0, 1], [1, 1]], device=self.ids(1, 1).device))
+            self.read(
+                self.ids(2, 2), attention_mask=torch.tensor([[0, 1], [1, 1]], device=self.ids(1, 1).device)
+            )
         except InPlaceTTTError:
             return False
         return True
@@ -133,11 +147,18 @@ class Probed:
         return {name: self.errors(record, documents) for name, record, documents in scene(self)}
 
     def errors(self, record: Recording, documents: Documents) -> dict[int, float]:
-        """By layer, how far its outputs are from what it declares; under autocast, as far as its limit is to the model's."""
+        """By layer, how far its outputs are from what it declares; under autocast, as far as its limit is to
+        the model's."""
         own = self.lm.dtype
-        wider = 1.0 if record.dtype in (None, own) else limits(own).outputs / limits(record.dtype).outputs / room(record.dtype, self.config)
+        wider = (
+            1.0
+            if record.dtype in (None, own)
+            else limits(own).outputs / limits(record.dtype).outputs / room(record.dtype, self.config)
+        )
         found = {}
         for i, layer in record.layers.items():
             rule = record.rules.get(i) or self._rule_of(layer, i, record.config)
-            found[i] = wider * deviation(record, i, layer, documents, dataclasses.replace(rule, dtype=record.dtype or rule.dtype))
+            found[i] = wider * deviation(
+                record, i, layer, documents, dataclasses.replace(rule, dtype=record.dtype or rule.dtype)
+            )
         return found

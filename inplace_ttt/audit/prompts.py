@@ -1,4 +1,5 @@
-"""What a prompt writes at its end (`prompt_write`), held against the ridge regression that is declared; worked out anew in float64."""
+"""What a prompt writes at its end (`prompt_write`), held against the ridge regression that is declared;
+worked out anew in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .recording import Piece, base_output, recording
 
 
 def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, dict[int, float]]:
-    """By way of writing and layer, how far what follows the prompts of two rows is from what is declared, over what it reads of them.
+    """By way of writing and layer, how far what follows the prompts of two rows is from what is declared,
+    over what it reads of them.
 
     The window is shorter than the prompt; once η decides how much is written, once the cap.
     """
@@ -27,7 +29,10 @@ def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, di
         prompt, later = probed.ids(2, n + probed.chunk).split([n, probed.chunk], 1)
         for name, eta, cap in (("a written prompt", 0.3, None), ("a written prompt, capped", 1e3, 0.3)):
             own = dataclasses.replace(settings, window=window, eta=eta, cap=cap)
-            with with_config(probed.layers.values(), prompt_write=own), recording(lm, probed.config) as record:
+            with (
+                with_config(probed.layers.values(), prompt_write=own),
+                recording(lm, probed.config) as record,
+            ):
                 state = Session(lm)
                 state.write_prompt(prompt)
                 state.read(later)
@@ -45,7 +50,8 @@ def prompt_deviations(lm: Any, settings: PromptWrite, seed: int) -> dict[str, di
 
 
 def _change(z: Tensor, x: Tensor, rule: DeclaredRule, settings: PromptWrite) -> Tensor:
-    """What is read in W0's place, less W0 [d, h], after a prompt with keys z [n, h] and target source x [n, d]."""
+    """What is read in W0's place, less W0 [d, h], after a prompt with keys z [n, h] and target source x [n,
+    d]."""
     w0, x = rule.tensors["w0"], rule.normalize_targets(x)
     k, v = z[:-1][-settings.window :], (x[1:] @ rule.tensors["proj"])[-settings.window :]
     gram = k @ k.T + settings.ridge * torch.eye(len(k), dtype=k.dtype)

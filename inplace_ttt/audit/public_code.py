@@ -1,4 +1,5 @@
-"""Adapters of the public implementations: the authors' training and inference MLPs, and the gating of the Moshi port.
+"""Adapters of the public implementations: the authors' training and inference MLPs, and the gating of the
+Moshi port.
 
 audit_module(PublicMLP(model.model.layers[0].mlp))            # hf_models/ of ByteDance-Seed/In-Place-TTT
 audit_module(PublicInferenceLayer(model.model.layers[0]))     # inference_model/ there
@@ -26,14 +27,24 @@ from .outcome import NotChecked
 class PublicMLP(ReferenceMLP):
     """The MLP of the authors' training code, or of their inference code read in one call.
 
-    mlp: has what `ReferenceMLP` asks for, and `ttt_chunk`, `ttt_lr`; its `ttt_proj` may be None. It may give (output, weight).
+    mlp: has what `ReferenceMLP` asks for, and `ttt_chunk`, `ttt_lr`; its `ttt_proj` may be None. It may give
+        (output, weight).
     """
 
     def __init__(self, mlp: Any, *, name: str | None = None, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__(mlp, probe_chunk(mlp.ttt_conv.kernel_size[0]), float(mlp.ttt_lr), name=name, dtype=dtype)
+        super().__init__(
+            mlp, probe_chunk(mlp.ttt_conv.kernel_size[0]), float(mlp.ttt_lr), name=name, dtype=dtype
+        )
         self.module.ttt_chunk = self.chunk_size  # type: ignore[assignment]
 
-    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        target: Tensor,
+        *,
+        documents: Sequence[int] | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         out: Any = super().forward(x, target, documents=documents, padding=padding)
         return out[0] if isinstance(out, tuple) else out
 
@@ -46,9 +57,11 @@ class PublicMLP(ReferenceMLP):
 
 
 class PublicInferenceLayer(PublicMLP):
-    """A decoder layer of the authors' inference code, which keeps the state of its MLP in a cache: read in pieces, too.
+    """A decoder layer of the authors' inference code, which keeps the state of its MLP in a cache: read in
+    pieces, too.
 
-    layer: with `self_attn`, `input_layernorm`, `post_attention_layernorm` and `mlp`. On the copy attention adds nothing and the norms
+    layer: with `self_attn`, `input_layernorm`, `post_attention_layernorm` and `mlp`. On the copy attention
+        adds nothing and the norms
     pass on what they get, so that what the layer adds to its input is the MLP's.
     """
 
@@ -58,7 +71,11 @@ class PublicInferenceLayer(PublicMLP):
 
     def stream(self) -> Stream:
         layer = copy.deepcopy(self._layer)
-        layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm = _NoAttention(), nn.Identity(), nn.Identity()
+        layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm = (
+            _NoAttention(),
+            nn.Identity(),
+            nn.Identity(),
+        )
         layer.mlp, layer.ttt_chunk = self.module, self.chunk_size
         return _PublicStream(layer.eval(), self._dtype)
 
@@ -90,22 +107,29 @@ class _PublicStream:
 
     def reset(self) -> None:
         states = {self._layer.layer_idx: (None, None, None)}
-        self._cache = SimpleNamespace(ttt_states=states, TTT_update=lambda state, index: states.__setitem__(index, state))
+        self._cache = SimpleNamespace(
+            ttt_states=states, TTT_update=lambda state, index: states.__setitem__(index, state)
+        )
 
 
 class MoshiGating(CopiedModule):
-    """A gating module of the Moshi port: `gating(x, token_embeddings)`, parallel in training mode, streaming in evaluation.
+    """A gating module of the Moshi port: `gating(x, token_embeddings)`, parallel in training mode, streaming
+    in evaluation.
 
-    gating: has `linear_in` (gate and value stacked), `activation`, `linear_out` (the model's own down-projection), `w_down`
-    (its copy that is written), `target_generator.conv1d.conv` and `target_generator.W_target`, `chunk_size`, `ttt_lr`,
-    `delta_clip_fro_norm`, `reset_ttt_state`. It computes in float32 whatever it is given.
+    gating: has `linear_in` (gate and value stacked), `activation`, `linear_out` (the model's own
+        down-projection), `w_down`
+    (its copy that is written), `target_generator.conv1d.conv` and `target_generator.W_target`, `chunk_size`,
+    `ttt_lr`, `delta_clip_fro_norm`, `reset_ttt_state`. It computes in float32 whatever it is given.
     """
 
     def __init__(self, gating: nn.Module, *, name: str | None = None) -> None:
         super().__init__(gating, name, torch.float32)
         self.chunk_size, self.eta = probe_chunk(self._kernel), self._part("ttt_lr")
         self.module.chunk_size = self.chunk_size  # type: ignore[assignment]
-        self.input_size, (self.d, self.h) = self._part("linear_in").in_features, self._part("linear_out").weight.shape
+        self.input_size, (self.d, self.h) = (
+            self._part("linear_in").in_features,
+            self._part("linear_out").weight.shape,
+        )
 
     @property
     def _kernel(self) -> int:
@@ -115,7 +139,14 @@ class MoshiGating(CopiedModule):
     def own_chunk(self) -> int:
         return int(self._given.chunk_size)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        target: Tensor,
+        *,
+        documents: Sequence[int] | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         if documents is not None or padding is not None:
             raise NotChecked("the module takes neither document boundaries nor a padding mask")
         was_training = self.module.training

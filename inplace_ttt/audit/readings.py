@@ -1,7 +1,8 @@
-"""Ways of reading that a rule has to hold in: batches, pieces, packed documents, many chunks, other chunk sizes, training.
+"""Ways of reading that a rule has to hold in: batches, pieces, packed documents, many chunks, other chunk
+sizes, training.
 
-A converted model runs as a user runs it, with short chunks and writes that show; each scene gives what its TTT layers saw, and which
-documents they read.
+A converted model runs as a user runs it, with short chunks and writes that show; each scene gives what its
+TTT layers saw, and which documents they read.
 """
 
 from __future__ import annotations
@@ -30,25 +31,47 @@ def plain(probed: Probed) -> Iterator[Reading]:
 
 
 def batches(probed: Probed) -> Iterator[Reading]:
-    """Rows of unequal lengths, padded on either side, in one call and, on the left, in pieces; rows of documents; rows reordered."""
+    """Rows of unequal lengths, padded on either side, in one call and, on the left, in pieces; rows of
+    documents; rows reordered."""
     chunk = probed.chunk
     if probed.takes_documents:
-        yield "rows of documents", *packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]])
+        yield (
+            "rows of documents",
+            *packed(probed, [[2 * chunk + 5, 3 * chunk - 2], [chunk - 1, 2 * chunk, 2 * chunk + 4]]),
+        )
     if probed.takes_padding:
         yield from _padded_batches(probed)
     order = torch.tensor([2, 0, 0])
     first = probed.ids(3, 2 * chunk + 3).split([chunk + 1, chunk + 2], 1)
     rest = probed.ids(3, 3 * chunk + 3, 1)
     second = _cut(rest, _over_an_edge(2 * chunk + 3, chunk))
-    record, documents = streamed(probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device)))
-    yield "rows reordered", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)]
+    record, documents = streamed(
+        probed, [first, second], lambda cache, part: cache.reorder_cache(order.to(first[0].device))
+    )
+    yield (
+        "rows reordered",
+        record,
+        [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(order)],
+    )
     chosen = torch.tensor([2, 1], device=first[0].device)
     second = rest[:2].split([chunk, 2 * chunk + 3], 1)
-    record, documents = streamed(probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen))
-    yield "rows chosen", record, [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)]
+    record, documents = streamed(
+        probed, [first, second], lambda cache, part: cache.batch_select_indices(chosen)
+    )
+    yield (
+        "rows chosen",
+        record,
+        [[*documents[int(s)][: len(first)], *documents[row][len(first) :]] for row, s in enumerate(chosen)],
+    )
     first, second = tuple(ids[:2] for ids in first), tuple(ids.repeat(2, 1) for ids in second)
-    record, documents = streamed(probed, [first, second], lambda cache, part: cache.batch_repeat_interleave(2))
-    yield "rows repeated", record, [[*documents[row // 2][: len(first)], *documents[row][-len(second) :]] for row in range(4)]
+    record, documents = streamed(
+        probed, [first, second], lambda cache, part: cache.batch_repeat_interleave(2)
+    )
+    yield (
+        "rows repeated",
+        record,
+        [[*documents[row // 2][: len(first)], *documents[row][-len(second) :]] for row in range(4)],
+    )
 
 
 def _padded_batches(probed: Probed) -> Iterator[Reading]:
@@ -67,21 +90,28 @@ def _padded_batches(probed: Probed) -> Iterator[Reading]:
         for number, size in enumerate(pieces):
             part = slice(begin, begin + size)
             given = {"position_ids": positions[:, part]} if probed.takes_documents else {}
-            probed.forward(ids[:, part], attention_mask=mask[:, : part.stop], **given, **{CACHE: cache}, use_cache=True)
+            probed.forward(
+                ids[:, part], attention_mask=mask[:, : part.stop], **given, **{CACHE: cache}, use_cache=True
+            )
             for row, (start, _) in enumerate(spans):
                 if part.stop > start:
-                    documents[row].append(Piece(number, row, max(start - begin, 0), size, _writes(probed, size, begin)))
+                    documents[row].append(
+                        Piece(number, row, max(start - begin, 0), size, _writes(probed, size, begin))
+                    )
             begin += size
     yield "padded on the left, in pieces", record, documents
 
 
 def pieces(probed: Probed) -> Iterator[Reading]:
-    """A row through a cache, in pieces that end anywhere, token by token over a chunk's edge; and another one after a reset."""
+    """A row through a cache, in pieces that end anywhere, token by token over a chunk's edge; and another one
+    after a reset."""
     chunk = probed.chunk
     first = _cut(probed.ids(1, 5 * chunk), [chunk // 2, 3 * chunk + 2, *_over_an_edge(chunk // 2 + 2, chunk)])
     yield "in pieces", *streamed(probed, [first])
     second = _cut(probed.ids(1, 5 * chunk, 1), [chunk + 3, chunk, *_over_an_edge(3, chunk)])
-    record, (document,) = streamed(probed, [first[:2], second], lambda cache, part: cache.reset(), restarts=True)
+    record, (document,) = streamed(
+        probed, [first[:2], second], lambda cache, part: cache.reset(), restarts=True
+    )
     yield "in pieces after a reset", record, [document[:2], document[2:]]
 
 
@@ -89,8 +119,12 @@ def taken_back(probed: Probed) -> Iterator[Reading]:
     """A cache that takes back the tokens that completed a chunk, and one that was branched off."""
     chunk = probed.chunk
     yield from _branched(probed)
-    if any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers) or not probed.config.update_on_decode:
-        return  # what left a window does not come back, and where tokens may be unwritten nothing is taken back
+    if (
+        any(getattr(layer, "is_sliding", False) for layer in probed.cache().layers)
+        or not probed.config.update_on_decode
+    ):
+        # what left a window does not come back, and where tokens may be unwritten nothing is taken back
+        return
     first = probed.ids(1, 2 * chunk + 2).split([chunk + 2, chunk], 1)
     second = _cut(probed.ids(1, 3 * chunk, 1), _over_an_edge(2, chunk))
     record, (document,) = streamed(probed, [first, second], lambda cache, part: cache.crop(-chunk))
@@ -114,18 +148,26 @@ def _branched(probed: Probed) -> Iterator[Reading]:
             for one, ids in zip(both, later, strict=True):
                 one.read(ids[turn])
     size = Piece(0, 0, 0, known.shape[1])
-    yield "a session and its branch", record, [[size, Piece(1 + n, 0, 0, chunk), Piece(3 + n, 0, 0, chunk)] for n in range(2)]
+    yield (
+        "a session and its branch",
+        record,
+        [[size, Piece(1 + n, 0, 0, chunk), Piece(3 + n, 0, 0, chunk)] for n in range(2)],
+    )
 
 
 def documents(probed: Probed) -> Iterator[Reading]:
     """Five documents in a row."""
     chunk = probed.chunk
     if probed.takes_documents:
-        yield "five documents", *packed(probed, [[2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, 4 * chunk + 5]])
+        yield (
+            "five documents",
+            *packed(probed, [[2 * chunk + 1, chunk - 1, 3 * chunk, 2 * chunk + 2, 4 * chunk + 5]]),
+        )
 
 
 def many_chunks(probed: Probed) -> Iterator[Reading]:
-    """Sixteen chunks of one document, in one call, and in pieces with single tokens late; and a few larger ones."""
+    """Sixteen chunks of one document, in one call, and in pieces with single tokens late; and a few larger
+    ones."""
     chunk = probed.chunk
     record = probed.read(probed.ids(1, 16 * chunk + 3))
     yield "sixteen chunks", record, record.whole()
@@ -137,7 +179,8 @@ def many_chunks(probed: Probed) -> Iterator[Reading]:
 
 
 def many_writes(probed: Probed, chunks: int) -> tuple[Reading, dict[int, float]]:
-    """So many chunks in three pieces, and by layer how far the state is from what these are declared to write."""
+    """So many chunks in three pieces, and by layer how far the state is from what these are declared to
+    write."""
     chunk, cache = probed.chunk, probed.cache()
     with recording(probed.lm, probed.config) as record:
         for ids in _cut(probed.ids(1, chunks * chunk), [chunks // 2 * chunk + 5, 3]):
@@ -150,7 +193,9 @@ def many_writes(probed: Probed, chunks: int) -> tuple[Reading, dict[int, float]]
         state = torch.zeros_like(wanted) if held.state is None else held.state[0].double().cpu()
         total = len(probed.rule(index).tensors["proj"])
         parts = [(state[:total], wanted[:total]), (state[total:], wanted[total:])]
-        found[index] = max(float((got - right).norm() / right.norm()) for got, right in parts if right.numel())
+        found[index] = max(
+            float((got - right).norm() / right.norm()) for got, right in parts if right.numel()
+        )
     return (f"{chunks} chunks in pieces", record, [document]), found
 
 
@@ -162,7 +207,9 @@ def recomputing(lm: Any) -> Iterator[bool]:
     before = [{name: vars(module)[name] for name in names if name in vars(module)} for module in modules]
     try:
         for module in modules:
-            vars(module).update(zip(names, (True, functools.partial(checkpoint, use_reentrant=False)), strict=True))
+            vars(module).update(
+                zip(names, (True, functools.partial(checkpoint, use_reentrant=False)), strict=True)
+            )
         yield bool(modules) and lm.supports_gradient_checkpointing
     finally:
         for module, own in zip(modules, before, strict=True):
@@ -172,7 +219,8 @@ def recomputing(lm: Any) -> Iterator[bool]:
 
 
 def training_rows(probed: Probed) -> Reading:
-    """A packed row, one document of it of nine chunks; where the model takes no documents, a row of ten chunks."""
+    """A packed row, one document of it of nine chunks; where the model takes no documents, a row of ten
+    chunks."""
     chunk = probed.chunk
     if not probed.takes_documents:
         record = probed.read(probed.ids(1, 10 * chunk + 7))
@@ -186,11 +234,14 @@ def padded_training_rows(probed: Probed) -> Reading:
     if not probed.takes_padding:
         record = probed.read(probed.ids(2, 3 * chunk + 4))
         return f"rows, chunks of {chunk} tokens", record, record.whole()
-    return f"padded rows, chunks of {chunk} tokens", *padded(probed, [3 * chunk + 4, 2 * chunk + 1], left=True)
+    return f"padded rows, chunks of {chunk} tokens", *padded(
+        probed, [3 * chunk + 4, 2 * chunk + 1], left=True
+    )
 
 
 def _over_an_edge(at: int, chunk: int) -> list[int]:
-    """Sizes of pieces: what brings a stream from `at` to two tokens before an edge, and four single ones over it."""
+    """Sizes of pieces: what brings a stream from `at` to two tokens before an edge, and four single ones over
+    it."""
     ahead = (chunk - 2 - at) % chunk
     return [*([ahead] if ahead else []), 1, 1, 1, 1]
 
@@ -200,7 +251,9 @@ def _cut(ids: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     return ids.split([*sizes, ids.shape[1] - sum(sizes)], 1)
 
 
-def _padding(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+def _padding(
+    probed: Probed, lengths: Sequence[int], left: bool
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
     """Ids [B, T], their mask, and where each row's tokens stand."""
     longest = max(lengths)
     spans = [(longest - n, longest) if left else (0, n) for n in lengths]
@@ -219,9 +272,12 @@ def padded(probed: Probed, lengths: Sequence[int], left: bool) -> tuple[Recordin
 def packed(
     probed: Probed, rows: Sequence[Sequence[int]], first_positions: Sequence[int] = (), **kwargs: Any
 ) -> tuple[Recording, Documents]:
-    """Rows of packed documents of these lengths in one call; first_positions: of each document of a row, 0 without them."""
+    """Rows of packed documents of these lengths in one call; first_positions: of each document of a row, 0
+    without them."""
     firsts = first_positions or [0] * max(len(lengths) for lengths in rows)
-    positions = torch.stack([torch.cat([first + torch.arange(n) for first, n in zip(firsts, row, strict=False)]) for row in rows])
+    positions = torch.stack(
+        [torch.cat([first + torch.arange(n) for first, n in zip(firsts, row, strict=False)]) for row in rows]
+    )
     ids = probed.ids(*positions.shape)
     record = probed.read(ids, position_ids=positions.to(ids.device), **kwargs)
     found: list[Document] = []
@@ -232,9 +288,13 @@ def packed(
 
 
 def streamed(
-    probed: Probed, parts: Sequence[Sequence[Tensor]], between: Callable[[Any, int], None] | None = None, restarts: bool = False
+    probed: Probed,
+    parts: Sequence[Sequence[Tensor]],
+    between: Callable[[Any, int], None] | None = None,
+    restarts: bool = False,
 ) -> tuple[Recording, list[list[Piece]]]:
-    """Pieces of ids [B, n] through one cache; `between` is called with the cache after each part but the last.
+    """Pieces of ids [B, n] through one cache; `between` is called with the cache after each part but the
+    last.
 
     restarts: each part is a text of its own.
     """
@@ -254,5 +314,6 @@ def streamed(
 
 
 def _writes(probed: Probed, tokens: int, known: int) -> bool:
-    """Whether a piece of so many tokens fills chunks: one token that is read alone into a cache counts as generated."""
+    """Whether a piece of so many tokens fills chunks: one token that is read alone into a cache counts as
+    generated."""
     return probed.config.update_on_decode or tokens > 1 or known == 0

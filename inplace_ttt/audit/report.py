@@ -100,7 +100,8 @@ class Report:
 
     @property
     def stale_declarations(self) -> list[Declaration]:
-        """Declarations of what does not deviate (any more). What was not checked may still deviate, so it is not stale."""
+        """Declarations of what does not deviate (any more). What was not checked may still deviate, so it is
+        not stale."""
         fine = {r.item.id for r in self.items if r.verdict in ("conforms", "unspecified", "extension")}
         return [declaration for declaration in self.declarations if declaration.id in fine]
 
@@ -112,9 +113,13 @@ class Report:
         total, profile = len(self.items), _NAMES[self.profile]
         deviations = [r.item.id for r in self.items if r.verdict == "deviates"]
         if not deviations:
-            return f"No deviation from {profile} was found in {total - self.count('not checked')} checked items."
+            return (
+                f"No deviation from {profile} was found in {total - self.count('not checked')} checked items."
+            )
         declared = "all declared" if not self.undeclared else f"{len(self.undeclared)} of them undeclared"
-        return f"{len(deviations)} of {total} items deviate from {profile}, {declared}: {', '.join(deviations)}."
+        return (
+            f"{len(deviations)} of {total} items deviate from {profile}, {declared}: {', '.join(deviations)}."
+        )
 
     def differences(self, other: Report) -> list[tuple[Result, Result]]:
         """The items in which two reports say different things."""

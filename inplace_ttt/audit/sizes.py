@@ -1,4 +1,5 @@
-"""Readings whose sizes are drawn from the audit's seed: batches, texts, chunks and packed rows larger than those of `readings`."""
+"""Readings whose sizes are drawn from the audit's seed: batches, texts, chunks and packed rows larger than
+those of `readings`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .ways import as_one_text
 
 
 def drawn_sizes(probed: Probed) -> Iterator[Reading]:
-    """Many rows, many chunks, many documents, large chunks, and a text beyond what a session reads at once."""
+    """Many rows, many chunks, many documents, large chunks, and a text beyond what a session reads at
+    once."""
     draw, chunk = random.Random(probed.seed), probed.chunk
     rows = draw.randint(6, 9)
     record = probed.read(probed.ids(rows, 3 * chunk + draw.randrange(chunk)))
@@ -27,7 +29,9 @@ def drawn_sizes(probed: Probed) -> Iterator[Reading]:
     chunks = draw.randint(66, 75)
     record = probed.read(probed.ids(1, chunks * chunk + draw.randrange(chunk)))
     yield f"{chunks} chunks", record, record.whole()
-    parts = [probed.ids(1, chunks * chunk).split([40 * chunk + 5, 3, 20 * chunk, (chunks - 60) * chunk - 8], 1)]
+    parts = [
+        probed.ids(1, chunks * chunk).split([40 * chunk + 5, 3, 20 * chunk, (chunks - 60) * chunk - 8], 1)
+    ]
     yield f"{chunks} chunks in pieces", *streamed(probed, parts)
 
     lengths = [draw.randint(chunk - 2, 3 * chunk) for _ in range(draw.randint(17, 22))]

@@ -1,6 +1,8 @@
-"""Ways of calling a model that users have, beside the plain ones of `readings`: each has to compute what the settings declare.
+"""Ways of calling a model that users have, beside the plain ones of `readings`: each has to compute what the
+settings declare.
 
-Short texts; sizes beyond these are drawn in `sizes`. A way that a model family or a setting refuses is left out.
+Short texts; sizes beyond these are drawn in `sizes`. A way that a model family or a setting refuses is left
+out.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ def ways_of_calling(probed: Probed) -> Iterator[Reading]:
             continue
 
 
-def as_one_text(record: Recording, rows: int, skipped: Sequence[int] = (), unwritten: Sequence[int] = ()) -> Documents:
-    """Each row of all forwards as one document, without the skipped forwards; tokens of some are read and do not write."""
+def as_one_text(
+    record: Recording, rows: int, skipped: Sequence[int] = (), unwritten: Sequence[int] = ()
+) -> Documents:
+    """Each row of all forwards as one document, without the skipped forwards; tokens of some are read and do
+    not write."""
     numbers = [n for n in range(len(record.forwards)) if n not in skipped]
     return [[Piece(n, row, 0, record.tokens(n), n not in unwritten) for n in numbers] for row in range(rows)]
 
@@ -51,9 +56,15 @@ def other_arguments(probed: Probed) -> Iterator[Reading]:
     if "inputs_embeds" in inspect.signature(probed.lm.forward).parameters:
         ways["inputs_embeds"] = {"inputs_embeds": embed(ids)}
     if probed.takes_documents:
-        ways["positions from 7 on"] = {"input_ids": ids, "position_ids": torch.arange(7, 7 + ids.shape[1], device=ids.device).expand(2, -1)}
+        ways["positions from 7 on"] = {
+            "input_ids": ids,
+            "position_ids": torch.arange(7, 7 + ids.shape[1], device=ids.device).expand(2, -1),
+        }
     for name, given in ways.items():
-        with recording(probed.lm, probed.config) as record, torch.set_grad_enabled(name == "gradients in evaluation"):
+        with (
+            recording(probed.lm, probed.config) as record,
+            torch.set_grad_enabled(name == "gradients in evaluation"),
+        ):
             probed.lm(**given, use_cache=False)
         yield name, record, record.whole()
     with recording(probed.lm, probed.config) as record:
@@ -68,15 +79,27 @@ def documents_by_lengths(probed: Probed) -> Iterator[Reading]:
         return
     yield "documents whose positions start elsewhere", *packed(probed, [lengths], first_positions=(4, 9, 2))
     ends = torch.tensor([0, *lengths], device=probed.ids(1, 1).device).cumsum(0).int()
-    flat: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 2 * chunk + 3, "max_length_k": 2 * chunk + 3}
-    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(locate(probed.lm).base.forward).parameters.values()):
+    flat: dict[str, Any] = {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": 2 * chunk + 3,
+        "max_length_k": 2 * chunk + 3,
+    }
+    if any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(locate(probed.lm).base.forward).parameters.values()
+    ):
         yield "cu_seq_lens", *packed(probed, [lengths], **flat)
 
 
 def contexts(probed: Probed) -> Iterator[Reading]:
     """Within torch.inference_mode and after it; within autocast."""
     chunk, device = probed.chunk, probed.ids(1, 1).device
-    around: list[AbstractContextManager[Any]] = [torch.inference_mode(), torch.inference_mode(), nullcontext(), nullcontext()]
+    around: list[AbstractContextManager[Any]] = [
+        torch.inference_mode(),
+        torch.inference_mode(),
+        nullcontext(),
+        nullcontext(),
+    ]
     yield "torch.inference_mode, and after it", *_stream(probed, [chunk + 3, 2 * chunk + 1, chunk, 5], around)
     if probed.lm.dtype == torch.float32:
         with torch.autocast(device.type, torch.bfloat16):
@@ -88,7 +111,8 @@ def contexts(probed: Probed) -> Iterator[Reading]:
 
 
 def caches(probed: Probed) -> Iterator[Reading]:
-    """A cache that the model makes, one that is copied, one whose attention is dropped, one that is used with TTT off."""
+    """A cache that the model makes, one that is copied, one whose attention is dropped, one that is used with
+    TTT off."""
     chunk, lm = probed.chunk, probed.lm
     first, second, third = probed.ids(2, 4 * chunk).split([chunk + 3, chunk + 4, 2 * chunk - 7], 1)
     with recording(lm, probed.config) as record:
@@ -125,7 +149,12 @@ def moved_rows(probed: Probed) -> Iterator[Reading]:
         ([2, 0, 1], _reorder),
         ([0, 0, 1, 1, 2, 2], lambda cache, order: cache.batch_repeat_interleave(2)),
         ([5, 0, 3, 3, 1, 4], _reorder),
-        ([4, 1], lambda cache, order: cache.batch_select_indices(torch.tensor(order, device=probed.ids(1, 1).device))),
+        (
+            [4, 1],
+            lambda cache, order: cache.batch_select_indices(
+                torch.tensor(order, device=probed.ids(1, 1).device)
+            ),
+        ),
     ]
     cache, rows = probed.cache(), 3
     texts: list[list[Piece]] = [[] for _ in range(rows)]
@@ -168,7 +197,8 @@ def generation(probed: Probed) -> Iterator[Reading]:
 
 
 def updates_off(probed: Probed) -> Iterator[Reading]:
-    """Without writes of generated tokens: one token alone is not written, unless a session reads it as text."""
+    """Without writes of generated tokens: one token alone is not written, unless a session reads it as
+    text."""
     lm, chunk = probed.lm, probed.chunk
     off = dataclasses.replace(probed.config, update_on_decode=False)
     with with_config(probed.layers.values(), update_on_decode=False):
@@ -196,7 +226,9 @@ def copied_model(probed: Probed) -> Iterator[Reading]:
     yield "a model that was copied", dataclasses.replace(record, rules=rules), record.whole()
 
 
-def _stream(probed: Probed, sizes: Sequence[int], around: Sequence[AbstractContextManager[Any]]) -> tuple[Recording, Documents]:
+def _stream(
+    probed: Probed, sizes: Sequence[int], around: Sequence[AbstractContextManager[Any]]
+) -> tuple[Recording, Documents]:
     """Two rows through one cache in pieces, each read within its context."""
     cache, ids = probed.cache(), probed.ids(2, sum(sizes))
     with recording(probed.lm, probed.config) as record:
@@ -206,4 +238,13 @@ def _stream(probed: Probed, sizes: Sequence[int], around: Sequence[AbstractConte
     return record, as_one_text(record, 2)
 
 
-WAYS = (other_arguments, documents_by_lengths, contexts, caches, moved_rows, generation, updates_off, copied_model)
+WAYS = (
+    other_arguments,
+    documents_by_lengths,
+    contexts,
+    caches,
+    moved_rows,
+    generation,
+    updates_off,
+    copied_model,
+)

@@ -1,4 +1,5 @@
-"""A converted model as a whole: what reading and generating with it leaves behind, measured once for all probes."""
+"""A converted model as a whole: what reading and generating with it leaves behind, measured once for all
+probes."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ from ..surgery import causal_lm, config_of, fast_weights
 from .converted import probe_chunk, small_chunks
 
 _TEXT = (
-    "A ship had lain at the harbour for three days when the captain asked for the letters that she had carried from the north. "
-    "Nobody knew where they were. The mate remembered a box, the cook remembered a fire, and a boy who was never asked had seen both. "
+    "A ship had lain at the harbour for three days when the captain asked for the letters that she had "
+    "carried from the north. "
+    "Nobody knew where they were. The mate remembered a box, the cook remembered a fire, and a boy who was "
+    "never asked had seen both. "
 )
 
 
@@ -59,11 +62,15 @@ class WholeModel:
 
     @cached_property
     def undrivable(self) -> str:
-        """Why one layer cannot be driven by the probes, which set a convolution and look for sums; empty where it can."""
+        """Why one layer cannot be driven by the probes, which set a convolution and look for sums; empty
+        where it can."""
         names = sorted({"conv", "write_norm", "preserve_row_norms"} & set(self.config.extensions))
         if not names:
             return ""
-        return f"with {' and '.join(names)} a layer has no convolution to set, or reads no sum; `declared-rule` holds all of it"
+        return (
+            f"with {' and '.join(names)} a layer has no convolution to set, or reads no sum; "
+            "`declared-rule` holds all of it"
+        )
 
     @property
     def is_small(self) -> bool:
@@ -76,7 +83,8 @@ class WholeModel:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Three chunks and a piece of real text where a tokenizer is there, of random ids where not: [1, T]."""
+        """Three chunks and a piece of real text where a tokenizer is there, of random ids where not: [1,
+        T]."""
         tokens = 3 * self.chunk + 3
         vocabulary = self.lm.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(self.seed))
@@ -93,13 +101,22 @@ class WholeModel:
 
     @cached_property
     def after_reading(self) -> AfterReading:
-        """What reading the text through a cache, and generating a chunk and more, leaves behind, by no settings of the model's own."""
+        """What reading the text through a cache, and generating a chunk and more, leaves behind, by no
+        settings of the model's own."""
         plain = GenerationConfig(max_new_tokens=self.chunk + 2, do_sample=False, pad_token_id=0)
-        with small_chunks(self.model, self.chunk, self.seed), overriding([self.lm], generation_config=plain), torch.no_grad():
+        with (
+            small_chunks(self.model, self.chunk, self.seed),
+            overriding([self.lm], generation_config=plain),
+            torch.no_grad(),
+        ):
             before = fingerprints(self.lm)
             cache = DynamicCache(config=self.lm.config.get_text_config())
             self.lm(self.ids, **{CACHE: cache}, use_cache=True)
-            wrote = [i for i, s in streams(cache).items() if s.state is not None and bool(s.state[:, : features(self.layers[i])[1]].any())]
+            wrote = [
+                i
+                for i, s in streams(cache).items()
+                if s.state is not None and bool(s.state[:, : features(self.layers[i])[1]].any())
+            ]
             out = self.lm.generate(self.ids, attention_mask=torch.ones_like(self.ids), use_cache=True)
             after = fingerprints(self.lm)
         changed = [name for name, value in after.items() if before.get(name) != value]
@@ -126,5 +143,8 @@ def fingerprints(model: nn.Module) -> dict[str, tuple[int, int]]:
         flat = tensor.detach().contiguous().reshape(-1)
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
         bits = flat.view(width) if width is not None else flat.to(torch.int64)
-        found[name] = (int(bits.sum(dtype=torch.int64)), int((bits[: len(bits) // 2 * 2 : 2]).sum(dtype=torch.int64)))
+        found[name] = (
+            int(bits.sum(dtype=torch.int64)),
+            int((bits[: len(bits) // 2 * 2 : 2]).sum(dtype=torch.int64)),
+        )
     return found

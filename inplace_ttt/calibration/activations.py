@@ -19,7 +19,8 @@ from ..surgery import config_of, fast_weights
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one layer and forward: the down-projection's input [B, T, h], the target's source [B, T, d], what enters the block [B, T, d]."""
+    """Of one layer and forward: the down-projection's input [B, T, h], the target's source [B, T, d], what
+    enters the block [B, T, d]."""
 
     z: Tensor
     source: Tensor
@@ -36,13 +37,17 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
     def keeping(module: nn.Module) -> list[Tensor]:
         """The first argument of a module's last call."""
         place: list[Tensor] = []
-        hooks.enter_context(module.register_forward_pre_hook(functools.partial(_keep, place), with_kwargs=True))
+        hooks.enter_context(
+            module.register_forward_pre_hook(functools.partial(_keep, place), with_kwargs=True)
+        )
         return place
 
     def noting(index: int, source: list[Tensor], stream: list[Tensor]) -> Any:
         def note(down: nn.Module, args: tuple[Tensor]) -> None:
             rows = stream[0].shape[:2]
-            found[index] = Seen(args[0].detach().view(*rows, -1), source[0].detach().view(*rows, -1), stream[0].detach())
+            found[index] = Seen(
+                args[0].detach().view(*rows, -1), source[0].detach().view(*rows, -1), stream[0].detach()
+            )
 
         return note
 
@@ -57,7 +62,8 @@ def seeing(model: Any) -> Iterator[dict[int, Seen]]:
 
 @contextmanager
 def probing(model: Any) -> Iterator[dict[int, Tensor]]:
-    """Within it a zero is added to every TTT layer's output, new in each forward, to take the gradient of; no parameter asks for one."""
+    """Within it a zero is added to every TTT layer's output, new in each forward, to take the gradient of; no
+    parameter asks for one."""
     probes: dict[int, Tensor] = {}
 
     def adding(index: int) -> Any:
@@ -76,10 +82,12 @@ def probing(model: Any) -> Iterator[dict[int, Tensor]]:
 
 @contextmanager
 def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
-    """Within it every forward leaves here, by layer index, how far what leaves the block moves when its down-projection's output does.
+    """Within it every forward leaves here, by layer index, how far what leaves the block moves when its
+    down-projection's output does.
 
-    The median over tokens of ‖uᵀ ∂block / ∂down‖ / ‖u‖ for random signs u. It is 1 where the output is added to the residual stream as
-    it is, the multiplier where it is multiplied before, and where a norm follows, as in Gemma 3, some hundreds and more.
+    The median over tokens of ‖uᵀ ∂block / ∂down‖ / ‖u‖ for random signs u. It is 1 where the output is added
+    to the residual stream as it is, the multiplier where it is multiplied before, and where a norm follows,
+    as in Gemma 3, some hundreds and more.
     """
     blocks, generator = locate(model).layers, torch.Generator().manual_seed(0)
     found: dict[int, Tensor] = {}
@@ -90,7 +98,8 @@ def feeling(model: Any) -> Iterator[dict[int, Tensor]]:
             signs = torch.randint(2, leaves.shape, generator=generator).to(leaves) * 2 - 1
             (felt,) = torch.autograd.grad(leaves, probes[index], signs)
             found[index] = felt.float().norm(dim=-1).median() / math.sqrt(felt.shape[-1])
-            return (leaves.detach(), *out[1:]) if isinstance(out, tuple) else leaves.detach()  # nothing is kept for a later gradient
+            # nothing is kept for a later gradient
+            return (leaves.detach(), *out[1:]) if isinstance(out, tuple) else leaves.detach()
 
         return take
 

@@ -27,7 +27,8 @@ from .gradient_scale import gradient_scales
 from .initial_projection import initial_projections
 
 CALIBRATION_TOKENS = 32_768
-"""Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some percent."""
+"""Tokens that a calibration reads where nobody says otherwise; Σ of 1,536 directions is then known to some
+percent."""
 _TOKENS_FOR_SCALE = 4096
 """The same where one number per layer is measured."""
 
@@ -36,18 +37,30 @@ _AT_ONCE, _SMALL = 4096, 10**9
 
 def tokens_to_read(config: InPlaceTTTConfig) -> int:
     """Tokens that a calibration of this config reads where nobody says otherwise."""
-    return _TOKENS_FOR_SCALE if config.target == "gradient" and config.whitening is None else CALIBRATION_TOKENS
+    return (
+        _TOKENS_FOR_SCALE if config.target == "gradient" and config.whitening is None else CALIBRATION_TOKENS
+    )
 
 
 class _Seen:
-    """Of one layer, over the tokens read: the directions of its keys, if they are whitened; sums of the target's source x [d] and of ‖x‖²,
-    float32; rows' median ‖residual‖, and what of an output the block feels (`feeling`)."""
+    """Of one layer, over the tokens read: the directions of its keys, if they are whitened; sums of the
+    target's source x [d] and of ‖x‖², float32; rows' median ‖residual‖, and what of an output the block feels
+    (`feeling`)."""
 
     def __init__(self, layer: FastWeight, seen: Seen) -> None:
         zeros = functools.partial(torch.zeros, device=seen.z.device)
         keys = layer.ttt.keys
-        self.directions = None if keys is None else LeadingDirections(keys.directions.shape[1], len(keys.directions), seen.z.device)
-        self.source, self.norm, self.residual, self.felt = zeros(seen.source.shape[-1]), zeros(()), zeros(()), zeros(())
+        self.directions = (
+            None
+            if keys is None
+            else LeadingDirections(keys.directions.shape[1], len(keys.directions), seen.z.device)
+        )
+        self.source, self.norm, self.residual, self.felt = (
+            zeros(seen.source.shape[-1]),
+            zeros(()),
+            zeros(()),
+            zeros(()),
+        )
         self.tokens = self.rows = 0
 
     def add(self, seen: Seen, felt: Tensor) -> None:
@@ -65,25 +78,33 @@ class _Seen:
 def calibrate(model: Any, rows: Sequence[Tensor], *, progress: bool = False) -> None:
     """Measure what a converted model's extensions need on `rows` of token ids [1, T], and set it, in place.
 
-    The rows are read with TTT off; for a calibrated P once more, with a backward pass. Raises InPlaceTTTError when the
-    config needs no calibration, nothing is read, or the model's hidden states are not finite.
+    The rows are read with TTT off; for a calibrated P once more, with a backward pass. Raises InPlaceTTTError
+    when the config needs no calibration, nothing is read, or the model's hidden states are not finite.
     """
     config = config_of(model)
     if not config.needs_calibration:
-        raise InPlaceTTTError("this config has no extension that is measured on a text, so that calibration has no effect; leave it out.")
+        raise InPlaceTTTError(
+            "this config has no extension that is measured on a text, so that calibration has no effect; "
+            "leave it out."
+        )
     if not rows:
-        raise InPlaceTTTError("there is nothing to calibrate on; give rows of a text like the one to be read.")
+        raise InPlaceTTTError(
+            "there is nothing to calibrate on; give rows of a text like the one to be read."
+        )
     layers = fast_weights(model)
     over_text: dict[int, _Seen] = {}
     with disable_ttt(model), seeing(model) as found, feeling(model) as felt:
         for row in tqdm(rows, desc="calibrating", file=sys.stderr, disable=None if progress else True):
             if not locate(model).base(row, use_cache=False).last_hidden_state.isfinite().all():
                 raise InPlaceTTTError(
-                    "the model's hidden states are not finite on the calibration text; its weights are damaged, or their dtype too narrow."
+                    "the model's hidden states are not finite on the calibration text; its weights are "
+                    "damaged, or their dtype too narrow."
                 )
             for index, seen in found.items():
                 over_text.setdefault(index, _Seen(layers[index], seen)).add(seen, felt[index])
-    vocabulary = _mean_embedding(model) if config.normalize_targets and config.target == "embeddings" else None
+    vocabulary = (
+        _mean_embedding(model) if config.normalize_targets and config.target == "embeddings" else None
+    )
     for index, layer in layers.items():
         _set(layer, over_text[index], config.whitening, vocabulary)
     if config.target == "gradient":
@@ -103,7 +124,8 @@ class BaseToMeasure:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> BaseToMeasure:
-        """A small model is measured in float32 where this processor only emulates its dtype, which takes several times longer."""
+        """A small model is measured in float32 where this processor only emulates its dtype, which takes
+        several times longer."""
         base = load_base(checkpoint.folder)
         dtype = base.dtype
         if emulated(dtype) and not getattr(base, "is_quantized", False) and base.num_parameters() < _SMALL:
@@ -114,24 +136,31 @@ class BaseToMeasure:
         """The new tensors of a fresh conversion with its measurements. Converts the base."""
         model = convert(self.model, config)
         calibrate(model, rows, progress=True)
-        return {i: {kind: x.to(self.dtype) for kind, x in layer.ttt.state_dict().items()} for i, layer in fast_weights(model).items()}
+        return {
+            i: {kind: x.to(self.dtype) for kind, x in layer.ttt.state_dict().items()}
+            for i, layer in fast_weights(model).items()
+        }
 
 
 def _mean_embedding(model: Any) -> Tensor:
-    """Mean over the vocabulary [d], each token once: over a text, it would take away what tells its words from others."""
+    """Mean over the vocabulary [d], each token once: over a text, it would take away what tells its words
+    from others."""
     table = model.get_input_embeddings()
     ids = torch.arange(table.num_embeddings, device=table.weight.device)
     return torch.stack([table(part).float().sum(0) for part in ids.split(_AT_ONCE)]).sum(0) / len(ids)
 
 
-def _set(layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vocabulary: Tensor | None) -> None:
+def _set(
+    layer: FastWeight, over_text: _Seen, whitening: KeyWhitening | None, vocabulary: Tensor | None
+) -> None:
     if layer.ttt.mean is not None and layer.ttt.gain is not None:
         seen = over_text.source / over_text.tokens
         mean = seen if vocabulary is None else vocabulary
         size = (over_text.norm / over_text.tokens - 2 * seen @ mean + mean @ mean).clamp(min=0).sqrt()
         if not size > 0:
             raise InPlaceTTTError(
-                "the target's source did not vary over the calibration text; give rows of a text like the one to be read."
+                "the target's source did not vary over the calibration text; give rows of a text like the "
+                "one to be read."
             )
         layer.ttt.mean.copy_(mean)
         layer.ttt.gain.copy_(over_text.residual / over_text.felt / size)

@@ -1,10 +1,12 @@
-"""The directions in which a layer's activations vary most, from one reading of a text and without Σ [h, h] where h is large.
+"""The directions in which a layer's activations vary most, from one reading of a text and without Σ [h, h]
+where h is large.
 
-Where Σ = Σ z zᵀ is no larger than a sketch it is summed, and a short text is kept as it is. Else Y = Σ Ω [h, l] is summed
-for l = 2r directions Ω, and Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a spectrum that falls as slowly as that
-of activations. So each time the text has doubled, the approximation's own range becomes Ω, which changes nothing in it, and what
-is read from there on is sketched along the directions that matter: a subspace iteration whose steps read different parts of the
-text. The centre is taken off in the end.
+Where Σ = Σ z zᵀ is no larger than a sketch it is summed, and a short text is kept as it is. Else Y = Σ Ω [h,
+l] is summed for l = 2r directions Ω, and Σ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ (Nyström). A random Ω finds too little of a
+spectrum that falls as slowly as that of activations. So each time the text has doubled, the approximation's
+own range becomes Ω, which changes nothing in it, and what is read from there on is sketched along the
+directions that matter: a subspace iteration whose steps read different parts of the text. The centre is taken
+off in the end.
 """
 
 from __future__ import annotations
@@ -18,23 +20,25 @@ from torch import Tensor
 from ..errors import InPlaceTTTError
 
 _OVERSAMPLING = 2
-"""Columns of the sketch over r. At r = h / 6 the directions found hold over 99 % of what the best ones hold in SmolLM2's layers; with
-3/2 it is 98 % and more, with a random Ω kept throughout 95 %."""
+"""Columns of the sketch over r. At r = h / 6 the directions found hold over 99 % of what the best ones hold
+in SmolLM2's layers; with 3/2 it is 98 % and more, with a random Ω kept throughout 95 %."""
 
 _ROUNDINGS = 4
-"""Of float32, by which ΩᵀY is shifted: of a text that is one token again and again its eigenvalues reach down to -0.7 of one."""
+"""Of float32, by which ΩᵀY is shifted: of a text that is one token again and again its eigenvalues reach down
+to -0.7 of one."""
 
 _AT_ONCE = 1024
 """Tokens that are widened to float32 together; a text of no more is kept."""
 
 
 class Directions(NamedTuple):
-    """Of the second moment of z - ‖z‖c, float32: r largest eigenvalues [r], descending, their orthonormal vectors [h, r]; its trace; c [h].
+    """Of the second moment of z - ‖z‖c, float32: r largest eigenvalues [r], descending, their orthonormal
+    vectors [h, r]; its trace; c [h].
 
     c = E[‖z‖z] / E[‖z‖²] leaves the least of z, as the mean does where all z are equally long.
 
-    From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the trace is exact, and so is
-    all of a text of 1,024 tokens and less.
+    From a sketch the eigenvalues are too low, together by a few percent, the last ones by 10 % and more; the
+    trace is exact, and so is all of a text of 1,024 tokens and less.
     """
 
     values: Tensor
@@ -44,11 +48,14 @@ class Directions(NamedTuple):
 
 
 class LeadingDirections:
-    """Reads z [..., h] of any dtype row by row; holds the smaller of h² and 4 r h float32, and a text of up to 1,024 tokens."""
+    """Reads z [..., h] of any dtype row by row; holds the smaller of h² and 4 r h float32, and a text of up
+    to 1,024 tokens."""
 
     def __init__(self, width: int, rank: int, device: torch.device | str = "cpu") -> None:
         if not 0 < rank <= width:
-            raise InPlaceTTTError(f"{rank} directions were asked of activations of width {width}; give a rank of 1 to {width}.")
+            raise InPlaceTTTError(
+                f"{rank} directions were asked of activations of width {width}; give a rank of 1 to {width}."
+            )
         columns = _OVERSAMPLING * rank
         self.rank, self.tokens, self.trace = rank, 0, 0.0
         self._next = columns
@@ -68,7 +75,8 @@ class LeadingDirections:
             square = float(part.square().sum())
             if not square < float("inf"):
                 raise InPlaceTTTError(
-                    "a down-projection's input was not finite on the calibration text; load the model in a dtype that holds it."
+                    "a down-projection's input was not finite on the calibration text; load the model in a "
+                    "dtype that holds it."
                 )
             self._total += torch.linalg.vector_norm(part, dim=-1) @ part
             self.tokens, self.trace = self.tokens + len(part), self.trace + square
@@ -84,10 +92,12 @@ class LeadingDirections:
 
     @torch.no_grad()
     def found(self) -> Directions:
-        """What the tokens read until now say; raises InPlaceTTTError where they are too few, or all the same."""
+        """What the tokens read until now say; raises InPlaceTTTError where they are too few, or all the
+        same."""
         if self.tokens < self.rank:
             raise InPlaceTTTError(
-                f"{self.tokens} tokens cannot tell the {self.rank} largest directions of a down-projection's input; calibrate on more, "
+                f"{self.tokens} tokens cannot tell the {self.rank} largest directions of a "
+                "down-projection's input; calibrate on more, "
                 f"or lower the rank."
             )
         square = self.trace / self.tokens
@@ -95,28 +105,41 @@ class LeadingDirections:
         trace = square - square * float(centre @ centre)
         if not trace > 1e-6 * square:
             raise InPlaceTTTError(
-                "a down-projection's input did not vary over the calibration text; give rows of a text like the one to be read."
+                "a down-projection's input did not vary over the calibration text; give rows of a text "
+                "like the one to be read."
             )
         if self._kept is not None:
             z = torch.cat(self._kept).double()
-            _, sizes, turned = torch.linalg.svd(z - torch.linalg.vector_norm(z, dim=-1, keepdim=True) * centre, full_matrices=False)
-            return Directions((sizes.square() / self.tokens)[: self.rank].float(), turned[: self.rank].T.float(), trace, centre.float())
+            _, sizes, turned = torch.linalg.svd(
+                z - torch.linalg.vector_norm(z, dim=-1, keepdim=True) * centre, full_matrices=False
+            )
+            return Directions(
+                (sizes.square() / self.tokens)[: self.rank].float(),
+                turned[: self.rank].T.float(),
+                trace,
+                centre.float(),
+            )
         basis, inner = (None, self._sum.double()) if self._onto is None else self._range()
         within = math.sqrt(square) * (centre if basis is None else basis.T.double() @ centre)
         values, vectors = torch.linalg.eigh(inner / self.tokens - within.outer(within))
-        values, vectors = values.flip(0)[: self.rank].clamp(min=0).float(), vectors.flip(1)[:, : self.rank].float()
+        values, vectors = (
+            values.flip(0)[: self.rank].clamp(min=0).float(),
+            vectors.flip(1)[:, : self.rank].float(),
+        )
         return Directions(values, vectors if basis is None else basis @ vectors, trace, centre.float())
 
     def _range(self) -> tuple[Tensor, Tensor]:
         """Q [h, l] orthonormal float32 and C [l, l] float64 with Q C Qᵀ = Y (Ωᵀ Y)⁻¹ Yᵀ.
 
-        The tokens read may be fewer than l, or the same ones again, so ΩᵀY is shifted above its rounding. That takes nothing from the
-        directions, and from an eigenvalue some millionths of the largest.
+        The tokens read may be fewer than l, or the same ones again, so ΩᵀY is shifted above its rounding.
+        That takes nothing from the directions, and from an eigenvalue some millionths of the largest.
         """
         assert self._onto is not None
         small = (self._onto.T @ self._sum).double()
         small = (small + small.T) / 2
-        small.diagonal().add_(_ROUNDINGS * torch.finfo(torch.float32).eps * self._sum.norm() + torch.finfo(torch.float32).tiny)
+        small.diagonal().add_(
+            _ROUNDINGS * torch.finfo(torch.float32).eps * self._sum.norm() + torch.finfo(torch.float32).tiny
+        )
         basis, upper = torch.linalg.qr(self._sum)
         half = torch.linalg.solve_triangular(torch.linalg.cholesky(small), upper.T.double(), upper=False)
         return basis, half.T @ half

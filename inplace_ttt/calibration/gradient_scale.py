@@ -1,4 +1,5 @@
-"""The scale of targets that are loss gradients (extension): one value of η then means the same in every layer and model."""
+"""The scale of targets that are loss gradients (extension): one value of η then means the same in every layer
+and model."""
 
 from __future__ import annotations
 
@@ -18,29 +19,40 @@ from ..surgery import disable_ttt, fast_weights
 from .activations import probing
 
 
-def gradient_scales(model: Any, rows: Sequence[Tensor], chunk_size: int, *, progress: bool = False) -> dict[int, float]:
-    """`GradientTarget.gain` of every TTT layer, from a forward and a backward over each chunk of `rows` of token ids [1, T].
+def gradient_scales(
+    model: Any, rows: Sequence[Tensor], chunk_size: int, *, progress: bool = False
+) -> dict[int, float]:
+    """`GradientTarget.gain` of every TTT layer, from a forward and a backward over each chunk of `rows` of
+    token ids [1, T].
 
     Raises InPlaceTTTError where no row has a chunk of two tokens, or no gradient reaches a layer.
     """
     layers = fast_weights(model)
-    sums = {index: torch.zeros(3, dtype=torch.float64) for index in layers}  # of ‖output‖², ‖gradient‖² and ‖key‖²
+    # of ‖output‖², ‖gradient‖² and ‖key‖²
+    sums = {index: torch.zeros(3, dtype=torch.float64) for index in layers}
     tokens = 0
     chunks = [chunk for row in rows for chunk in row.split(chunk_size, dim=1) if chunk.shape[1] > 1]
     with disable_ttt(model), _seen(model) as seen, probing(model) as probes:
-        for ids in tqdm(chunks, desc="scale of gradients", file=sys.stderr, disable=None if progress else True):
+        for ids in tqdm(
+            chunks, desc="scale of gradients", file=sys.stderr, disable=None if progress else True
+        ):
             read = locate(model).base(ids, use_cache=False)
-            gradients = torch.autograd.grad(read.last_hidden_state, list(probes.values()), loss_gradient(model, read, ids))
+            gradients = torch.autograd.grad(
+                read.last_hidden_state, list(probes.values()), loss_gradient(model, read, ids)
+            )
             tokens += ids.shape[1]
             for index, gradient in zip(probes, gradients, strict=True):
                 z, out = seen[index]
-                squares = [x.detach().double().square().sum().cpu() for x in (out, gradient, layers[index].keys(z))]
+                squares = [
+                    x.detach().double().square().sum().cpu() for x in (out, gradient, layers[index].keys(z))
+                ]
                 sums[index] += torch.stack(squares)
     found = {}
     for index, (outputs, of_loss, keys) in sums.items():
         if not of_loss > 0 or not keys > 0:
             raise InPlaceTTTError(
-                "no gradient reached a TTT layer over the calibration text; give rows of two tokens and more of real text."
+                "no gradient reached a TTT layer over the calibration text; give rows of two tokens and "
+                "more of real text."
             )
         found[index] = float((outputs / of_loss).sqrt() * tokens / keys)
     return found

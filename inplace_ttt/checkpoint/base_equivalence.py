@@ -18,13 +18,16 @@ TOKENS = 256
 
 
 def max_logit_difference(base: str | os.PathLike[str], converted: str | os.PathLike[str]) -> float:
-    """Largest |logit difference| between two checkpoints over `TOKENS` seeded random tokens, one model in memory at a time.
+    """Largest |logit difference| between two checkpoints over `TOKENS` seeded random tokens, one model in
+    memory at a time.
 
     Raises InPlaceTTTError for a base whose own logits are not finite.
     """
     expected = _logits(load_base(base))
     if not expected.isfinite().all():
-        raise InPlaceTTTError(f"{base} computes logits that are not finite; its weights are damaged, or their dtype too narrow.")
+        raise InPlaceTTTError(
+            f"{base} computes logits that are not finite; its weights are damaged, or their dtype too narrow."
+        )
     gc.collect()
     model = load(converted)
     check_behaviour(model)

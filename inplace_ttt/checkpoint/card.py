@@ -1,6 +1,8 @@
-"""The model card of a converted checkpoint, README.md: what the checkpoint is, how it was made, what was measured, how to load it.
+"""The model card of a converted checkpoint, README.md: what the checkpoint is, how it was made, what was
+measured, how to load it.
 
-Its front matter keeps the facts that its text is made of, so that whoever makes another checkpoint of this one hands them on.
+Its front matter keeps the facts that its text is made of, so that whoever makes another checkpoint of this
+one hands them on.
 """
 
 from __future__ import annotations
@@ -39,12 +41,19 @@ _NAMED = 4
 
 
 def write_card(
-    folder: Path, source: Path | None, config: InPlaceTTTConfig, base: Mapping[str, Any], form: str, **facts: Mapping[str, Any] | None
+    folder: Path,
+    source: Path | None,
+    config: InPlaceTTTConfig,
+    base: Mapping[str, Any],
+    form: str,
+    **facts: Mapping[str, Any] | None,
 ) -> None:
     """Write the card of a checkpoint that is being made in `folder` from the one in the folder `source`.
 
-    base: as config.json has it. form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or "official".
-    facts: tables of plain values, `calibration` (files, tokens, sha256), `training` (steps, tokens_a_step, train, sources, sha256),
+    base: as config.json has it. form: "full", "adapter", "lora" (PEFT's folder, with conv and P) or
+        "official".
+    facts: tables of plain values, `calibration` (files, tokens, sha256), `training` (steps, tokens_a_step,
+        train, sources, sha256),
     `evaluation` (documents, and as `Comparison.to_dict`) and `audit` (profile, undeclared, declared). None is
     for what is not known of the new weights; what is not named the source's card hands on.
     """
@@ -60,12 +69,19 @@ def write_card(
     )
     given = {key: value for key, value in facts.items() if value is not None}
     handed_on = {key: before[key] for key in _FACTS if key in before and key not in facts}
-    kept = {"base": Path(name).name or "a model from scratch", "form": form, "config": config.to_dict(), **handed_on, **given}
+    kept = {
+        "base": Path(name).name or "a model from scratch",
+        "form": form,
+        "config": config.to_dict(),
+        **handed_on,
+        **given,
+    }
     _write(folder / CARD, _card(data, kept, folder))
 
 
 def add_to_card(folder: str | os.PathLike[str], **facts: Mapping[str, Any]) -> None:
-    """Put facts into the card of a finished checkpoint, in one step. Raises InPlaceTTTError where it has none of ours."""
+    """Put facts into the card of a finished checkpoint, in one step. Raises InPlaceTTTError where it has none
+    of ours."""
     file = require_card(folder)
     known = _front_matter(file)
     data = ModelCardData(**{key: value for key, value in known.items() if key != MODEL_TYPE})
@@ -78,7 +94,9 @@ def require_card(folder: str | os.PathLike[str]) -> Path:
     """The card in a folder. Raises InPlaceTTTError where there is none that this package wrote."""
     file = Path(folder) / CARD
     if not is_card(file):
-        raise InPlaceTTTError(f"{folder} has no model card of inplace-ttt; convert, train and export write one.")
+        raise InPlaceTTTError(
+            f"{folder} has no model card of inplace-ttt; convert, train and export write one."
+        )
     return file
 
 
@@ -100,7 +118,8 @@ def _front_matter(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, card: str) -> None:
-    file.write_text(card, encoding="utf-8", errors="backslashreplace")  # names of files may hold bytes that are no text
+    # names of files may hold bytes that are no text
+    file.write_text(card, encoding="utf-8", errors="backslashreplace")
 
 
 def _on_hub(name: str) -> bool:
@@ -134,7 +153,11 @@ def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float, float | Non
     """Meaning, value and standard error of what was measured."""
     for key, meaning in _NUMBERS.items():
         if (value := found.get(key)) is not None:
-            yield (meaning, value["mean"], value["stderr"]) if isinstance(value, dict) else (meaning, value, None)
+            yield (
+                (meaning, value["mean"], value["stderr"])
+                if isinstance(value, dict)
+                else (meaning, value, None)
+            )
 
 
 def _named(files: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""Files beside a checkpoint's weights: tokenizer, templates, generation config, license, code. Everything counts that is not a weight."""
+"""Files beside a checkpoint's weights: tokenizer, templates, generation config, license, code. Everything
+counts that is not a weight."""
 
 from __future__ import annotations
 
@@ -21,13 +22,17 @@ _OTHERS = (CONFIG, INDEX, ADAPTER_CONFIG, SHIM_FILE, "README.md", "*.index.json"
 
 
 def companions(folder: Path) -> Iterator[Path]:
-    """Files of a model folder that a checkpoint made from it needs too, those in subfolders included; as paths in the folder.
+    """Files of a model folder that a checkpoint made from it needs too, those in subfolders included; as
+    paths in the folder.
 
-    Hidden files, weights of any format, and subfolders that are models or checkpoints themselves are left out.
+    Hidden files, weights of any format, and subfolders that are models or checkpoints themselves are left
+    out.
     """
     for root, below, names in os.walk(folder):
         here = Path(root)
-        below[:] = [name for name in below if not name.startswith(".") and not (here / name / CONFIG).exists()]
+        below[:] = [
+            name for name in below if not name.startswith(".") and not (here / name / CONFIG).exists()
+        ]
         for name in names:
             left_out = name.startswith(".") or any(fnmatch(name, pattern) for pattern in (*WEIGHTS, *_OTHERS))
             if not left_out and (here / name).is_file():
@@ -35,7 +40,8 @@ def companions(folder: Path) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the companions of `source` that `target` lacks. Raises InPlaceTTTError for a JSON file among them that is broken."""
+    """Copy the companions of `source` that `target` lacks. Raises InPlaceTTTError for a JSON file among them
+    that is broken."""
     for name in companions(source):
         if (target / name).exists():
             continue
@@ -51,7 +57,9 @@ def _refuse_broken(file: Path) -> None:
     try:
         parse_json(file.read_bytes())
     except ValueError as error:
-        raise InPlaceTTTError(f"{file} is not JSON ({error}); correct it, or remove it from the folder.") from None
+        raise InPlaceTTTError(
+            f"{file} is not JSON ({error}); correct it, or remove it from the folder."
+        ) from None
     if file.name == _GENERATION:
         with reported(f"{file} is not a generation config", "correct it, or remove it from the folder"):
             GenerationConfig.from_pretrained(file.parent).validate()

@@ -16,7 +16,8 @@ PIECE = 1024
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """sha256 over the values, in order, rounded to bfloat16: a model rounded to that is the same, one that went through float16 is not."""
+    """sha256 over the values, in order, rounded to bfloat16: a model rounded to that is the same, one that
+    went through float16 is not."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(rounded(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -31,7 +32,8 @@ def rounded(tensor: Tensor) -> Tensor:
 def looked_at(model: nn.Module) -> Iterator[tuple[str, Tensor, int | None]]:
     """Name, value, and how many numbers of it (None: all) of what gives a session its meaning, in order.
 
-    W0, conv and P of every TTT layer, all that was measured for it, and a piece of every parameter. Quantised weights are left out.
+    W0, conv and P of every TTT layer, all that was measured for it, and a piece of every parameter. Quantised
+    weights are left out.
     """
     layers = {id(module) for module in fast_weights(model).values()}
     for prefix, module in model.named_modules():

@@ -24,34 +24,48 @@ from .writing import plan_conversion
 _OF_CONFIG = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder")
 
 
-def fingerprint_of_base(model: PreTrainedModel, source: str, revision: str | None, config: InPlaceTTTConfig) -> str | None:
-    """The fingerprint of a loaded base's W0, None where nothing can tell. One that was quantised on disk is looked at there, as it may
-    have been unpacked while it was loaded."""
+def fingerprint_of_base(
+    model: PreTrainedModel, source: str, revision: str | None, config: InPlaceTTTConfig
+) -> str | None:
+    """The fingerprint of a loaded base's W0, None where nothing can tell. One that was quantised on disk is
+    looked at there, as it may have been unpacked while it was loaded."""
     on_disk = Checkpoint.here(source, revision)
     if on_disk is not None and on_disk.config.get("quantization_config"):
         return on_disk.fingerprint(plan_conversion(on_disk, config).down_proj.values())
-    weights = [None if module.matrix() is None else whole(module.weight) for module in fast_weights(model).values()]  # type: ignore[arg-type]
-    return None if any(weight is None for weight in weights) else fingerprint(weight for weight in weights if weight is not None)
+    weights = [
+        None if module.matrix() is None else whole(module.weight)  # type: ignore[arg-type]
+        for module in fast_weights(model).values()
+    ]
+    return (
+        None
+        if any(weight is None for weight in weights)
+        else fingerprint(weight for weight in weights if weight is not None)
+    )
 
 
 def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     """A causal LM in eval mode; whatever transformers has against it becomes one sentence.
 
-    Raises InPlaceTTTError for tensors that are missing, or of other shapes than config.json says, and for a checkpoint of the public
-    code, whose fast weights would be dropped.
+    Raises InPlaceTTTError for tensors that are missing, or of other shapes than config.json says, and for a
+    checkpoint of the public code, whose fast weights would be dropped.
     """
     if is_folder(path):
         read_config(Path(path))
     anyway = kwargs.pop("ignore_mismatched_sizes", False)
     with reported(f"cannot load {path}"):  # transformers' own refusal names neither tensor nor shape
-        config = kwargs.get("config") or AutoConfig.from_pretrained(path, **{key: kwargs[key] for key in _OF_CONFIG if key in kwargs})
+        config = kwargs.get("config") or AutoConfig.from_pretrained(
+            path, **{key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
+        )
         _refuse_more_than_stored(path, config, kwargs.get("trust_remote_code"))
-        model, found = auto_class(config).from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        model, found = auto_class(config).from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
     if (others := sorted(found["mismatched_keys"])) and not anyway:
         name, has, wants = others[0]
         more = f" ({len(others) - 1} more are others)" if len(others) > 1 else ""
         raise InPlaceTTTError(
-            f"cannot load {path}: {name} is {list(has)}, and its config.json says {list(wants)}{more}; take config and weights of one "
+            f"cannot load {path}: {name} is {list(has)}, and its config.json says {list(wants)}{more}; "
+            "take config and weights of one "
             "checkpoint."
         )
     refuse_lack(model, found["missing_keys"])
@@ -59,14 +73,21 @@ def load_base(path: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def _refuse_more_than_stored(path: str | os.PathLike[str], config: PreTrainedConfig, trust_remote_code: bool | None) -> None:
+def _refuse_more_than_stored(
+    path: str | os.PathLike[str], config: PreTrainedConfig, trust_remote_code: bool | None
+) -> None:
     """Refuse a config.json of a far larger model than the weights beside it.
 
     transformers would first allocate and initialize every parameter that the files lack.
     """
-    if is_deepspeed_zero3_enabled():  # which parts a model from its first tensor on, and builds none without weights
+    # which parts a model from its first tensor on, and builds none without weights
+    if is_deepspeed_zero3_enabled():
         return
-    stored = sum(file.stat().st_size for pattern in WEIGHTS for file in Path(path).glob(pattern)) if os.path.isdir(path) else 0
+    stored = (
+        sum(file.stat().st_size for pattern in WEIGHTS for file in Path(path).glob(pattern))
+        if os.path.isdir(path)
+        else 0
+    )
     if not stored:
         return
     with torch.device("meta"):
@@ -74,6 +95,7 @@ def _refuse_more_than_stored(path: str | os.PathLike[str], config: PreTrainedCon
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > stored * (8 if getattr(config, "quantization_config", None) else 1):
         raise InPlaceTTTError(
-            f"cannot load {path}: its config.json describes {parameters:,} parameters, and its weights take {stored:,} bytes; take config "
+            f"cannot load {path}: its config.json describes {parameters:,} parameters, and its weights "
+            f"take {stored:,} bytes; take config "
             "and weights of one checkpoint."
         )

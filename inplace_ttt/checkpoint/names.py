@@ -1,4 +1,5 @@
-"""Map the tensors of a checkpoint to the parameters of a model: transformers renames the tensors of many families as it loads them."""
+"""Map the tensors of a checkpoint to the parameters of a model: transformers renames the tensors of many
+families as it loads them."""
 
 from __future__ import annotations
 
@@ -6,24 +7,33 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from ..errors import InPlaceTTTError
 
 
 class TensorNames(dict[str, str]):
-    """Parameter of a model -> name of its tensor in a checkpoint. A parameter without a tensor raises InPlaceTTTError."""
+    """Parameter of a model -> name of its tensor in a checkpoint. A parameter without a tensor raises
+    InPlaceTTTError."""
 
     def __init__(self, names: Iterable[str], model: PreTrainedModel, checkpoint: str) -> None:
         super().__init__({parameter: name for name, parameter in parameters(names, model).items()})
         self._checkpoint = checkpoint
 
     def __missing__(self, parameter: str) -> str:
-        raise InPlaceTTTError(f"{self._checkpoint} has no tensor for {parameter}; its weights are not those of its config.json.")
+        raise InPlaceTTTError(
+            f"{self._checkpoint} has no tensor for {parameter}; its weights are not those of its config.json."
+        )
 
 
 def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Tensor -> the parameter that `from_pretrained` loads it into, by transformers' own rules, in their order.
+    """Tensor -> the parameter that `from_pretrained` loads it into, by transformers' own rules, in their
+    order.
 
     A tensor that is merged with others into one parameter (of routed experts) keeps a name of its own.
     """
@@ -41,6 +51,7 @@ def parameters(names: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
 
 
 def is_computed(parameter: str, model: PreTrainedModel) -> bool:
-    """True where `from_pretrained` computes a parameter from its tensors (transposes, splits, merges) instead of copying it."""
+    """True where `from_pretrained` computes a parameter from its tensors (transposes, splits, merges) instead
+    of copying it."""
     rules = (rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter))
     return any(rule.reverse_transform().rename_source_key(parameter)[1] is not None for rule in rules)

@@ -24,7 +24,8 @@ from .writing import ConversionPlan, describe_base, empty_model, plan_conversion
 
 @dataclass(frozen=True)
 class Conversion:
-    """The facts of a converted model, read without its weights. base: the description of its base; model: on the meta device."""
+    """The facts of a converted model, read without its weights. base: the description of its base; model: on
+    the meta device."""
 
     config: InPlaceTTTConfig
     base: Any
@@ -58,12 +59,14 @@ class Opened(ABC):
 
     @property
     def declared_deviations(self) -> Sequence[Any]:
-        """The deviations that the folder declares for the audit. Raises InPlaceTTTError for half a checkpoint."""
+        """The deviations that the folder declares for the audit. Raises InPlaceTTTError for half a
+        checkpoint."""
         return ()
 
     @abstractmethod
     def conversion(self) -> Conversion:
-        """Reads config, base and new tensors, without the base's weights. Raises InPlaceTTTError if it is not converted."""
+        """Reads config, base and new tensors, without the base's weights. Raises InPlaceTTTError if it is not
+        converted."""
 
     @abstractmethod
     def load(self, **kwargs: Any) -> PreTrainedModel:
@@ -94,7 +97,9 @@ class Full(Opened):
         self.checkpoint.ttt_tensors()
         declared = (self.checkpoint.section or {}).get("declared_deviations", ())
         if not isinstance(declared, (list, tuple)):
-            raise InPlaceTTTError(f"{self.path} has declared_deviations {declared!r}; it must be a list of {{id, why}}.")
+            raise InPlaceTTTError(
+                f"{self.path} has declared_deviations {declared!r}; it must be a list of {{id, why}}."
+            )
         return declared
 
     def conversion(self) -> Conversion:
@@ -148,17 +153,22 @@ class Adapter(Opened):
         found = fingerprint_of_base(model, self.base, kwargs.get("revision"), config)
         if found not in (None, described["fingerprint"]):
             raise InPlaceTTTError(
-                f"{self.path} was made for a base with other weights than {self.base} (fingerprint {described['fingerprint'][:12]}…, "
+                f"{self.path} was made for a base with other weights than {self.base} (fingerprint "
+                f"{described['fingerprint'][:12]}…, "
                 f"found {found[:12]}…); load it onto that base."
             )
         if sorted(tensors) != sorted(layers):
             raise InPlaceTTTError(
-                f"{self.path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; write the adapter again."
+                f"{self.path} has tensors for layers {sorted(tensors)}, its config names {sorted(layers)}; "
+                "write the adapter again."
             )
         with reported(f"cannot load {self.path}"):
             for index, layer in layers.items():
                 layer.ttt.load_state_dict(tensors[index])
-        model.config.inplace_ttt = {**model.config.inplace_ttt, "base": {**described, "name_or_path": self.base}}
+        model.config.inplace_ttt = {
+            **model.config.inplace_ttt,
+            "base": {**described, "name_or_path": self.base},
+        }
         return model
 
 
@@ -187,7 +197,11 @@ class Lora(Opened):
 
     def load(self, **kwargs: Any) -> PreTrainedModel:
         source, still_to_make = standing_on(self.path, self.given_base)
-        below = load(source, **kwargs) if still_to_make is None else convert(load_base(source, **kwargs), still_to_make)
+        below = (
+            load(source, **kwargs)
+            if still_to_make is None
+            else convert(load_base(source, **kwargs), still_to_make)
+        )
         return merged(below, self.path)
 
 
@@ -201,15 +215,19 @@ def open_model(path: str | os.PathLike[str], base: str | None = None) -> Full | 
     if is_adapter(path):
         return Adapter(str(path), base)
     if base is not None:
-        raise InPlaceTTTError(f"{path} is not an adapter folder, so that a base has no effect beside it; leave it out.")
+        raise InPlaceTTTError(
+            f"{path} is not an adapter folder, so that a base has no effect beside it; leave it out."
+        )
     return Full(str(path))
 
 
 def load(path: str | os.PathLike[str], *, base: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Load a converted model, in eval mode: a full checkpoint; or an adapter folder, ours or PEFT's, onto its base.
+    """Load a converted model, in eval mode: a full checkpoint; or an adapter folder, ours or PEFT's, onto its
+    base.
 
-    LoRA of a PEFT adapter is merged into the weights. base: another place of an adapter's base. kwargs: as for
-    `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …). A vision-language checkpoint is loaded with its vision tower.
-    Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's weights are others.
+    LoRA of a PEFT adapter is merged into the weights. base: another place of an adapter's base. kwargs: as
+    for `AutoModelForCausalLM.from_pretrained` (dtype, device_map, …). A vision-language checkpoint is loaded
+    with its vision tower. Raises InPlaceTTTError when the folder is not converted, incomplete, or the base's
+    weights are others.
     """
     return open_model(path, base).load(**kwargs)

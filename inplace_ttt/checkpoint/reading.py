@@ -35,20 +35,45 @@ PEFT_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 WEIGHTS = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.ot", "*.tflite", "*.pb"),
-    *("*.onnx", "*.onnx_data", "*.onnx.data", "*.mlmodel", "*.mlpackage/*", "*.distcp", "*.zip", "*.tar", "*.gz"),
+    *(
+        "*.safetensors",
+        "*.bin",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+        "*.h5",
+        "*.msgpack",
+        "*.gguf",
+        "*.npz",
+        "*.ot",
+        "*.tflite",
+        "*.pb",
+    ),
+    *(
+        "*.onnx",
+        "*.onnx_data",
+        "*.onnx.data",
+        "*.mlmodel",
+        "*.mlpackage/*",
+        "*.distcp",
+        "*.zip",
+        "*.tar",
+        "*.gz",
+    ),
 )
 """Patterns of files that hold weights or states, in whatever format."""
 _BLOCK_BYTES = 1 << 24
 _TTT_NAME = re.compile(r"\.(?P<layer>\d+)\.(?:[^.]+\.)*?(?P<ttt>ttt\.(?P<kind>[\w.]+))$")
 
 LayerTensors = dict[int, dict[str, Tensor]]
-"""TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions (`TargetGenerator`)."""
+"""TTT layer -> its new tensors: conv [d, 1, k], proj [d, d], and those of the extensions
+(`TargetGenerator`)."""
 
 
 @dataclass(frozen=True)
 class BaseModel(Open):
-    """Which base a conversion stands on. fingerprint: of its W0, as `fingerprint` gives it; None where nothing is known of it."""
+    """Which base a conversion stands on. fingerprint: of its W0, as `fingerprint` gives it; None where
+    nothing is known of it."""
 
     name_or_path: str
     revision: str | None = None
@@ -88,17 +113,24 @@ class Checkpoint:
 
     @classmethod
     def open(cls, source: str | os.PathLike[str]) -> Checkpoint:
-        """A folder or a hub id. Raises InPlaceTTTError when it is no safetensors checkpoint, or a corrupt one."""
+        """A folder or a hub id. Raises InPlaceTTTError when it is no safetensors checkpoint, or a corrupt
+        one."""
         folder, revision = _resolve(source)
         return cls._in(folder, str(source), revision)
 
     @classmethod
     def here(cls, source: str, revision: str | None) -> Checkpoint | None:
-        """A folder, or what the hub's cache holds of an id, without the network; None where that is no checkpoint of safetensors."""
+        """A folder, or what the hub's cache holds of an id, without the network; None where that is no
+        checkpoint of safetensors."""
         try:
-            folder = source if os.path.isdir(source) else snapshot_download(source, revision=revision, local_files_only=True)
+            folder = (
+                source
+                if os.path.isdir(source)
+                else snapshot_download(source, revision=revision, local_files_only=True)
+            )
             return cls._in(Path(folder), source, revision)
-        except (InPlaceTTTError, OSError, ValueError):  # other weights, as .bin; nothing in the cache; no id at all
+        except (InPlaceTTTError, OSError, ValueError):
+            # other weights, as .bin; nothing in the cache; no id at all
             return None
 
     @classmethod
@@ -109,13 +141,16 @@ class Checkpoint:
         elif (folder / INDEX).exists():
             weight_map = _proved_index(folder)
         else:
-            raise InPlaceTTTError(f"{source} has no {_SINGLE} and no {INDEX}; save the model with save_pretrained() first.")
+            raise InPlaceTTTError(
+                f"{source} has no {_SINGLE} and no {INDEX}; save the model with save_pretrained() first."
+            )
         _refuse_more_layers_than_tensors(folder, config, len(weight_map))
         return cls(folder, source, revision, config, weight_map)
 
     @contextmanager
     def _file_of(self, name: str) -> Iterator[Any]:
-        """The safetensors file that holds a tensor; what the library or torch has against it becomes one sentence."""
+        """The safetensors file that holds a tensor; what the library or torch has against it becomes one
+        sentence."""
         shard = self.folder / self.weight_map[name]
         with reported(f"cannot read {name} in {shard}"), safe_open(shard, framework="pt") as file:
             yield file
@@ -168,7 +203,9 @@ class Checkpoint:
     @property
     def ttt_config(self) -> InPlaceTTTConfig:
         if self.section is None:
-            raise InPlaceTTTError(f"{self.name} is not a converted checkpoint; run `inplace-ttt convert` on it first.")
+            raise InPlaceTTTError(
+                f"{self.name} is not a converted checkpoint; run `inplace-ttt convert` on it first."
+            )
         return ttt_config_in(self.section["config"], self.folder / CONFIG)
 
     def ttt_tensors(self) -> LayerTensors:
@@ -181,15 +218,22 @@ class Checkpoint:
         return dict(sorted(found.items()))
 
     def require_ttt_dtypes(self) -> None:
-        """Refuse TTT tensors in a storage format, which transformers would load as zeros. Reads headers alone."""
+        """Refuse TTT tensors in a storage format, which transformers would load as zeros. Reads headers
+        alone."""
         for name in self.weight_map:
             if (match := _TTT_NAME.search(name)) is not None:
                 dtype = self.shape_and_dtype(name)[1]
-                require_numbers(torch.zeros((), dtype=dtype), f"{self.name}: {match['kind']} of layer {match['layer']}")
+                require_numbers(
+                    torch.zeros((), dtype=dtype), f"{self.name}: {match['kind']} of layer {match['layer']}"
+                )
 
     def down_projections(self) -> dict[int, str]:
         """Layer -> name of W0, for the TTT layers of a converted checkpoint."""
-        names = {int(m["layer"]): name[: m.start("ttt")] + "weight" for name in self.weight_map if (m := _TTT_NAME.search(name))}
+        names = {
+            int(m["layer"]): name[: m.start("ttt")] + "weight"
+            for name in self.weight_map
+            if (m := _TTT_NAME.search(name))
+        }
         return dict(sorted(names.items()))
 
     def fingerprint(self, matrices: Iterable[str]) -> str:
@@ -197,7 +241,8 @@ class Checkpoint:
         return fingerprint(block for name in matrices for block in self._blocks_with_scales(name))
 
     def _blocks_with_scales(self, name: str) -> Iterator[Tensor]:
-        """A matrix, and what a quantiser has stored beside it as `NAME_…`: without scales its numbers are not the weight."""
+        """A matrix, and what a quantiser has stored beside it as `NAME_…`: without scales its numbers are not
+        the weight."""
         yield from self.blocks(name)
         for beside in sorted(other for other in self.weight_map if other.startswith(f"{name}_")):
             yield self.tensor(beside).reshape(-1)
@@ -210,7 +255,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     refuse_pipes_in(folder)
     if is_peft_adapter(folder):
         raise InPlaceTTTError(
-            f"{folder} is an adapter of PEFT; merge it into its base by `inplace-ttt export {folder} OUT --format full`, and take OUT."
+            f"{folder} is an adapter of PEFT; merge it into its base by `inplace-ttt export {folder} OUT "
+            "--format full`, and take OUT."
         )
     values = read_json(folder / CONFIG, f"{folder} is not a model folder")
     known = from_values(_Config, values, str(folder / CONFIG))
@@ -233,26 +279,38 @@ def ttt_config_in(values: Any, file: Path) -> InPlaceTTTConfig:
 
 
 def check_tensors(tensors: LayerTensors, config: InPlaceTTTConfig, name: str) -> None:
-    """Refuse TTT tensors that are not those of the config: other layers, other kinds, shapes that do not belong together."""
+    """Refuse TTT tensors that are not those of the config: other layers, other kinds, shapes that do not
+    belong together."""
     assert isinstance(config.layers, tuple)
     if sorted(tensors) != list(config.layers):
-        raise InPlaceTTTError(f"{name} has TTT tensors for layers {sorted(tensors)}, its config names {list(config.layers)}.")
+        raise InPlaceTTTError(
+            f"{name} has TTT tensors for layers {sorted(tensors)}, its config names {list(config.layers)}."
+        )
     for layer, held in tensors.items():
         if set(held) != kinds(config):
             has, wants = (", ".join(sorted(names)) for names in (held, kinds(config)))
             raise InPlaceTTTError(
-                f"{name}: layer {layer} has the TTT tensors {has} where its config wants {wants}; convert the base again."
+                f"{name}: layer {layer} has the TTT tensors {has} where its config wants {wants}; convert "
+                "the base again."
             )
-        width, taps = held["proj"].shape[-1] if "proj" in held and held["proj"].ndim else 0, config.kernel_size
+        width, taps = (
+            held["proj"].shape[-1] if "proj" in held and held["proj"].ndim else 0,
+            config.kernel_size,
+        )
         wanted = {"proj": [width, width], "conv": [width, 1, taps], "mean": [width], "gain": []}
         if (directions := held.get("keys.directions")) is not None:
             if directions.ndim != 2:
-                raise InPlaceTTTError(f"{name}: keys.directions of layer {layer} is {list(directions.shape)}, which is no matrix [r, h].")
+                raise InPlaceTTTError(
+                    f"{name}: keys.directions of layer {layer} is {list(directions.shape)}, which is no "
+                    "matrix [r, h]."
+                )
             rank, inputs = directions.shape
             wanted |= {"keys.centre": [inputs], "write_gate.gate": [rank + 1]}
         for kind, shape in wanted.items():
             if kind in held and list(held[kind].shape) != shape:
-                raise InPlaceTTTError(f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}.")
+                raise InPlaceTTTError(
+                    f"{name}: {kind} of layer {layer} is {list(held[kind].shape)} instead of {shape}."
+                )
         for kind, tensor in held.items():
             require_numbers(tensor, f"{name}: {kind} of layer {layer}")
 
@@ -261,7 +319,10 @@ def require_numbers(tensor: Tensor, what: str) -> None:
     """Refuse a tensor of a checkpoint that holds codes instead of numbers, or numbers that are not finite."""
     if parameter_dtype(tensor.dtype) != tensor.dtype:
         wanted = "float32, bfloat16 or float16"
-        raise InPlaceTTTError(f"{what} is stored as {str(tensor.dtype).removeprefix('torch.')}, not as {wanted}; convert the base again.")
+        raise InPlaceTTTError(
+            f"{what} is stored as {str(tensor.dtype).removeprefix('torch.')}, not as {wanted}; convert the "
+            "base again."
+        )
     if not tensor.isfinite().all():
         raise InPlaceTTTError(f"{what} holds NaN or infinite numbers; the file is damaged.")
 
@@ -274,14 +335,21 @@ def layer_of(name: str) -> int | None:
 
 def _proved_index(folder: Path) -> dict[str, str]:
     """Tensor -> shard, as the index says, for shards that hold what it says and are as they were linked."""
-    index = from_values(_Index, read_json(folder / INDEX, f"{folder} has a broken index"), str(folder / INDEX))
+    index = from_values(
+        _Index, read_json(folder / INDEX, f"{folder} has a broken index"), str(folder / INDEX)
+    )
     known = recorded(folder)
     for shard in sorted(set(index.weight_map.values())):
         if Path(shard).name != shard:
             raise InPlaceTTTError(f"{folder / INDEX}: {shown(shard)} is no name of a file in the folder.")
         present = set(tensor_names(folder / shard))
-        if lost := sorted(key for key, file in index.weight_map.items() if file == shard and key not in present):
-            raise InPlaceTTTError(f"{folder / shard} lacks {shown(lost[0])}, which the index names; download the checkpoint again.")
+        if lost := sorted(
+            key for key, file in index.weight_map.items() if file == shard and key not in present
+        ):
+            raise InPlaceTTTError(
+                f"{folder / shard} lacks {shown(lost[0])}, which the index names; download the checkpoint "
+                "again."
+            )
         refuse_changed_link(folder / shard, known.get(shard))
     return index.weight_map
 
@@ -292,12 +360,16 @@ def _refuse_more_layers_than_tensors(folder: Path, config: Mapping[str, Any], te
     for values in (config, text if isinstance(text, dict) else {}):
         for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if isinstance(values.get(name), (int, float)) and values[name] > tensors:
-                raise InPlaceTTTError(f"{folder / CONFIG} says {name} {shown(values[name])}, its weights are {tensors} tensors.")
+                raise InPlaceTTTError(
+                    f"{folder / CONFIG} says {name} {shown(values[name])}, its weights are {tensors} tensors."
+                )
 
 
 def kinds(config: InPlaceTTTConfig) -> set[str]:
     """Names of the tensors that a TTT layer adds."""
-    of_target = {"gain"} if config.target == "gradient" else {"proj"} if config.conv == "next" else {"conv", "proj"}
+    of_target = (
+        {"gain"} if config.target == "gradient" else {"proj"} if config.conv == "next" else {"conv", "proj"}
+    )
     return (
         of_target
         | ({"write_gate.gate"} if config.write_gate else set())
@@ -308,11 +380,17 @@ def kinds(config: InPlaceTTTConfig) -> set[str]:
 
 def parameters_of(tensors: LayerTensors) -> int:
     """Numbers among a conversion's tensors that are trained; the others were measured."""
-    return sum(pair[kind].numel() for pair in tensors.values() for kind in ("conv", "proj", "write_gate.gate") if kind in pair)
+    return sum(
+        pair[kind].numel()
+        for pair in tensors.values()
+        for kind in ("conv", "proj", "write_gate.gate")
+        if kind in pair
+    )
 
 
 def is_folder(source: str | os.PathLike[str]) -> bool:
-    """Whether a model is a folder here, or else, by its name, on the hub. Raises InPlaceTTTError for what can be neither."""
+    """Whether a model is a folder here, or else, by its name, on the hub. Raises InPlaceTTTError for what can
+    be neither."""
     if os.path.isdir(source):
         return True
     if (problem := name_problem(str(source))) is not None:
@@ -341,5 +419,7 @@ def tensor_names(shard: Path) -> list[str]:
         names = list(file.keys())
     for name in names:
         if len(name) > 1000:
-            raise InPlaceTTTError(f"{shard} is not a safetensors file of a model: it has a tensor named {shown(name)}.")
+            raise InPlaceTTTError(
+                f"{shard} is not a safetensors file of a model: it has a tensor named {shown(name)}."
+            )
     return names

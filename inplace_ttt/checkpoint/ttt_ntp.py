@@ -1,8 +1,8 @@
 """Checkpoints of TTT-NTP's public code (arXiv 2606.21803), in: its training form.
 
-Its config.json has `ttt_*` keys beside a stock model_type; its only new tensor is each TTT layer's `mlp.ttt_proj.weight`
-[d, d], used untransposed. What its evaluation does instead of the chunks, and with which numbers, is in no file of it:
-`PromptWrite` has those that its evaluation script gives.
+Its config.json has `ttt_*` keys beside a stock model_type; its only new tensor is each TTT layer's
+`mlp.ttt_proj.weight` [d, d], used untransposed. What its evaluation does instead of the chunks, and with
+which numbers, is in no file of it: `PromptWrite` has those that its evaluation script gives.
 """
 
 from __future__ import annotations
@@ -25,29 +25,42 @@ _WRITE_NORMS = {"sgd": None, "specnorm": "spectral"}
 
 
 def is_ttt_ntp(checkpoint: Checkpoint) -> bool:
-    """By tensors ttt_proj without ttt_conv, and a key of config.json that In-Place TTT's code does not have."""
+    """By tensors ttt_proj without ttt_conv, and a key of config.json that In-Place TTT's code does not
+    have."""
     kinds = {name.rsplit(".", 2)[-2] for name in checkpoint.weight_map if is_official_tensor(name)}
     return kinds == {"ttt_proj"} and any(key in checkpoint.config for key in _TELLING)
 
 
 def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
-    """Read a TTT-NTP checkpoint; refuses what its code would not run, and what its two packages understand differently."""
+    """Read a TTT-NTP checkpoint; refuses what its code would not run, and what its two packages understand
+    differently."""
     values, name = checkpoint.config, checkpoint.name
     if values.get("model_type") not in _MODEL_TYPES:
-        raise InPlaceTTTError(f"{name} is a {shown(values.get('model_type'))}; TTT-NTP's code knows {', '.join(_MODEL_TYPES)} only.")
+        raise InPlaceTTTError(
+            f"{name} is a {shown(values.get('model_type'))}; TTT-NTP's code knows "
+            f"{', '.join(_MODEL_TYPES)} only."
+        )
     if missing := [key for key in _NEEDED if key not in values]:
         raise InPlaceTTTError(
-            f"{name} has no {' and no '.join(missing)} in its config.json, for which TTT-NTP's two packages assume different values; "
+            f"{name} has no {' and no '.join(missing)} in its config.json, for which TTT-NTP's two "
+            "packages assume different values; "
             "take config.json from the training run."
         )
     for key, only in _FIXED.items():
         if values.get(key, only) != only:
-            raise InPlaceTTTError(f"{name} has {key} {shown(values[key])}; of TTT-NTP only {shown(only)} is known.")
+            raise InPlaceTTTError(
+                f"{name} has {key} {shown(values[key])}; of TTT-NTP only {shown(only)} is known."
+            )
     if values.get("mlp_bias"):
-        raise InPlaceTTTError(f"{name} has mlp_bias true, which TTT-NTP's code leaves out in TTT layers; no such checkpoint is known.")
+        raise InPlaceTTTError(
+            f"{name} has mlp_bias true, which TTT-NTP's code leaves out in TTT layers; no such checkpoint "
+            "is known."
+        )
     optimiser, keeps = values["ttt_inner_opt"], values["ttt_norm_preserve"]
     if not isinstance(optimiser, str) or optimiser not in _WRITE_NORMS:
-        raise InPlaceTTTError(f"{name} has ttt_inner_opt {shown(optimiser)}; known are {', '.join(_WRITE_NORMS)}.")
+        raise InPlaceTTTError(
+            f"{name} has ttt_inner_opt {shown(optimiser)}; known are {', '.join(_WRITE_NORMS)}."
+        )
     if not isinstance(keeps, bool):
         raise InPlaceTTTError(f"{name} has ttt_norm_preserve {shown(keeps)}; it must be true or false.")
     layers, ignored = layers_named(checkpoint)
@@ -65,12 +78,16 @@ def read_ttt_ntp(checkpoint: Checkpoint) -> Imported:
     config = ttt_config_in(settings, checkpoint.folder / CONFIG)
     check_tensors(tensors, config, name)
     refuse_unknown(checkpoint, {*KEYS, *_TELLING}, [*layers, *ignored], "TTT-NTP's code")
-    base = dataclasses.replace(checkpoint, config={key: value for key, value in values.items() if not key.startswith("ttt_")})
+    base = dataclasses.replace(
+        checkpoint, config={key: value for key, value in values.items() if not key.startswith("ttt_")}
+    )
     return Imported(base, plan_conversion(base, config), tensors, ignored)
 
 
 def _proj(checkpoint: Checkpoint, layer: int) -> Tensor:
     wanted = f"model.layers.{layer}.mlp.ttt_proj.weight"
     if wanted not in checkpoint.weight_map:
-        raise InPlaceTTTError(f"{checkpoint.name} lists TTT layer {layer} but has no {wanted}: half a checkpoint.")
+        raise InPlaceTTTError(
+            f"{checkpoint.name} lists TTT layer {layer} but has no {wanted}: half a checkpoint."
+        )
     return checkpoint.tensor(wanted)

@@ -1,7 +1,8 @@
 """A converted checkpoint, written without loading its base.
 
-Conversion moves no weights: the base's shards are linked under a name of their own (a later save into the folder must
-not write through the link), one shard with the new tensors is added, and config.json says what was done.
+Conversion moves no weights: the base's shards are linked under a name of their own (a later save into the
+folder must not write through the link), one shard with the new tensors is added, and config.json says what
+was done.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .reading import INDEX, TTT_SHARD, Checkpoint, LayerTensors, layer_of
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What a conversion adds, found on a model without weights. down_proj: TTT layer -> the checkpoint's name of its W0."""
+    """What a conversion adds, found on a model without weights. down_proj: TTT layer -> the checkpoint's name
+    of its W0."""
 
     base_model_type: str
     config: InPlaceTTTConfig
@@ -41,14 +43,16 @@ class ConversionPlan:
 
 
 def empty_model(checkpoint: Checkpoint) -> tuple[PreTrainedConfig, PreTrainedModel]:
-    """The checkpoint's config, and the model that it describes on the meta device; converted if it says so, not quantised."""
+    """The checkpoint's config, and the model that it describes on the meta device; converted if it says so,
+    not quantised."""
     with reported(f"{checkpoint.name} is not a causal LM that transformers can build"), torch.device("meta"):
         config = AutoConfig.from_pretrained(checkpoint.folder)
         return config, auto_class(config).from_config(config)
 
 
 def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> ConversionPlan:
-    """Convert the checkpoint's architecture on the meta device: every refusal comes before anything is written."""
+    """Convert the checkpoint's architecture on the meta device: every refusal comes before anything is
+    written."""
     if checkpoint.section is not None:
         raise InPlaceTTTError(f"{checkpoint.name} is converted already; convert its base instead.")
     base, model = empty_model(checkpoint)
@@ -58,13 +62,22 @@ def plan_conversion(checkpoint: Checkpoint, config: InPlaceTTTConfig) -> Convers
         convert(model, config)
     resolved = config_of(model)
     assert isinstance(resolved.layers, tuple)
-    return ConversionPlan(base_type, resolved, down_projections(checkpoint, {i: paths[i] for i in resolved.layers}, model), model)
+    return ConversionPlan(
+        base_type,
+        resolved,
+        down_projections(checkpoint, {i: paths[i] for i in resolved.layers}, model),
+        model,
+    )
 
 
-def down_projections(checkpoint: Checkpoint, paths: Mapping[int, str], model: PreTrainedModel) -> dict[int, str]:
-    """TTT layer -> the checkpoint's name of its W0. paths: TTT layer -> its down-projection in the converted model.
+def down_projections(
+    checkpoint: Checkpoint, paths: Mapping[int, str], model: PreTrainedModel
+) -> dict[int, str]:
+    """TTT layer -> the checkpoint's name of its W0. paths: TTT layer -> its down-projection in the converted
+    model.
 
-    Raises InPlaceTTTError where transformers would not find the new tensors beside W0, or computes W0 from other tensors.
+    Raises InPlaceTTTError where transformers would not find the new tensors beside W0, or computes W0 from
+    other tensors.
     """
     names = checkpoint.names(model)
     found = {layer: names[f"{path}.weight"] for layer, path in paths.items()}
@@ -72,23 +85,30 @@ def down_projections(checkpoint: Checkpoint, paths: Mapping[int, str], model: Pr
     new = {layer: f"{name.removesuffix('weight')}ttt.{kind}" for layer, name in found.items()}
     loaded = parameters(new.values(), model)
     for layer, path in paths.items():
-        if is_computed(f"{path}.weight", model) or loaded[new[layer]] != f"{path}.ttt.{kind}" or layer_of(new[layer]) != layer:
+        if (
+            is_computed(f"{path}.weight", model)
+            or loaded[new[layer]] != f"{path}.ttt.{kind}"
+            or layer_of(new[layer]) != layer
+        ):
             raise InPlaceTTTError(
-                f"{checkpoint.name} keeps {path}.weight as {found[layer]}, beside which transformers would not load new tensors into "
+                f"{checkpoint.name} keeps {path}.weight as {found[layer]}, beside which transformers would "
+                "not load new tensors into "
                 f"{path}.ttt; load the model, convert it in memory by inplace_ttt.convert, and save it."
             )
     return found
 
 
 def initial_tensors(checkpoint: Checkpoint, plan: ConversionPlan) -> LayerTensors:
-    """The new tensors of a fresh conversion, in the dtype of W0 or, where that is a storage format, in bfloat16."""
+    """The new tensors of a fresh conversion, in the dtype of W0 or, where that is a storage format, in
+    bfloat16."""
     tensors: LayerTensors = {}  # those of the extensions are zero, for a calibration to measure
     std = initial_std(plan.model.config)
     for index, module in fast_weights(plan.model).items():
         name = plan.down_proj[index]
         shape, dtype = checkpoint.shape_and_dtype(name)
-        if list(shape) != list(module.weight.shape):  # type: ignore[arg-type]
-            raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {list(module.weight.shape)}.")  # type: ignore[arg-type]
+        expected = list(module.weight.shape)  # type: ignore[arg-type]
+        if list(shape) != expected:
+            raise InPlaceTTTError(f"{name} in {checkpoint.name} is {shape}, its config.json says {expected}.")
         target = module.ttt.to_empty(device="cpu").to(parameter_dtype(dtype))
         target.reset_parameters(std, SEED + index)
         tensors[index] = dict(target.state_dict())
@@ -103,7 +123,8 @@ def write_full(
     base: Mapping[str, Any],
     keep: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """A full converted checkpoint: the base's tensors that `keep` admits, the TTT shard, an index over both, the config."""
+    """A full converted checkpoint: the base's tensors that `keep` admits, the TTT shard, an index over both,
+    the config."""
     named = {
         f"{plan.down_proj[layer].removesuffix('weight')}ttt.{kind}": tensor
         for layer, pair in tensors.items()
@@ -116,11 +137,16 @@ def write_full(
     write_shim(folder)
 
 
-def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool], extra: Mapping[str, Tensor]) -> None:
-    """Bring a checkpoint's files into `folder`: shards linked, those with tensors to drop rewritten, `extra` as a shard."""
+def carry_over(
+    checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool], extra: Mapping[str, Tensor]
+) -> None:
+    """Bring a checkpoint's files into `folder`: shards linked, those with tensors to drop rewritten, `extra`
+    as a shard."""
     weight_map: dict[str, str] = {}
     size = 0
-    for shard in tqdm(sorted(set(checkpoint.weight_map.values())), desc="shards", file=sys.stderr, disable=None):
+    for shard in tqdm(
+        sorted(set(checkpoint.weight_map.values())), desc="shards", file=sys.stderr, disable=None
+    ):
         names = [name for name, file in checkpoint.weight_map.items() if file == shard]
         kept = [name for name in names if keep(name)]
         target = folder / (shard if shard.startswith("base-") else f"base-{shard}")
@@ -136,10 +162,16 @@ def carry_over(checkpoint: Checkpoint, folder: Path, keep: Callable[[str], bool]
         size += (folder / TTT_SHARD).stat().st_size
         weight_map |= dict.fromkeys(extra, TTT_SHARD)
     copy_companions(checkpoint.folder, folder)
-    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(
+        folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    )
 
 
 def describe_base(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, Any]:
     """Which base a conversion stands on."""
     name = str(checkpoint.folder.resolve()) if Path(checkpoint.name).exists() else checkpoint.name
-    return {"name_or_path": name, "revision": checkpoint.revision, "fingerprint": checkpoint.fingerprint(plan.down_proj.values())}
+    return {
+        "name_or_path": name,
+        "revision": checkpoint.revision,
+        "fingerprint": checkpoint.fingerprint(plan.down_proj.values()),
+    }

@@ -1,4 +1,5 @@
-"""The command line: `inplace-ttt VERB`. `options` has each verb's arguments and imports no torch; a verb is imported when it runs."""
+"""The command line: `inplace-ttt VERB`. `options` has each verb's arguments and imports no torch; a verb is
+imported when it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ VERBS = {
     "train": "continue a model's training by a recipe",
     "evaluate": "say whether writes help, and whether by what the document says",
     "ruler": "score long-context tasks of the RULER benchmark, TTT on, off and the base",
-    "babilong": "score questions about facts scattered in a long text, as BABILong has them, TTT on, off and the base",
+    "babilong": "score questions about facts scattered in a long text, as BABILong has them, TTT on, off "
+    "and the base",
     "export": "write a converted checkpoint in another form",
     "import-official": "read a checkpoint of the public reference code",
     "bench": "time the op against the plain linear and the public formulation",
@@ -38,7 +40,9 @@ VERBS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InPlaceTTTError(f"{message.removeprefix('argument ').replace(': must ', ' must ', 1)} (see {self.prog} --help).")
+        raise InPlaceTTTError(
+            f"{message.removeprefix('argument ').replace(': must ', ' must ', 1)} (see {self.prog} --help)."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, lambda number, _: sys.exit(128 + number))  # unwind, so that no half folder is left
+                # unwind, so that no half folder is left
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
         _open_missing_streams()
     refuse = partial(messages.refuse, arguments, next((a for a in arguments if a in VERBS), None))
     try:
@@ -71,11 +76,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:  # the last net: what gets here should have been refused where it was read
         _trace()
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be imported here
-            return refuse(f"this machine has not enough memory for it ({one_line(error)}); take a smaller model, text or batch.", 2)
+        # torch's, which need not be imported here
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return refuse(
+                f"this machine has not enough memory for it ({one_line(error)}); take a smaller model, "
+                "text or batch.",
+                2,
+            )
         if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
             return refuse(reason, 2)
-        return refuse(f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please report it.", 2)
+        return refuse(
+            f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and "
+            "please report it.",
+            2,
+        )
 
 
 def _trace() -> None:
@@ -98,7 +112,9 @@ def _stop_writing() -> None:
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses the verb and its options. Raises InPlaceTTTError if the arguments alone are wrong."""
-    top = _Parser(prog="inplace-ttt", description="In-Place Test-Time Training for Hugging Face language models.")
+    top = _Parser(
+        prog="inplace-ttt", description="In-Place Test-Time Training for Hugging Face language models."
+    )
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     wanted = next((a for a in arguments if not a.startswith("-")), None)
@@ -110,7 +126,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
             parser.set_defaults(check=lambda args: None)
             options.add_arguments(parser)
-            parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
+            parser.add_argument(
+                "--json", action="store_true", help="print one JSON object on stdout and nothing else there"
+            )
     args = top.parse_args(arguments)
     args.check(args)
     return args

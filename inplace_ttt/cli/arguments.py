@@ -1,4 +1,5 @@
-"""Kinds of values on the command line: what is out of range, or no name of a file, is refused before anything is read.
+"""Kinds of values on the command line: what is out of range, or no name of a file, is refused before anything
+is read.
 
 Each is a `type` of argparse. What is no number at all argparse refuses itself, by the name of the type.
 """
@@ -19,12 +20,15 @@ MOST_TOKENS = 10**7
 
 
 def whole(least: int | None = None, most: int = MOST) -> Callable[[str], int]:
-    """A whole number in a range; without `least` any that is not beyond ±`most`, for a reader that knows better."""
+    """A whole number in a range; without `least` any that is not beyond ±`most`, for a reader that knows
+    better."""
 
     def parse(text: str) -> int:
         number = int(text)
         if least is not None and number < least:
-            raise ArgumentTypeError(f"must be {f'at least {least}' if least else '0 or more'}, got {shown(number)}")
+            raise ArgumentTypeError(
+                f"must be {f'at least {least}' if least else '0 or more'}, got {shown(number)}"
+            )
         if abs(number) > most:
             raise ArgumentTypeError(f"must be at most {most:,}, got {shown(number)}")
         return number
@@ -56,7 +60,10 @@ def refuse_without_effect(args: Namespace, **needs: tuple[str, ...]) -> None:
     for option, needed in needs.items():
         given = getattr(args, option)
         if given is not None and given is not False and not any(getattr(args, other) for other in needed):
-            raise InPlaceTTTError(f"{_flag(option)} has no effect without {' or '.join(map(_flag, needed))}; leave it out, or give both.")
+            raise InPlaceTTTError(
+                f"{_flag(option)} has no effect without {' or '.join(map(_flag, needed))}; leave it out, "
+                "or give both."
+            )
 
 
 def _flag(name: str) -> str:
@@ -80,7 +87,8 @@ def numbers(text: str) -> list[int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise ArgumentTypeError(
-            f"must be whole numbers with commas between, got {shown(text)}; it takes numbers such as 4096,8192"
+            f"must be whole numbers with commas between, got {shown(text)}; it takes numbers such as "
+            "4096,8192"
         ) from None
     if min(found) < 1 or max(found) > MOST_TOKENS:
         raise ArgumentTypeError(f"must be above 0 and at most {MOST_TOKENS:,}, got {shown(text)}")
@@ -105,4 +113,8 @@ def device(name: str) -> str:
 
 
 def add_push(parser: ArgumentParser) -> None:
-    parser.add_argument("--push", metavar="REPO", help="also upload OUT to the hub, a private repository NAME or OWNER/NAME; wants a token")
+    parser.add_argument(
+        "--push",
+        metavar="REPO",
+        help="also upload OUT to the hub, a private repository NAME or OWNER/NAME; wants a token",
+    )

@@ -38,7 +38,11 @@ def run(args: argparse.Namespace) -> Result:
         add_to_card(args.path, audit=for_card(result))
     if other is not None:
         result["compare"] = report.compared(other)
-    write = {"md": report.to_markdown, "html": report.to_html, "json": lambda other: json_text(result, indent=1) + "\n"}[args.format]
+    write = {
+        "md": report.to_markdown,
+        "html": report.to_html,
+        "json": lambda other: json_text(result, indent=1) + "\n",
+    }[args.format]
     text = write(other)
     if args.out is not None:
         with new_file(args.out, ours=is_report(args.out)) as file:
@@ -77,7 +81,8 @@ def _audit(path: str, args: argparse.Namespace) -> Report:
 
 
 def _audit_checkpoint(path: str, args: argparse.Namespace, progress: Any) -> Report:
-    """In float32, so that what is measured is the method and not the rounding of this machine's arithmetic."""
+    """In float32, so that what is measured is the method and not the rounding of this machine's
+    arithmetic."""
     found = open_model(path)
     declared = found.declared_deviations
     bars = logging.is_progress_bar_enabled()

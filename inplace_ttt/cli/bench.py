@@ -26,7 +26,9 @@ def _op(args: argparse.Namespace) -> Result:
     shape = Shape(args.d, args.h, args.tokens, args.chunk_size)
     _refuse_beyond_memory(shape, args.device, getattr(torch, args.dtype))
     rows = measure(shape, args.repeats, args.device, getattr(torch, args.dtype))
-    ours, public = (next(row for row in rows if row["name"] == name) for name in ("fast_weight", "materialising"))
+    ours, public = (
+        next(row for row in rows if row["name"] == name) for name in ("fast_weight", "materialising")
+    )
     fits = "out_of_memory" not in public
     return {
         "shape": vars(shape),
@@ -35,8 +37,12 @@ def _op(args: argparse.Namespace) -> Result:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "limit": LIMIT,
-        "speedup_over_materialising": public["seconds"]["median"] / ours["seconds"]["median"] if fits else None,
-        "memory_share_of_materialising": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1) if fits else None,
+        "speedup_over_materialising": public["seconds"]["median"] / ours["seconds"]["median"]
+        if fits
+        else None,
+        "memory_share_of_materialising": ours["extra_peak_bytes"] / max(public["extra_peak_bytes"], 1)
+        if fits
+        else None,
         "rows": rows,
     }, 0
 
@@ -56,12 +62,15 @@ def _served(args: argparse.Namespace) -> Result:
 
 
 def _refuse_beyond_memory(shape: Shape, device: str, dtype: torch.dtype) -> None:
-    """Inputs with their gradients; on the CPU, which has no error for it, what the materialising formulation takes too."""
+    """Inputs with their gradients; on the CPU, which has no error for it, what the materialising formulation
+    takes too."""
     numbers = 2 * (shape.tokens * (shape.h + 2 * shape.d) + shape.d * shape.h)
     on_gpu = device.startswith("cuda")
     if not on_gpu:
         numbers += 3 * (shape.tokens // shape.chunk_size) * shape.d * shape.h
-    require_memory(numbers * dtype.itemsize, "this shape", torch.cuda.mem_get_info(device)[0] if on_gpu else None)
+    require_memory(
+        numbers * dtype.itemsize, "this shape", torch.cuda.mem_get_info(device)[0] if on_gpu else None
+    )
 
 
 def render(result: dict[str, Any]) -> str:
@@ -71,13 +80,21 @@ def render(result: dict[str, Any]) -> str:
 def _render_served(result: dict[str, Any]) -> str:
     load, rates, waits = result["load"], result["tokens_per_second"], result["seconds_a_request"]
     lines = [
-        f"{load['requests']} requests at once, prompts of {load['prompt'] // 16} to {load['prompt']} tokens, {load['new']} new each, "
+        f"{load['requests']} requests at once, prompts of {load['prompt'] // 16} to {load['prompt']} "
+        f"tokens, {load['new']} new each, "
         f"{load['dtype']}, {load['rounds']} rounds",
         f"{'':24}{'tokens a second':>24}{'seconds a request':>24}",
     ]
-    for kind, name in (("base", "vLLM, the base"), ("converted", "vLLM, converted"), ("generate", "generate, one by one")):
+    for kind, name in (
+        ("base", "vLLM, the base"),
+        ("converted", "vLLM, converted"),
+        ("generate", "generate, one by one"),
+    ):
         lines.append(f"{name:24}{_spread(rates[kind]):>24}{_spread(waits[kind]):>24}")
-    lines.append(f"converted over the base: {_spread(result['of_base'])}; over generate: {_spread(result['of_generate'])}")
+    lines.append(
+        f"converted over the base: {_spread(result['of_base'])}; over generate: "
+        f"{_spread(result['of_generate'])}"
+    )
     return "\n".join(lines)
 
 
@@ -88,7 +105,8 @@ def _spread(value: dict[str, float]) -> str:
 def _render_op(result: dict[str, Any]) -> str:
     shape = result["shape"]
     lines = [
-        f"forward + backward, d {shape['d']}, h {shape['h']}, {shape['tokens']} tokens, chunks of {shape['chunk_size']}, "
+        f"forward + backward, d {shape['d']}, h {shape['h']}, {shape['tokens']} tokens, chunks of "
+        f"{shape['chunk_size']}, "
         f"{result['dtype']} on {result['device']}, {result['threads']} threads",
         f"{'':15}{'seconds':>18}{'times the linear':>24}{'extra peak MiB':>17}",
     ]
@@ -99,7 +117,8 @@ def _render_op(result: dict[str, Any]) -> str:
         seconds, ratio = row["seconds"], row["ratio_to_linear"]
         lines.append(
             f"{row['name']:15}{seconds['median']:7.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})"
-            f"{ratio['median']:10.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}){row['extra_peak_bytes'] / 2**20:17.0f}"
+            f"{ratio['median']:10.2f} "
+            f"({ratio['min']:.2f}-{ratio['max']:.2f}){row['extra_peak_bytes'] / 2**20:17.0f}"
         )
     last = f"limit {result['limit']:.2f} times the linear"
     if result["speedup_over_materialising"] is not None:

@@ -47,7 +47,14 @@ def run(args: argparse.Namespace) -> Result:
         else:
             write_full(folder, checkpoint, plan, tensors, base)
         form = "adapter" if args.adapter_only else "full"
-        write_card(folder, checkpoint.folder, plan.config, base, form, calibration=None if rows is None else _calibration(rows))
+        write_card(
+            folder,
+            checkpoint.folder,
+            plan.config,
+            base,
+            form,
+            calibration=None if rows is None else _calibration(rows),
+        )
         identity = _prove(checkpoint, folder) if plan.config.starts_as_base and not args.no_verify else None
     return {
         "output": str(args.out),
@@ -66,7 +73,10 @@ def render(result: dict[str, Any]) -> str:
         f"TTT layers: {', '.join(map(str, result['layers']))}; {result['new_parameters']:,} new parameters",
     ]
     if result["identity"]:
-        lines.append(f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} over {TOKENS} tokens")
+        lines.append(
+            f"identical to the base: largest logit difference {result['identity']['max_abs_logit_diff']:g} "
+            f"over {TOKENS} tokens"
+        )
     if "choice" in result:
         tried = [Tried(**{**one, "layers": tuple(one["layers"])}) for one in result["choice"]["tried"]]
         lines += table(tried[result["choice"]["taken"]], tried)
@@ -75,15 +85,20 @@ def render(result: dict[str, Any]) -> str:
     lines.append(
         "A fresh conversion writes nothing until its convolution is trained."
         if config.starts_as_base
-        else f"With {setting} a fresh conversion writes at once, so that it does not compute what its base does."
+        else f"With {setting} a fresh conversion writes at once, so that it does not compute what its base "
+        "does."
     )
     return "\n".join([*lines, *pushed(result)])
 
 
 def _new_tensors(
-    args: argparse.Namespace, checkpoint: Checkpoint, plan: ConversionPlan, rows: list[tuple[Path, Tensor]] | None
+    args: argparse.Namespace,
+    checkpoint: Checkpoint,
+    plan: ConversionPlan,
+    rows: list[tuple[Path, Tensor]] | None,
 ) -> tuple[ConversionPlan, LayerTensors, dict[str, Any] | None]:
-    """Returns the plan, the new tensors, and the choice of layers and η if one was made, which the plan then has."""
+    """Returns the plan, the new tensors, and the choice of layers and η if one was made, which the plan then
+    has."""
     if rows is None:
         return plan, initial_tensors(checkpoint, plan), None
     base, texts, choice = BaseToMeasure.load(checkpoint), [row for _, row in rows], None
@@ -98,25 +113,36 @@ def _rows_to_calibrate_on(args: argparse.Namespace, plan: ConversionPlan) -> lis
     """Files, and token ids [1, T] of them to measure on; None where the config needs no measurement."""
     if not plan.config.needs_calibration:
         if args.calibrate:
-            raise InPlaceTTTError("--calibrate has no effect on these settings, which measure nothing; leave it out.")
+            raise InPlaceTTTError(
+                "--calibrate has no effect on these settings, which measure nothing; leave it out."
+            )
         return None
     if not args.calibrate:
-        raise InPlaceTTTError("these settings are measured on a text; give some like those to be read, with --calibrate F…")
+        raise InPlaceTTTError(
+            "these settings are measured on a text; give some like those to be read, with --calibrate F…"
+        )
     tokenizer = tokenizer_of(args.src, model=plan.model)
-    return calibration_rows(files_in(args.calibrate), tokenizer, args.calibrate_tokens or tokens_to_read(plan.config))
+    return calibration_rows(
+        files_in(args.calibrate), tokenizer, args.calibrate_tokens or tokens_to_read(plan.config)
+    )
 
 
 def _calibration(rows: list[tuple[Path, Tensor]]) -> dict[str, Any]:
     """What the card says of the text that was measured on."""
     tokens = torch.cat([row[0] for _, row in rows]).to(torch.int64)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    return {"files": list(dict.fromkeys(file.name for file, _ in rows)), "tokens": len(tokens), "sha256": digest}
+    return {
+        "files": list(dict.fromkeys(file.name for file, _ in rows)),
+        "tokens": len(tokens),
+        "sha256": digest,
+    }
 
 
 def _prove(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     difference = max_logit_difference(checkpoint.folder, folder)
     if not difference < 1e-3:
         raise NotSoError(
-            f"the converted model differs from its base by {difference:g} in a logit, so nothing was written; please report this."
+            f"the converted model differs from its base by {difference:g} in a logit, so nothing was "
+            "written; please report this."
         )
     return {"max_abs_logit_diff": difference, "tokens": TOKENS}

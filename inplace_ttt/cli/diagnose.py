@@ -30,9 +30,12 @@ def run(args: argparse.Namespace) -> Result:
     chunk = config_of(model).chunk_size
     ids = tokens_of(args.text, tokenizer, args.tokens or max(TOKENS, 2 * chunk))
     if ids.shape[1] <= chunk + 1:
-        asked = f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""
+        asked = (
+            f" (--tokens {args.tokens})" if args.tokens is not None and ids.shape[1] == args.tokens else ""
+        )
         raise InPlaceTTTError(
-            f"{args.text} gives {ids.shape[1]} tokens{asked}, which is no more than one chunk of {chunk} and a token: no prediction "
+            f"{args.text} gives {ids.shape[1]} tokens{asked}, which is no more than one chunk of {chunk} "
+            "and a token: no prediction "
             f"reads what is written; give a text of more than {chunk + 1} tokens, better several chunks."
         )
     _choose_trained(model, args.train)
@@ -47,14 +50,21 @@ def run(args: argparse.Namespace) -> Result:
             bar.set_postfix_str(title, refresh=True)
 
         diagnosis = diagnose(
-            model, {"input_ids": ids}, learning_rates=args.learning_rate, name=args.path, tokenizer=tokenizer, progress=progress
+            model,
+            {"input_ids": ids},
+            learning_rates=args.learning_rate,
+            name=args.path,
+            tokenizer=tokenizer,
+            progress=progress,
         )
         write_into(folder, diagnosis)
     return {**diagnosis.to_dict(), "summary": summary(diagnosis), "output": args.out}, 0
 
 
 def render(result: dict[str, Any]) -> str:
-    found = [f"{finding['severity']:8} {finding['id']}: {finding['message']}" for finding in result["findings"]]
+    found = [
+        f"{finding['severity']:8} {finding['id']}: {finding['message']}" for finding in result["findings"]
+    ]
     return "\n".join([result["summary"], *found, f"wrote {Path(result['output']) / PAGE}"])
 
 

@@ -30,7 +30,14 @@ from ..files.text import begins_of, files_in, ids_within, joined_tokens, tokens_
 from ..surgery import config_of
 from ..tasks.passages import Passage
 from . import Result
-from .loading import load_plain, load_with_tokenizer, note_on_positions, refuse_not_finite, refuse_other_tokenizer, tokenizer_of
+from .loading import (
+    load_plain,
+    load_with_tokenizer,
+    note_on_positions,
+    refuse_not_finite,
+    refuse_other_tokenizer,
+    tokenizer_of,
+)
 from .messages import say_now, warn
 from .options.evaluate import BLOCK, DISTANCES
 
@@ -51,7 +58,10 @@ def run(args: argparse.Namespace) -> Result:
     model, tokenizer = load_with_tokenizer(args.path, None, args.dtype)
     refuse_not_finite(model, args.path)
     if config_of(model).prompt_write is not None:
-        warn("this model writes at a prompt's end, and a text to evaluate has none; what its chunks would write is measured instead.")
+        warn(
+            "this model writes at a prompt's end, and a text to evaluate has none; what its chunks would "
+            "write is measured instead."
+        )
     base = None if args.base is None else load_plain(args.base, model.dtype)
     sinks, begins = SINKS if args.sinks is None else args.sinks, tuple(begins_of(tokenizer))
     protocol = Protocol(args.window, sinks, _skip(args, model), args.batch_size, begins)
@@ -66,10 +76,13 @@ def run(args: argparse.Namespace) -> Result:
     _warn_of_what_is_seen(args, model, passage)
     baseline = BaselineLosses(args.cache)
     say_now()
-    facts = _facts(args, model, tokenizer, names, protocol) if args.facts else None  # first: it refuses texts that are too short
+    # first: it refuses texts that are too short
+    facts = _facts(args, model, tokenizer, names, protocol) if args.facts else None
     result = compare(model, documents, protocol, base, baseline=baseline, progress=True)
     if args.repeated_passage:
-        probe = repeated_passage(model, documents, protocol, passage, seed=number, baseline=baseline, progress=True)
+        probe = repeated_passage(
+            model, documents, protocol, passage, seed=number, baseline=baseline, progress=True
+        )
         result.extra["repeated_passage"] = probe
     if contexts:
         result.extra["contexts"] = growing_context(
@@ -77,7 +90,12 @@ def run(args: argparse.Namespace) -> Result:
         )
     if facts is not None:
         result.extra["facts"] = facts
-    read = {"path": args.path, "base": args.base, "dtype": str(model.dtype).removeprefix("torch."), "tokens_sha256": _digest(documents)}
+    read = {
+        "path": args.path,
+        "base": args.base,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "tokens_sha256": _digest(documents),
+    }
     values = {
         **result.to_dict(),
         "documents": result.per_document(names),
@@ -85,7 +103,9 @@ def run(args: argparse.Namespace) -> Result:
         "read": {**read, **({"seed": number} if args.repeated_passage or args.facts else {})},
     }
     if args.card:
-        add_to_card(args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)})
+        add_to_card(
+            args.path, evaluation={**{name: values[name] for name in SHOWN}, "documents": len(documents)}
+        )
     if args.out:
         with new_folder(args.out, EVALUATION, overwrite=args.overwrite, sources=sources) as folder:
             (folder / NUMBERS).write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
@@ -96,23 +116,39 @@ def run(args: argparse.Namespace) -> Result:
 
 def render(result: dict[str, Any]) -> str:
     lines = [f"{len(result['documents'])} documents, nats a token past token {result['protocol']['skip']}"]
-    lines += [f"  {name:8}{result[name]:9.4f}" for name in ("on", "off", "base", "mismatched") if result[name] is not None]
-    meaning = {"difference": "on - off", "gain": "on - base", "generic_gain": "mismatched - off", "document_gain": "on - mismatched"}
-    lines += [f"  {text:18}{_with_error(result[name])}" for name, text in meaning.items() if result[name] is not None]
+    lines += [
+        f"  {name:8}{result[name]:9.4f}"
+        for name in ("on", "off", "base", "mismatched")
+        if result[name] is not None
+    ]
+    meaning = {
+        "difference": "on - off",
+        "gain": "on - base",
+        "generic_gain": "mismatched - off",
+        "document_gain": "on - mismatched",
+    }
+    lines += [
+        f"  {text:18}{_with_error(result[name])}"
+        for name, text in meaning.items()
+        if result[name] is not None
+    ]
     if result["mismatched"] is None:
         lines.append(
-            "  one document alone: there is no other document's state to read, so that `document_gain` cannot be measured; give two or more"
+            "  one document alone: there is no other document's state to read, so that `document_gain` "
+            "cannot be measured; give two or more"
         )
     if "repeated_passage" in result:
         probe = result["repeated_passage"]
         lines.append(
-            f"  repeated passage of {probe['passage']} tokens, {probe['gap']} later: on - off {_with_error(probe['repeated_passage'])}"
+            f"  repeated passage of {probe['passage']} tokens, {probe['gap']} later: on - off "
+            f"{_with_error(probe['repeated_passage'])}"
         )
         lines.append(f"  the text between the copies:      on - off {_with_error(probe['between'])}")
     for row in result.get("contexts", []):
         base = f", base {row['base']:.4f}" if "base" in row else ""
         lines.append(
-            f"  after {row['context']:7,} tokens: on {row['on']:.4f}, off {row['off']:.4f}{base}; {_with_error(row['difference'])}"
+            f"  after {row['context']:7,} tokens: on {row['on']:.4f}, off {row['off']:.4f}{base}; "
+            f"{_with_error(row['difference'])}"
         )
     if "facts" in result:
         lines += _facts_table(result["facts"])
@@ -122,10 +158,16 @@ def render(result: dict[str, Any]) -> str:
 def _facts_table(facts: dict[str, Any]) -> list[str]:
     """A line for each distance and kind of question, a column for each reading."""
     readings = facts["readings"]
-    lines = [f"  facts, {facts['records']} records in each of {facts['documents']} documents: exact match / multiple choice"]
+    lines = [
+        f"  facts, {facts['records']} records in each of {facts['documents']} documents: exact match / "
+        "multiple choice"
+    ]
     lines.append(f"    {'':36}" + "".join(f"{name:>13}" for name in readings))
     for row in readings["on"]:
-        beside = [next((other for other in rows if other["distance"] == row["distance"]), None) for rows in readings.values()]
+        beside = [
+            next((other for other in rows if other["distance"] == row["distance"]), None)
+            for rows in readings.values()
+        ]
         for kind, asked in row["kinds"].items():
             cells = ["" if other is None else _shares(other["kinds"][kind]) for other in beside]
             title = f"after {row['distance']:,} tokens, {kind} ({asked['n']})"
@@ -135,7 +177,11 @@ def _facts_table(facts: dict[str, Any]) -> list[str]:
 
 def _shares(kind: dict[str, Any]) -> str:
     """A question without an answer counts hallucinated names; one option alone leaves no choice."""
-    names = ("exact_match", "hallucinated") if kind["options"] == 1 else ("exact_match", "multiple_choice", "hallucinated")
+    names = (
+        ("exact_match", "hallucinated")
+        if kind["options"] == 1
+        else ("exact_match", "multiple_choice", "hallucinated")
+    )
     return " / ".join(f"{kind[name]['share']:.2f}" for name in names if name in kind)
 
 
@@ -150,11 +196,20 @@ def _skip(args: argparse.Namespace, model: PreTrainedModel) -> int:
     return max(config_of(model).chunk_size, args.window or 0)
 
 
-def _facts(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, names: list[str], protocol: Protocol) -> dict[str, Any]:
-    """Each document tells its facts in the text of its name, and goes on into the next ones where that ends."""
+def _facts(
+    args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, names: list[str], protocol: Protocol
+) -> dict[str, Any]:
+    """Each document tells its facts in the text of its name, and goes on into the next ones where that
+    ends."""
     encode = functools.partial(ids_within, tokenizer)
-    distances, files, number = args.distances or DISTANCES, [str(file) for file in files_in(args.text)], args.seed or 0
-    tokens = document_tokens(args.facts, len(names), max(distances), encode, config_of(model).chunk_size, number)
+    distances, files, number = (
+        args.distances or DISTANCES,
+        [str(file) for file in files_in(args.text)],
+        args.seed or 0,
+    )
+    tokens = document_tokens(
+        args.facts, len(names), max(distances), encode, config_of(model).chunk_size, number
+    )
     places = [files.index(name) for name in names]
     texts = [joined_tokens([*files[place:], *files[:place]], tokenizer, tokens)[0] for place in places]
     return recall_of_facts(model, texts, encode, args.facts, distances, protocol, seed=number, progress=True)
@@ -164,7 +219,10 @@ def _refuse_other_base(path: str, base: PreTrainedModel, tokenizer: Any, documen
     """Refuse a base that reads other tokens than these; one without a tokenizer has to know them."""
     known = base.get_input_embeddings().num_embeddings
     if (largest := max(int(ids.max()) for ids in documents)) >= known:
-        raise InPlaceTTTError(f"{path} knows {known:,} tokens, and the texts hold number {largest:,}; it is no base of this model.")
+        raise InPlaceTTTError(
+            f"{path} knows {known:,} tokens, and the texts hold number {largest:,}; it is no base of this "
+            "model."
+        )
     try:
         other = tokenizer_of(path)
     except InPlaceTTTError:
@@ -180,7 +238,10 @@ def _warn_of_what_is_seen(args: argparse.Namespace, model: PreTrainedModel, pass
     for what, distance in probes:
         if distance < reach:
             seen = "all of the text" if reach == inf else f"{reach:,} tokens"
-            warn(f"{what} stands {distance:,} tokens back, and attention sees {seen}; a smaller --window asks the fast weights alone.")
+            warn(
+                f"{what} stands {distance:,} tokens back, and attention sees {seen}; a smaller --window "
+                "asks the fast weights alone."
+            )
 
 
 def _digest(documents: Sequence[Tensor]) -> str:
@@ -191,8 +252,11 @@ def _digest(documents: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol) -> tuple[list[str], list[Tensor]]:
-    """The texts' names and token ids [T]; those too short are passed over where --documents asks for a number."""
+def _documents(
+    args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, protocol: Protocol
+) -> tuple[list[str], list[Tensor]]:
+    """The texts' names and token ids [T]; those too short are passed over where --documents asks for a
+    number."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**15
     least = max(config_of(model).chunk_size, protocol.skip) + 2
     names: list[str] = []
@@ -207,7 +271,8 @@ def _documents(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any,
     if args.documents is not None and len(documents) < args.documents:
         length = args.tokens or least
         raise InPlaceTTTError(
-            f"only {len(documents)} of the texts have {length} tokens, --documents asks for {args.documents}; ask for less."
+            f"only {len(documents)} of the texts have {length} tokens, --documents asks for "
+            f"{args.documents}; ask for less."
         )
     if note := note_on_positions(model, max(map(len, documents)), "lower --tokens"):
         warn(note)

@@ -42,7 +42,9 @@ def render(result: dict[str, Any]) -> str:
 
 def _official(args: argparse.Namespace, found: Opened) -> None:
     if not isinstance(found, Full):
-        raise InPlaceTTTError(f"{args.path} is an adapter, the official format holds all weights; export it as full first.")
+        raise InPlaceTTTError(
+            f"{args.path} is an adapter, the official format holds all weights; export it as full first."
+        )
     checkpoint = found.checkpoint
     checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
     require_sound(checkpoint, empty_model(checkpoint)[1])
@@ -69,7 +71,10 @@ def _full(args: argparse.Namespace, found: Opened) -> None:
     checkpoint, plan = found.planned()
     base = describe_base(checkpoint, plan) if args.base else known  # where it is now
     if checkpoint.fingerprint(plan.down_proj.values()) != known["fingerprint"]:
-        raise InPlaceTTTError(f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that base.")
+        raise InPlaceTTTError(
+            f"{checkpoint.name} has other weights than the base that {args.path} was made for; take that "
+            "base."
+        )
     require_sound(checkpoint, empty_model(checkpoint)[1])
     with _output(args) as folder:
         write_full(folder, checkpoint, plan, tensors, base)

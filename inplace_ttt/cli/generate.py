@@ -34,20 +34,30 @@ def run(args: argparse.Namespace) -> Result:
     if ids.numel() == 0 and not before:
         raise InPlaceTTTError(f"{args.prompt_file} holds no text; give something to read.")
     total = before + ids.shape[1]
-    if note := note_on_positions(model, total + args.max_new_tokens, "give a shorter text, or lower --max-new-tokens"):
+    if note := note_on_positions(
+        model, total + args.max_new_tokens, "give a shorter text, or lower --max-new-tokens"
+    ):
         warn(note)
     new = ids[:, :0]
     waits = config_of(model).prompt_write is not None and not written_before and total > 2
     if args.readings > 1:
         if config_of(model).prompt_write is not None:
-            raise InPlaceTTTError("this model writes once, at its prompt's end, so that --readings has no effect; leave it out.")
+            raise InPlaceTTTError(
+                "this model writes once, at its prompt's end, so that --readings has no effect; leave it out."
+            )
         state.read(ids, readings=args.readings - 1, progress=True)
         state = state.drop_kv_cache()
     with nullcontext() if args.ttt == "on" else disable_ttt(model):
         if args.max_new_tokens:
             set_seed(args.seed or 0)
-            sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-            with reported(f"cannot generate as {args.path}/generation_config.json asks", "mend it or delete it"):
+            sampling = (
+                {"do_sample": True, "temperature": args.temperature}
+                if args.temperature
+                else {"do_sample": False}
+            )
+            with reported(
+                f"cannot generate as {args.path}/generation_config.json asks", "mend it or delete it"
+            ):
                 new = state.generate(ids, progress=True, max_new_tokens=args.max_new_tokens, **sampling)
         else:
             state.write_prompt(ids, progress=True) if waits else state.read(ids, progress=True)
@@ -69,7 +79,8 @@ def run(args: argparse.Namespace) -> Result:
 def render(result: dict[str, Any]) -> str:
     wrote = "the prompt" if result["prompt_written"] else f"{result['chunks_written']} chunks"
     print(
-        f"read {result['tokens_read']:,} tokens, wrote {wrote} into the fast weights ({result['state_bytes'] / 2**20:.1f} MiB)",
+        f"read {result['tokens_read']:,} tokens, wrote {wrote} into the fast weights "
+        f"({result['state_bytes'] / 2**20:.1f} MiB)",
         file=sys.stderr,
     )
     return result["text"]

@@ -22,11 +22,14 @@ def require_token(args: argparse.Namespace) -> None:
     if constants.HF_HUB_OFFLINE:
         raise InPlaceTTTError("--push needs the hub, and HF_HUB_OFFLINE is set; leave one of the two out.")
     if get_token() is None:
-        raise InPlaceTTTError("--push needs a token of the hub; log in with `hf auth login`, or set HF_TOKEN.")
+        raise InPlaceTTTError(
+            "--push needs a token of the hub; log in with `hf auth login`, or set HF_TOKEN."
+        )
 
 
 def push(folder: Path, repository: str | None) -> str | None:
-    """Upload a folder as the newest commit of a repository, made if it is new; gives its address, None where none was asked for."""
+    """Upload a folder as the newest commit of a repository, made if it is new; gives its address, None where
+    none was asked for."""
     from huggingface_hub import HfApi
 
     if repository is None:

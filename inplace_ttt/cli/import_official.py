@@ -16,7 +16,10 @@ from ..files.folders import new_folder
 from ..files.manifest import CHECKPOINT, refuse_to_replace
 from . import Result
 
-_TRAINING = "TTT-NTP, its training form; its code keeps sums in bfloat16 and has one document a row, here they are float32 and any number"
+_TRAINING = (
+    "TTT-NTP, its training form; its code keeps sums in bfloat16 and has one document a row, here "
+    "they are float32 and any number"
+)
 _INFERENCE = "prompt_write is not in its files: set to what its evaluation script gives"
 
 
@@ -45,5 +48,8 @@ def render(result: dict[str, Any]) -> str:
     if result["format"] == "TTT-NTP":
         lines += [_TRAINING, _INFERENCE]
     if result["ignored_layers"]:
-        lines.append(f"left out layers {result['ignored_layers']}: the model does not have them (the public code ignores them silently)")
+        lines.append(
+            f"left out layers {result['ignored_layers']}: the model does not have them (the public code "
+            "ignores them silently)"
+        )
     return "\n".join(lines)

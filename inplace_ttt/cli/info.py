@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> Result:
     found = open_model(args.path, args.base)
     conversion = found.conversion()
     config, tensors = conversion.config, conversion.tensors
-    sizes = [(d, h) for h, d in map(features, fast_weights(conversion.model).values())]  # on disk they may be quantised
+    # on disk they may be quantised
+    sizes = [(d, h) for h, d in map(features, fast_weights(conversion.model).values())]
     return {
         "form": found.form,
         "layers": list(config.layers),
@@ -27,7 +28,8 @@ def run(args: argparse.Namespace) -> Result:
         "fast_weight": sizes[0],
         "fast_weights": sizes,
         "new_parameters": parameters_of(tensors),
-        "measured": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values()) - parameters_of(tensors),
+        "measured": sum(tensor.numel() for pair in tensors.values() for tensor in pair.values())
+        - parameters_of(tensors),
         "state_bytes_per_sequence": 4 * sum(math.prod(config.state_shape(d, h)) for d, h in sizes),
     }, 0
 
@@ -44,7 +46,9 @@ def render(result: dict[str, Any]) -> str:
             f"eta              {config['eta']}",
             f"target           {config['target']}, " + _mixing(config),
             f"clip             {config['clip'] or 'none'}",
-            f"fast weight      {' and '.join(f'{d} x {h}' for d, h in dict.fromkeys(map(tuple, result['fast_weights'])))} a layer",
+            "fast weight      "
+            f"{' and '.join(f'{d} x {h}' for d, h in dict.fromkeys(map(tuple, result['fast_weights'])))} a "
+            "layer",
             f"extensions       {', '.join(extensions) or 'none'}",
             f"new parameters   {result['new_parameters']:,}"
             + (f", and {result['measured']:,} measured numbers" if result["measured"] else ""),
@@ -54,4 +58,8 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _mixing(config: dict[str, Any]) -> str:
-    return "the next token's" if config["conv"] == "next" else f"{config['conv']} convolution of {config['kernel_size']}"
+    return (
+        "the next token's"
+        if config["conv"] == "next"
+        else f"{config['conv']} convolution of {config['kernel_size']}"
+    )

@@ -23,32 +23,46 @@ def refuse_not_finite(model: PreTrainedModel, path: str) -> None:
     for name, parameter in readable_parameters(model):
         if not torch.stack(parameter.detach().aminmax()).isfinite().all():
             raise InPlaceTTTError(
-                f"{path}: {name} holds numbers that are not finite; the run that wrote it diverged, or the file is damaged."
+                f"{path}: {name} holds numbers that are not finite; the run that wrote it diverged, or the "
+                "file is damaged."
             )
 
 
 def note_on_positions(model: PreTrainedModel, tokens: int, remedy: str) -> str | None:
-    """What to know where a text is longer than the model's config names. Raises InPlaceTTTError where positions are learnt one by one."""
+    """What to know where a text is longer than the model's config names. Raises InPlaceTTTError where
+    positions are learnt one by one."""
     text = model.config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
     if known is None or tokens <= known:
         return None
     if getattr(text, "rope_parameters", None) is None:
-        raise InPlaceTTTError(f"{tokens:,} tokens exceed the {known:,} positions that this model has; {remedy}.")
-    return f"{tokens:,} tokens exceed the {known:,} positions that the model's config names; nothing is cut off."
+        raise InPlaceTTTError(
+            f"{tokens:,} tokens exceed the {known:,} positions that this model has; {remedy}."
+        )
+    return (
+        f"{tokens:,} tokens exceed the {known:,} positions that the model's config names; nothing is cut off."
+    )
 
 
-def refuse_other_tokenizer(other: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, base: str, text: str) -> None:
-    """Refuse a base whose tokenizer reads a text otherwise: their losses and prompts would be of different tokens."""
+def refuse_other_tokenizer(
+    other: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, base: str, text: str
+) -> None:
+    """Refuse a base whose tokenizer reads a text otherwise: their losses and prompts would be of different
+    tokens."""
     if other(text, verbose=False).input_ids != tokenizer(text, verbose=False).input_ids:
-        raise InPlaceTTTError(f"{base} has another tokenizer than the converted checkpoint, so that they would read different tokens.")
+        raise InPlaceTTTError(
+            f"{base} has another tokenizer than the converted checkpoint, so that they would read "
+            "different tokens."
+        )
 
 
 def open_full(path: str) -> Full:
     """A converted checkpoint for vLLM, which loads no adapter onto its base."""
     found = open_model(path)
     if not isinstance(found, Full):
-        raise InPlaceTTTError(f"{path} is an adapter, and vLLM serves full checkpoints; export it as full first.")
+        raise InPlaceTTTError(
+            f"{path} is an adapter, and vLLM serves full checkpoints; export it as full first."
+        )
     found.checkpoint.ttt_config  # noqa: B018 - refuses what is not converted
     return found
 
@@ -63,18 +77,23 @@ def load_plain(path: str, dtype: str | torch.dtype) -> PreTrainedModel:
     return _to_device(load_base(path, dtype=_dtype(dtype) if isinstance(dtype, str) else dtype))
 
 
-def tokenizer_of(path: str, base: str | None = None, model: PreTrainedModel | None = None) -> PreTrainedTokenizerBase:
+def tokenizer_of(
+    path: str, base: str | None = None, model: PreTrainedModel | None = None
+) -> PreTrainedTokenizerBase:
     """The tokenizer beside a checkpoint, or beside an adapter's base; of no other model than `model`."""
     source = open_model(path, base).tokenizer_source
     with reported(f"{source} has no usable tokenizer", "save the base's tokenizer into it"):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])  # its settings are looked at when it is used
+        # its settings are looked at when it is used
+        tokenizer.decode(tokenizer("a text", return_tensors="pt").input_ids[0])
     if model is not None:
         require_known_ids(tokenizer, model, source)
     return tokenizer
 
 
-def load_with_tokenizer(path: str, base: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_with_tokenizer(
+    path: str, base: str | None, dtype: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A converted model, and its tokenizer."""
     model = load_converted(path, base, dtype)
     return model, tokenizer_of(path, base, model)

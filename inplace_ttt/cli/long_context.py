@@ -1,4 +1,5 @@
-"""What the verbs of long-context benchmarks share: their options, the run over TTT on, off and the base, samples in files."""
+"""What the verbs of long-context benchmarks share: their options, the run over TTT on, off and the base,
+samples in files."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ from ..files.manifest import SAMPLES, refuse_to_replace
 from ..files.results import Results
 from ..surgery import config_of, disable_ttt
 from . import Result
-from .loading import load_converted, load_plain, note_on_positions, refuse_not_finite, refuse_other_tokenizer, tokenizer_of
+from .loading import (
+    load_converted,
+    load_plain,
+    note_on_positions,
+    refuse_not_finite,
+    refuse_other_tokenizer,
+    tokenizer_of,
+)
 from .messages import say_now, warn
 
 Table = Callable[[Settings, Sequence[str], Results], dict[str, Any]]
@@ -46,12 +54,15 @@ def settings_of(args: argparse.Namespace, tasks: tuple[Task, ...]) -> Settings:
 
 
 def compare(args: argparse.Namespace, settings: Settings, material: Any, table: Table) -> Result:
-    """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples the samples in files."""
+    """The answers with TTT on, off and from --base, as the JSON object of the verb; or with --write-samples
+    the samples in files."""
     is_full = isinstance(open_model(args.path), Full)  # then --base is what to compare with
     if args.write_samples:
         refuse_to_replace(args.write_samples, SAMPLES, sources=_sources(args))
         if args.base and is_full:
-            raise InPlaceTTTError("--base has no effect with --write-samples, which asks no model; leave it out.")
+            raise InPlaceTTTError(
+                "--base has no effect with --write-samples, which asks no model; leave it out."
+            )
         return _write_samples(args, settings, material)
     base_of_adapter, base = (None, args.base) if is_full else (args.base, None)
     model = load_converted(args.path, base_of_adapter, args.dtype)
@@ -62,7 +73,9 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
         warn(note)
     if base is not None:
         if Checkpoint.open(base).section is not None:
-            raise InPlaceTTTError(f"{base} is a converted checkpoint; --base takes what it was converted from.")
+            raise InPlaceTTTError(
+                f"{base} is a converted checkpoint; --base takes what it was converted from."
+            )
         refuse_other_tokenizer(tokenizer_of(base), prompter.tokenizer, base, _PROBE)
     results, names = Results(args.out), ["on", "off"] if base is None else ["on", "off", "base"]
     total = len(list(settings.cells())) * settings.count * len(names)
@@ -72,10 +85,23 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
             bar.set_postfix_str(what, refresh=True)
             bar.update(done)
 
-        go = partial(run_cells, settings, material=material, prompter=prompter, results=results, progress=progress, ready=say_now)
+        go = partial(
+            run_cells,
+            settings,
+            material=material,
+            prompter=prompter,
+            results=results,
+            progress=progress,
+            ready=say_now,
+        )
         weights, config = _weights(model), config_of(model)
         off = partial(disable_ttt, model)
-        go([Variant("on", model, weights, config.to_dict(), nullcontext), Variant("off", model, weights, None, off)])
+        go(
+            [
+                Variant("on", model, weights, config.to_dict(), nullcontext),
+                Variant("off", model, weights, None, off),
+            ]
+        )
         if base is not None:
             del model, off  # the base takes its place
             gc.collect()
@@ -96,7 +122,11 @@ def compare(args: argparse.Namespace, settings: Settings, material: Any, table: 
 
 def _sources(args: argparse.Namespace) -> list[str]:
     """What the command reads: a model, its base, texts and questions."""
-    texts = [getattr(args, "haystack", None), *(getattr(args, "text", None) or ()), *(getattr(args, "qa", None) or ())]
+    texts = [
+        getattr(args, "haystack", None),
+        *(getattr(args, "text", None) or ()),
+        *(getattr(args, "qa", None) or ()),
+    ]
     return [source for source in (args.path, args.base, *texts) if source is not None]
 
 
@@ -107,7 +137,8 @@ def render(result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> st
 
 
 def _write_samples(args: argparse.Namespace, settings: Settings, material: Any) -> Result:
-    """A file a task and length; each line {index, input, outputs, answer_prefix, length, tokens_to_generate}, and options, if any."""
+    """A file a task and length; each line {index, input, outputs, answer_prefix, length, tokens_to_generate},
+    and options, if any."""
     prompter = Prompter(tokenizer_of(args.path, args.base), args.chat)
     total, written = settings.count * len(list(settings.cells())), 0
     with (
@@ -141,11 +172,17 @@ _PROBE = "One of the special magic numbers for well-known is: 1234567.\n1. word 
 
 
 def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
-    """What a reader of the table must know. Raises InPlaceTTTError for lengths that the model cannot read at all."""
+    """What a reader of the table must know. Raises InPlaceTTTError for lengths that the model cannot read at
+    all."""
     chunk_size = config_of(model).chunk_size
-    notes = [note for length in settings.lengths if (note := note_on_positions(model, length, "lower --lengths"))]
+    notes = [
+        note for length in settings.lengths if (note := note_on_positions(model, length, "lower --lengths"))
+    ]
     if idle := [length for length in settings.lengths if length <= chunk_size]:
-        notes.append(f"at {idle} tokens no chunk of {chunk_size} is read after it was written, so that on and off are the same.")
+        notes.append(
+            f"at {idle} tokens no chunk of {chunk_size} is read after it was written, so that on and off "
+            "are the same."
+        )
     return notes
 
 

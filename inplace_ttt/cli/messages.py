@@ -1,4 +1,5 @@
-"""What a command says beside its result: warnings wait until its input has proved good, so that bad input gives one line alone."""
+"""What a command says beside its result: warnings wait until its input has proved good, so that bad input
+gives one line alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ class _Waiting(MemoryHandler):
     """Records of every library, kept until `say_now` or the end; dropped where the command is refused."""
 
     def __init__(self) -> None:
-        super().__init__(capacity=sys.maxsize, flushLevel=sys.maxsize, target=logging.StreamHandler(), flushOnClose=False)
+        super().__init__(
+            capacity=sys.maxsize, flushLevel=sys.maxsize, target=logging.StreamHandler(), flushOnClose=False
+        )
 
 
 @contextmanager

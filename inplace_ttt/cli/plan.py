@@ -19,12 +19,15 @@ def render(result: dict[str, Any]) -> str:
     layers = ", ".join(map(str, result["ttt_layers"]))
     shared = f", {result['sequence_parallel']} share a row" if result["sequence_parallel"] > 1 else ""
     lines = [
-        f"model      {result['model_type']}, {_number(result['parameters'])} parameters, {_number(result['trained_parameters'])} trained, "
+        f"model      {result['model_type']}, {_number(result['parameters'])} parameters, "
+        f"{_number(result['trained_parameters'])} trained, "
         f"{_number(result['ttt_parameters'])} new",
-        f"TTT        layers {layers}; chunks of {result['chunk_size']} tokens, {result['chunks_per_row']} in a row of "
+        f"TTT        layers {layers}; chunks of {result['chunk_size']} tokens, {result['chunks_per_row']} "
+        "in a row of "
         f"{result['sequence_length']}; {_size(result['state_bytes_per_sequence'])} of state a sequence",
         f"devices    {result['devices']}, ZeRO stage {result['zero_stage']}{shared}",
-        f"run        {result['steps']:,} steps of {result['rows_per_step']} rows, {_number(result['tokens_per_step'])} tokens; "
+        f"run        {result['steps']:,} steps of {result['rows_per_step']} rows, "
+        f"{_number(result['tokens_per_step'])} tokens; "
         f"{_number(result['tokens'])} tokens in all",
         f"compute    {result['flops_per_step']:.2e} FLOPs a step, {result['flops']:.2e} in all; TTT is "
         f"{result['fast_weight_flops']:.0%} of it",
@@ -33,9 +36,14 @@ def render(result: dict[str, Any]) -> str:
         *(f"  {name:18}{_size(value):>10}" for name, value in memory.items() if value),
         f"  of the activations, {_size(result['logits_bytes'])} are logits",
         *([f"  on the host       {_size(result['host_bytes']):>10}"] if result["host_bytes"] else []),
-        *([f"  in evaluation     {_size(result['evaluation_bytes']):>10} in all"] if result["evaluation_bytes"] else []),
+        *(
+            [f"  in evaluation     {_size(result['evaluation_bytes']):>10} in all"]
+            if result["evaluation_bytes"]
+            else []
+        ),
         "",
-        f"on disk    {_size(result['checkpoint_bytes'])} a checkpoint, {_size(result['disk_bytes'])} at the run's peak",
+        f"on disk    {_size(result['checkpoint_bytes'])} a checkpoint, {_size(result['disk_bytes'])} at "
+        "the run's peak",
         *(
             [f"           saving takes {_size(result['saving_host_bytes'])} of the first node's memory"]
             if result["saving_host_bytes"]
@@ -43,9 +51,19 @@ def render(result: dict[str, Any]) -> str:
         ),
         "",
         "sent by a device in a step",
-        *(f"  {name.replace('_', ' '):18}{_size(value):>10}" for name, value in sent.items() if value or name == "total"),
+        *(
+            f"  {name.replace('_', ' '):18}{_size(value):>10}"
+            for name, value in sent.items()
+            if value or name == "total"
+        ),
     ]
-    return "\n".join([*lines, *([""] if result["warnings"] else []), *(f"warning: {warning}" for warning in result["warnings"])])
+    return "\n".join(
+        [
+            *lines,
+            *([""] if result["warnings"] else []),
+            *(f"warning: {warning}" for warning in result["warnings"]),
+        ]
+    )
 
 
 def _size(value: int) -> str:

@@ -14,7 +14,9 @@ from .messages import warn
 
 
 def run(args: argparse.Namespace) -> Result:
-    possible = [name for name, task in TASKS.items() if task.questions is None or task.questions < len(args.qa)]
+    possible = [
+        name for name, task in TASKS.items() if task.questions is None or task.questions < len(args.qa)
+    ]
     tasks = long_context.chosen(args.tasks, possible, TASKS)
     material = Material(args.haystack, args.qa)
     _refuse_without_files(tasks, args)
@@ -33,10 +35,13 @@ def _refuse_without_files(tasks: tuple[RulerTask, ...], args: argparse.Namespace
     if len(args.qa) > 2:
         raise InPlaceTTTError(f"--qa takes a file for qa_1 and one for qa_2, got {len(args.qa)}.")
     if not args.haystack and (need := [task.name for task in tasks if task.haystack]):
-        raise InPlaceTTTError(f"{', '.join(need)} hide needles in a text; give one with --haystack F, or name other --tasks.")
+        raise InPlaceTTTError(
+            f"{', '.join(need)} hide needles in a text; give one with --haystack F, or name other --tasks."
+        )
     for task in tasks:
         number = task.questions
         if number is not None and number >= len(args.qa):
             raise InPlaceTTTError(
-                f"{task.name} needs questions; give {'a file' if number == 0 else 'two files'} with --qa, or leave it out."
+                f"{task.name} needs questions; give {'a file' if number == 0 else 'two files'} with --qa, "
+                "or leave it out."
             )

@@ -20,7 +20,11 @@ def run(args: argparse.Namespace) -> Result:
     from ..serving.server import serve
 
     say_now()
-    memories = {"folder": str(Path(args.memories).absolute()), "per_user": args.per_key, "in_memory": args.memory_bytes}
+    memories = {
+        "folder": str(Path(args.memories).absolute()),
+        "per_user": args.per_key,
+        "in_memory": args.memory_bytes,
+    }
     serve(args.path, args.host, args.port, args.api_key, memories, args.vllm)
     return {"served": str(args.path)}, 0
 
@@ -30,6 +34,11 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _plugins() -> list[str]:
-    """Those that vLLM loads by itself, and ours: it adds endpoints only where they are named, and then takes no others."""
-    groups = (group for group in entry_points().groups if group.startswith("vllm.") and group != "vllm.endpoint_plugins")
+    """Those that vLLM loads by itself, and ours: it adds endpoints only where they are named, and then takes
+    no others."""
+    groups = (
+        group
+        for group in entry_points().groups
+        if group.startswith("vllm.") and group != "vllm.endpoint_plugins"
+    )
     return sorted({"inplace-ttt", *(point.name for group in groups for point in entry_points(group=group))})

@@ -22,10 +22,15 @@ def run(args: argparse.Namespace) -> Result:
         settings.append(f"parallel.nproc_per_node={args.num_processes}")
     recipe = load_recipe(args.recipe, settings)
     arguments = [args.recipe, *(part for setting in settings for part in ("--set", setting))]
-    arguments += [flag for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit)) if given]
+    arguments += [
+        flag
+        for flag, given in (("--from-scratch", args.from_scratch), ("--no-audit", args.no_audit))
+        if given
+    ]
     meta_model(recipe)  # refuses here, once, what every process would
     output = Path(recipe.output)
-    everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nnodes > 1  # this command, once on each node
+    # this command, once on each node
+    everywhere = recipe.parallel.launcher == "torchrun" and recipe.parallel.nnodes > 1
     resume = not args.from_scratch
     # Where another launcher starts the run, its first process holds the output.
     with held(recipe, resume) if recipe.parallel.starts_itself else nullcontext():
@@ -35,7 +40,9 @@ def run(args: argparse.Namespace) -> Result:
         say_now()
         code = launch(recipe, arguments)
         if code or not (output / REPORT).exists():
-            return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or (0 if everywhere else 1)
+            return {"output": None, "steps": 0, "final_loss": None, "exit_code": code}, code or (
+                0 if everywhere else 1
+            )
         return {**read_json(output / REPORT, "the run's report"), "finished_before": before is not None}, 0
 
 
@@ -49,7 +56,8 @@ def render(result: dict[str, Any]) -> str:
     evaluation = result["evaluation"]
     if "eval_difference" in evaluation:
         lines.append(
-            f"held-out loss {evaluation['eval_loss']:.4f} with writes, {evaluation['eval_off_loss']:.4f} without "
+            f"held-out loss {evaluation['eval_loss']:.4f} with writes, {evaluation['eval_off_loss']:.4f} "
+            "without "
             f"({evaluation['eval_difference']:+.4f})"
         )
     return "\n".join([*lines, *result["warnings"], f"trained checkpoint: {result['output']}"])

@@ -1,4 +1,5 @@
-"""The model of a NeMo Automodel YAML: `_target_: inplace_ttt.clients.automodel.from_pretrained` in its section `model`."""
+"""The model of a NeMo Automodel YAML: `_target_: inplace_ttt.clients.automodel.from_pretrained` in its
+section `model`."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from ..checkpoint.loading import load_base
 from .settings import prepare, settings_of
 
 
-def from_pretrained(pretrained_model_name_or_path: str, ttt: Mapping[str, Any] | None = None, **options: Any) -> nn.Module:
-    """A converted model for Automodel's recipe, which puts its own infrastructure (PEFT, sharding, compilation) around it afterwards.
+def from_pretrained(
+    pretrained_model_name_or_path: str, ttt: Mapping[str, Any] | None = None, **options: Any
+) -> nn.Module:
+    """A converted model for Automodel's recipe, which puts its own infrastructure (PEFT, sharding,
+    compilation) around it afterwards.
 
     ttt: what is converted and how, as in a recipe of ours; none for a folder that is converted already.
     options: for `AutoModelForCausalLM.from_pretrained`.

@@ -1,4 +1,5 @@
-"""A plugin of Axolotl: `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]` in its YAML, and a section `inplace_ttt`."""
+"""A plugin of Axolotl: `plugins: [inplace_ttt.clients.axolotl.InPlaceTTTPlugin]` in its YAML, and a section
+`inplace_ttt`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class InPlaceTTTPlugin(BasePlugin):
         prepare(model, _settings(cfg).ttt)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Here and not in `create_optimizer`, which Axolotl 0.19 never calls; and callbacks that it is given later come after ours."""
+        """Here and not in `create_optimizer`, which Axolotl 0.19 never calls; and callbacks that it is given
+        later come after ours."""
         _settings(cfg).training.attach(trainer)
 
 

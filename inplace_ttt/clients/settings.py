@@ -17,7 +17,8 @@ from ..training.loop.callback import InPlaceTTTCallback
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """ttt: what is converted and how, with `preset` for where the rest comes from; none for a model that is converted already.
+    """ttt: what is converted and how, with `preset` for where the rest comes from; none for a model that is
+        converted already.
 
     training: the settings of `InPlaceTTTCallback`.
     """
@@ -27,21 +28,29 @@ class ClientSettings:
 
 
 def settings_of(values: Mapping[str, Any] | None) -> ClientSettings:
-    """The section `inplace_ttt` of a client's YAML. Raises InPlaceTTTError with the path of the key that is wrong."""
+    """The section `inplace_ttt` of a client's YAML. Raises InPlaceTTTError with the path of the key that is
+    wrong."""
     return from_values(ClientSettings, values or {}, "inplace_ttt")
 
 
 def prepare(model: nn.Module, surgery: InPlaceTTTConfig | None) -> nn.Module:
-    """Convert a client's loaded model in place as its settings say; one that is converted already needs none. Returns the model."""
+    """Convert a client's loaded model in place as its settings say; one that is converted already needs none.
+    Returns the model."""
     if is_converted(model):
         if surgery is not None:
-            raise InPlaceTTTError("the model is converted already, so that inplace_ttt.ttt has no effect; remove it, or give the base.")
+            raise InPlaceTTTError(
+                "the model is converted already, so that inplace_ttt.ttt has no effect; remove it, or give "
+                "the base."
+            )
         return model
     if surgery is None:
-        raise InPlaceTTTError("the model is not converted and there is no inplace_ttt.ttt; add it, or give a converted folder.")
+        raise InPlaceTTTError(
+            "the model is not converted and there is no inplace_ttt.ttt; add it, or give a converted folder."
+        )
     if surgery.needs_calibration:
         raise InPlaceTTTError(
-            "these settings of inplace_ttt.ttt need measurements on a text; run `inplace-ttt convert MODEL OUT --calibrate TEXT` with "
+            "these settings of inplace_ttt.ttt need measurements on a text; run `inplace-ttt convert MODEL "
+            "OUT --calibrate TEXT` with "
             "them, give OUT as the model, and remove inplace_ttt.ttt."
         )
     return convert(model, surgery)

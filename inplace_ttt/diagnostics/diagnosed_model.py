@@ -26,7 +26,8 @@ Key = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class DiagnosedModel:
-    """A converted model and rows for it: input_ids [B, T], and attention_mask, position_ids, labels where there are any.
+    """A converted model and rows for it: input_ids [B, T], and attention_mask, position_ids, labels where
+    there are any.
 
     tokenizer: what says a token's text, or None.
     """
@@ -39,28 +40,41 @@ class DiagnosedModel:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Mapping[str, Any], tokenizer: Any = None) -> DiagnosedModel:
-        """Raises InPlaceTTTError for a model that is not converted, partitioned weights, and rows that do not fit it."""
+        """Raises InPlaceTTTError for a model that is not converted, partitioned weights, and rows that do not
+        fit it."""
         layers = fast_weights(model)
         if not layers:
-            raise InPlaceTTTError(f"this {type(model).__name__} is not converted; convert(model, config) it first.")
+            raise InPlaceTTTError(
+                f"this {type(model).__name__} is not converted; convert(model, config) it first."
+            )
         if any(is_partitioned(p) for p in model.parameters()):
-            raise InPlaceTTTError("the weights are partitioned (ZeRO-3), so that no single process can diagnose them; use ZeRO 2 or less.")
+            raise InPlaceTTTError(
+                "the weights are partitioned (ZeRO-3), so that no single process can diagnose them; use "
+                "ZeRO 2 or less."
+            )
         if any(layer.hooks.model.group is not None for layer in layers.values()):
-            raise InPlaceTTTError("the ranks share these rows, so that no single process can diagnose them; diagnose the checkpoint.")
+            raise InPlaceTTTError(
+                "the ranks share these rows, so that no single process can diagnose them; diagnose the "
+                "checkpoint."
+            )
         inputs = _as_tensors(batch, next(model.parameters()).device)
         labels = inputs.pop("labels", None)
         ids = inputs["input_ids"]
         rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         if not 0 <= int(ids.min()) <= int(ids.max()) < rows:
             raise InPlaceTTTError(
-                f"token ids go from {int(ids.min())} to {int(ids.max())}, but the model has {rows} embeddings: "
+                f"token ids go from {int(ids.min())} to {int(ids.max())}, but the model has {rows} "
+                "embeddings: "
                 "the tokenizer is another model's; use the one of this checkpoint."
             )
         if labels is None:
             labels = _own_next_tokens(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
         diagnosed = cls(model, inputs, labels, layers, tokenizer)
         if not bool((diagnosed.next_tokens != IGNORED).any()):
-            raise InPlaceTTTError("these rows predict no token, so that there is no loss; give longer rows, or labels other than -100.")
+            raise InPlaceTTTError(
+                "these rows predict no token, so that there is no loss; give longer rows, or labels other "
+                "than -100."
+            )
         return diagnosed
 
     @property
@@ -70,10 +84,15 @@ class DiagnosedModel:
 
     def without(self, *names: str) -> DiagnosedModel:
         """The same with inputs left out."""
-        return replace(self, inputs={k: v for k, v in self.inputs.items() if k not in names}, labels=self.inputs["input_ids"])
+        return replace(
+            self,
+            inputs={k: v for k, v in self.inputs.items() if k not in names},
+            labels=self.inputs["input_ids"],
+        )
 
     def parameters(self) -> dict[Key, nn.Parameter]:
-        """conv, P and W0 of every TTT layer and the embeddings, where they are plain floating-point parameters."""
+        """conv, P and W0 of every TTT layer and the embeddings, where they are plain floating-point
+        parameters."""
         found: dict[Key, nn.Parameter] = {}
         for index, layer in self.layers.items():
             for name, parameter in layer.ttt.named_parameters():  # under PEFT the trained copy comes last
@@ -102,7 +121,10 @@ class DiagnosedModel:
 def _as_tensors(batch: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
     """A batch's tensors on a device, each of the rows' shape."""
     if unknown := sorted(set(batch) - {"input_ids", "attention_mask", "position_ids", "labels"}):
-        raise InPlaceTTTError(f"a batch to diagnose has no {unknown[0]!r}; give input_ids, attention_mask, position_ids, labels.")
+        raise InPlaceTTTError(
+            f"a batch to diagnose has no {unknown[0]!r}; give input_ids, attention_mask, position_ids, "
+            "labels."
+        )
     found = {}
     for name, value in batch.items():
         if value is not None:
@@ -112,7 +134,10 @@ def _as_tensors(batch: Mapping[str, Any], device: torch.device) -> dict[str, Ten
     if ids is None:
         raise InPlaceTTTError("a batch to diagnose needs input_ids [B, T].")
     if ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
-        raise InPlaceTTTError(f"input_ids must be whole numbers [B, T] with at least one token, got {ids.dtype} {list(ids.shape)}.")
+        raise InPlaceTTTError(
+            f"input_ids must be whole numbers [B, T] with at least one token, got {ids.dtype} "
+            f"{list(ids.shape)}."
+        )
     for name, tensor in found.items():
         if tensor.shape != ids.shape and not (name == "position_ids" and tensor.shape == (1, ids.shape[1])):
             raise InPlaceTTTError(f"{name} must be {list(ids.shape)} as input_ids, got {list(tensor.shape)}.")
@@ -120,7 +145,8 @@ def _as_tensors(batch: Mapping[str, Any], device: torch.device) -> dict[str, Ten
 
 
 def _own_next_tokens(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-    """The labels of plain text: the ids, without pads and without each document's first token, which nothing of its own predicts."""
+    """The labels of plain text: the ids, without pads and without each document's first token, which nothing
+    of its own predicts."""
     labels = ids.clone()
     if mask is not None:
         labels[mask == 0] = IGNORED

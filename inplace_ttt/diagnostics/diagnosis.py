@@ -65,11 +65,15 @@ def diagnose(
 ) -> Diagnosis:
     """Gradient flow, write health, precision and safe ranges of a converted model on rows of tokens.
 
-    batch: input_ids [B, T], and attention_mask, position_ids, labels where there are any. What requires a gradient is what
-    counts as trained. The model is changed for the measurements and put back bit by bit: parameters, `.grad`, modes, generators.
-    learning_rates: for Adam's first step (default: 5e-6, the paper's continued training). float32_masters: the optimizer keeps
-    parameters in float32 besides, as DeepSpeed does, so that no step rounds away. tokenizer: says the text of a token that a finding names.
-    Raises InPlaceTTTError for a model that is not converted or has partitioned weights, and for rows that do not fit it.
+    batch: input_ids [B, T], and attention_mask, position_ids, labels where there are any. What requires a
+        gradient is what
+    counts as trained. The model is changed for the measurements and put back bit by bit: parameters, `.grad`,
+    modes, generators.
+    learning_rates: for Adam's first step (default: 5e-6, the paper's continued training). float32_masters:
+        the optimizer keeps
+    parameters in float32 besides, as DeepSpeed does, so that no step rounds away. tokenizer: says the text of
+    a token that a finding names. Raises InPlaceTTTError for a model that is not converted or has partitioned
+    weights, and for rows that do not fit it.
     """
     refuse_gradient_target(model, "diagnosed")
     diagnosed = DiagnosedModel.of(model, batch, tokenizer)
@@ -77,10 +81,18 @@ def diagnose(
     rates = rate if isinstance(rate, Rates) else Rates(rate, rate, rate)
     steps = _Steps(progress, 5 + len(diagnosed.layers) + 10)
     measured = measure(diagnosed, rates, steps)
-    found = findings_of(diagnosed, measured, rates, steps, rates_given=learning_rates is not None, float32_masters=float32_masters)
+    found = findings_of(
+        diagnosed,
+        measured,
+        rates,
+        steps,
+        rates_given=learning_rates is not None,
+        float32_masters=float32_masters,
+    )
     steps.finish()
     findings = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
-    return Diagnosis(name or type(model).__name__, measured, tuple(findings), tuple(diagnosed.inputs["input_ids"].shape))  # type: ignore[arg-type]
+    rows, tokens = diagnosed.inputs["input_ids"].shape
+    return Diagnosis(name or type(model).__name__, measured, tuple(findings), (rows, tokens))
 
 
 class _Steps:
@@ -102,17 +114,26 @@ class _Steps:
 def _group(m: Measurements, kind: str) -> dict[str, Any]:
     """A kind of parameter, over all layers."""
     g = m.gradients
-    sizes, norms, steps, weights = (summed(x, name) for x, name in ((m.sizes, kind), (g.norms, kind), (g.steps, kind), (g.norms, "weight")))
-    return _flow(sizes, norms, steps, weights, any(trains for (_, name), trains in m.trained.items() if name == kind))
+    sizes, norms, steps, weights = (
+        summed(x, name)
+        for x, name in ((m.sizes, kind), (g.norms, kind), (g.steps, kind), (g.norms, "weight"))
+    )
+    return _flow(
+        sizes, norms, steps, weights, any(trains for (_, name), trains in m.trained.items() if name == kind)
+    )
 
 
 def _parameter(m: Measurements, key: Key) -> dict[str, Any]:
     """A kind of parameter, in one layer."""
     g = m.gradients
-    return _flow(m.sizes[key], g.norms.get(key), g.steps.get(key), g.norms.get((key[0], "weight")), m.trained[key])
+    return _flow(
+        m.sizes[key], g.norms.get(key), g.steps.get(key), g.norms.get((key[0], "weight")), m.trained[key]
+    )
 
 
-def _flow(size: float | None, gradient: float | None, step: float | None, of_weight: float | None, trained: bool) -> dict[str, Any]:
+def _flow(
+    size: float | None, gradient: float | None, step: float | None, of_weight: float | None, trained: bool
+) -> dict[str, Any]:
     return {
         "parameter": size,
         "gradient": gradient,
@@ -125,11 +146,17 @@ def _flow(size: float | None, gradient: float | None, step: float | None, of_wei
 
 def _layer(m: Measurements, index: int) -> dict[str, Any]:
     writes, keys, effect = m.writes.get(index), m.keys.get(index), m.effects.get(index)
-    after = None if m.after_step is None else {name: m.after_step.norms.get((index, name)) for name in (*GENERATOR, "weight")}
+    after = (
+        None
+        if m.after_step is None
+        else {name: m.after_step.norms.get((index, name)) for name in (*GENERATOR, "weight")}
+    )
     return {
         "layer": index,
         "eta": m.etas[index],
-        "parameters": {name: _parameter(m, (index, name)) for name in (*GENERATOR, "weight") if (index, name) in m.sizes},
+        "parameters": {
+            name: _parameter(m, (index, name)) for name in (*GENERATOR, "weight") if (index, name) in m.sizes
+        },
         "gradients_after_first_step": after,
         "gradient_by_chunk": m.gradients.by_chunk.get(index, []),
         "clipped_in_training": m.gradients.clipped.get(index, 0.0),

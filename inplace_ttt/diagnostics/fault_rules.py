@@ -1,4 +1,5 @@
-"""The rules from measurements to faults in the layer itself: weights, ways of the gradient, order of reading and writing, sign, size."""
+"""The rules from measurements to faults in the layer itself: weights, ways of the gradient, order of reading
+and writing, sign, size."""
 
 from __future__ import annotations
 
@@ -32,19 +33,26 @@ def weights_not_finite(model: DiagnosedModel) -> list[Finding]:
             own[id(tensor)] = (index, {"proj": "P"}.get(name, name))
         own[id(layer.weight)] = (index, "W0")
     tensors = [*readable_parameters(model.module)]
-    tensors += [(name, buffer) for layer in model.layers.values() for name, buffer in layer.ttt.named_buffers()]
+    tensors += [
+        (name, buffer) for layer in model.layers.values() for name, buffer in layer.ttt.named_buffers()
+    ]
     found = []
     for name, tensor in tensors:
         if tensor.is_floating_point() and (bad := int((~tensor.detach().isfinite()).sum())):
             layers = (own[id(tensor)][0],) if id(tensor) in own else ()
             what = f"layer {layers[0]}: {own[id(tensor)][1]}" if layers else name
             message = f"{what} holds NaN or infinity in {bad} of {tensor.numel()} entries"
-            found.append(Finding("weight-not-finite", "severe", message, layers, {"entries": bad, "of": tensor.numel()}))
+            found.append(
+                Finding(
+                    "weight-not-finite", "severe", message, layers, {"entries": bad, "of": tensor.numel()}
+                )
+            )
     return found
 
 
 def not_finite(model: DiagnosedModel, m: Measurements) -> Finding:
-    """A loss that is NaN or infinite with finite weights: with the writes of which layers off it is finite."""
+    """A loss that is NaN or infinite with finite weights: with the writes of which layers off it is
+    finite."""
     layers = []
     if math.isfinite(m.loss_off):
         for index in model.layers:
@@ -56,7 +64,13 @@ def not_finite(model: DiagnosedModel, m: Measurements) -> Finding:
         if math.isfinite(m.loss_off)
         else "so it is with the writes off"
     )
-    return Finding("not-finite", "severe", f"the loss is {m.gradients.loss}; {off}", tuple(layers), {"loss_off": m.loss_off})
+    return Finding(
+        "not-finite",
+        "severe",
+        f"the loss is {m.gradients.loss}; {off}",
+        tuple(layers),
+        {"loss_off": m.loss_off},
+    )
 
 
 def faults(model: DiagnosedModel, m: Measurements) -> list[Finding]:
@@ -67,21 +81,35 @@ def faults(model: DiagnosedModel, m: Measurements) -> list[Finding]:
 def _cut_ways(m: Measurements) -> list[Finding]:
     found = []
     for index, ways in m.ways.items():
-        cut = {name: way for name, way in (("writes under", ways.writing), ("reads with", ways.reading)) if way is not None and way.cut}
+        cut = {
+            name: way
+            for name, way in (("writes under", ways.writing), ("reads with", ways.reading))
+            if way is not None and way.cut
+        }
         if cut:
             had, due = (
                 " and ".join(f"{number:.2g}" for number in numbers)
                 for numbers in zip(*((w.found, w.expected) for w in cut.values()), strict=True)
             )
-            message = f"layer {index}: the keys that it {' and '.join(cut)} get a gradient of {had} where {due} is due"
+            message = (
+                f"layer {index}: the keys that it {' and '.join(cut)} get a gradient of {had} where "
+                f"{due} is due"
+            )
             numbers = {name: {"found": way.found, "expected": way.expected} for name, way in cut.items()}
             found.append(Finding("keys-detached", "severe", message, (index,), numbers))
         if ways.weight is not None and ways.weight.cut:
             message = (
-                f"layer {index}: W0 gets a gradient of {ways.weight.found:.2g} where its input and output give {ways.weight.expected:.2g}"
+                f"layer {index}: W0 gets a gradient of {ways.weight.found:.2g} where its input and "
+                f"output give {ways.weight.expected:.2g}"
             )
             found.append(
-                Finding("weight-detached", "severe", message, (index,), {"found": ways.weight.found, "expected": ways.weight.expected})
+                Finding(
+                    "weight-detached",
+                    "severe",
+                    message,
+                    (index,),
+                    {"found": ways.weight.found, "expected": ways.weight.expected},
+                )
             )
     return found
 
@@ -95,7 +123,10 @@ def _frozen_weight(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         if m.trained.get((index, "weight"), True) or not _mostly_trains(parent, layer):
             continue
         norm = m.gradients.norms.get((index, "weight"), 0.0)
-        message = f"layer {index}: W0 requires no gradient while the rest of its MLP trains; unfrozen, it would get {norm:.2g}"
+        message = (
+            f"layer {index}: W0 requires no gradient while the rest of its MLP trains; unfrozen, it "
+            f"would get {norm:.2g}"
+        )
         found.append(Finding("weight-frozen", "severe", message, (index,), {"gradient_thawed": norm}))
     return found
 
@@ -109,7 +140,8 @@ def _mostly_trains(parent: nn.Module, layer: FastWeight) -> bool:
 def _own_chunk(m: Measurements) -> list[Finding]:
     found = []
     _, (start, stop) = longest_document(m.layout)
-    predicting = max(0, stop - start - 2) // m.layout.chunk_size  # the last chunk that predicts: no prediction reads its targets
+    # the last chunk that predicts: no prediction reads its targets
+    predicting = max(0, stop - start - 2) // m.layout.chunk_size
     for index, chunks in m.gradients.by_chunk.items():
         effect, last = m.effects.get(index), chunks[predicting] if chunks else 0.0
         leaks = effect is not None and effect.leaked > _LEAKS * effect.logits
@@ -119,13 +151,18 @@ def _own_chunk(m: Measurements) -> list[Finding]:
         said = []
         if leaks and effect is not None:
             said.append(
-                f"its writes move the logits of first chunks, which read no write, by {effect.leaked:.2g} (RMS; later ones by "
+                f"its writes move the logits of first chunks, which read no write, by {effect.leaked:.2g} "
+                "(RMS; later ones by "
                 f"{effect.logits:.2g})"
             )
         if reached:
-            said.append(f"a gradient of {last:.2g} reaches the targets of the last chunk, which nothing may read")
+            said.append(
+                f"a gradient of {last:.2g} reaches the targets of the last chunk, which nothing may read"
+            )
         numbers = {"first_chunks": effect.leaked if effect else None, "last_targets": last}
-        found.append(Finding("own-chunk-read", "severe", f"layer {index}: {'; '.join(said)}", (index,), numbers))
+        found.append(
+            Finding("own-chunk-read", "severe", f"layer {index}: {'; '.join(said)}", (index,), numbers)
+        )
     return found
 
 
@@ -136,11 +173,20 @@ def _away(model: DiagnosedModel, m: Measurements) -> list[Finding]:
         turned = None if effect is None else effect.turned
         if not points_away(layer):
             continue
-        hurts = effect is not None and turned is not None and effect.loss.exceeds(HARM) and (-turned).exceeds(HARM)
+        hurts = (
+            effect is not None
+            and turned is not None
+            and effect.loss.exceeds(HARM)
+            and (-turned).exceeds(HARM)
+        )
         said = f"the cosine of P with the identity is {cosine:.2f}"
         if effect is not None and turned is not None:
             said += f"; its writes change the loss by {effect.loss}, with the other sign by {turned}"
-        numbers = {"cosine": cosine, "loss_change": effect and effect.loss.loss, "turned": turned and turned.loss}
+        numbers = {
+            "cosine": cosine,
+            "loss_change": effect and effect.loss.loss,
+            "turned": turned and turned.loss,
+        }
         severity: Severity = "severe" if hurts else "warning"
         found.append(Finding("writes-turned-round", severity, f"layer {index}: {said}", (index,), numbers))
     return found
@@ -152,11 +198,23 @@ def _small_conv(model: DiagnosedModel, m: Measurements) -> list[Finding]:
     for index, writes in m.writes.items():
         conv = model.parameters().get((index, "conv"))
         size = 0.0 if conv is None else float(conv.detach().float().square().mean().sqrt())
-        if 0 < size < _USUAL_CONV and 0 < writes.state_ratio < NO_EFFECT <= writes.state_ratio * _USUAL_CONV / size:
+        if (
+            0 < size < _USUAL_CONV
+            and 0 < writes.state_ratio < NO_EFFECT <= writes.state_ratio * _USUAL_CONV / size
+        ):
             usual = writes.state_ratio * _USUAL_CONV / size
             message = (
-                f"layer {index}: conv's entries are {size:.1e} (RMS), so that a document moves the weight by {writes.state_ratio:.1e} of "
+                f"layer {index}: conv's entries are {size:.1e} (RMS), so that a document moves the weight "
+                f"by {writes.state_ratio:.1e} of "
                 f"its norm; with entries of {_USUAL_CONV} it would be {usual:.1e}"
             )
-            found.append(Finding("conv-too-small", "warning", message, (index,), {"conv": size, "state_ratio": writes.state_ratio}))
+            found.append(
+                Finding(
+                    "conv-too-small",
+                    "warning",
+                    message,
+                    (index,),
+                    {"conv": size, "state_ratio": writes.state_ratio},
+                )
+            )
     return found

@@ -17,7 +17,8 @@ GENTLER = 0.1
 
 @dataclass(frozen=True)
 class FirstStep:
-    """losses: mean loss, in training mode, after the step at the rates and at a tenth of them. moved: by parameter in half precision the
+    """losses: mean loss, in training mode, after the step at the rates and at a tenth of them. moved: by
+        parameter in half precision the
     share of its entries, of those with a gradient, that the step changes where nobody keeps them in float32.
     """
 
@@ -26,16 +27,22 @@ class FirstStep:
 
 
 def try_first_step(model: DiagnosedModel, found: dict[Key, Tensor], rates: Rates) -> FirstStep | None:
-    """Every diagnosed parameter that is trained goes its rate against the sign of its gradient; None where none is.
+    """Every diagnosed parameter that is trained goes its rate against the sign of its gradient; None where
+    none is.
 
     found: the gradients.
     """
     known = model.parameters()
-    trained = {key: known[key] for key, gradient in found.items() if known[key].requires_grad and bool(gradient.any())}
+    trained = {
+        key: known[key]
+        for key, gradient in found.items()
+        if known[key].requires_grad and bool(gradient.any())
+    }
     if not trained:
         return None
     whole, gentle = (
-        {p: p.detach() - factor * rates.of(key) * found[key].sign() for key, p in trained.items()} for factor in (1.0, GENTLER)
+        {p: p.detach() - factor * rates.of(key) * found[key].sign() for key, p in trained.items()}
+        for factor in (1.0, GENTLER)
     )
     moved = {}
     for key, parameter in trained.items():
@@ -52,7 +59,11 @@ def _loss(model: DiagnosedModel, values: dict[nn.Parameter, Tensor]) -> float:
 
 
 def loss_slope(model: DiagnosedModel, layers: list[int], step: float) -> float:
-    """dL/d ln ‖P‖ of some layers together, by a difference of the loss at P times 1 + step and 1 - step, in training mode."""
+    """dL/d ln ‖P‖ of some layers together, by a difference of the loss at P times 1 + step and 1 - step, in
+    training mode."""
     known = model.parameters()
-    up, down = (_loss(model, {known[i, "proj"]: known[i, "proj"].detach() * (1 + s * step) for i in layers}) for s in (1, -1))
+    up, down = (
+        _loss(model, {known[i, "proj"]: known[i, "proj"].detach() * (1 + s * step) for i in layers})
+        for s in (1, -1)
+    )
     return (up - down) / (2 * step)

@@ -1,4 +1,5 @@
-"""Why a target generator's gradient is low or gone: every possible cause is removed in turn, and the gradient measured again."""
+"""Why a target generator's gradient is low or gone: every possible cause is removed in turn, and the gradient
+measured again."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _SMALL_ETA, _SMALL_P = 0.1, 0.5
 
 @dataclass(frozen=True)
 class Cause:
-    """present: the layers where it can be the cause. removed: the rows to use, and the change to the model, without it."""
+    """present: the layers where it can be the cause. removed: the rows to use, and the change to the model,
+    without it."""
 
     id: str
     present: Callable[[DiagnosedModel, Gradients], list[int]]
@@ -38,7 +40,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Raised:
-    """What removing one cause did to a layer: the target generator's gradient over W_down's, or its norm where W_down has none."""
+    """What removing one cause did to a layer: the target generator's gradient over W_down's, or its norm
+    where W_down has none."""
 
     cause: Cause
     layers: list[int]
@@ -47,7 +50,8 @@ class Raised:
 
 
 def causes_of_low_gradient(model: DiagnosedModel, found: Gradients, rates: Rates) -> list[Finding]:
-    """Findings for the layers whose target generator has lost its gradient or most of it; none where no layer has."""
+    """Findings for the layers whose target generator has lost its gradient or most of it; none where no layer
+    has."""
     low = [index for index in model.layers if index not in found.cut and found.low(index)]
     if not low:
         return []
@@ -56,25 +60,36 @@ def causes_of_low_gradient(model: DiagnosedModel, found: Gradients, rates: Rates
     if not raised and len(present) > 1:
         raised = _put_back(model, found, present, low, rates)
     findings = [_finding(model, found, r) for r in raised]
-    unexplained = sorted({index for index in low if found.vanished(index)} - {index for r in raised for index in r.layers})
+    unexplained = sorted(
+        {index for index in low if found.vanished(index)} - {index for r in raised for index in r.layers}
+    )
     if unexplained:
-        sizes = ", ".join(f"{found.of_generator(i):.2g} against {found.norms.get((i, 'weight'), 0.0):.2g}" for i in unexplained)
+        sizes = ", ".join(
+            f"{found.of_generator(i):.2g} against {found.norms.get((i, 'weight'), 0.0):.2g}"
+            for i in unexplained
+        )
         message = (
-            f"{named(unexplained)}: conv's and P's gradient against W_down's is {sizes}, and removing any of {len(present)} "
+            f"{named(unexplained)}: conv's and P's gradient against W_down's is {sizes}, and removing any "
+            f"of {len(present)} "
             "possible causes does not bring it back"
         )
         findings.append(Finding("gradient-vanishing", "severe", message, tuple(unexplained)))
     return findings
 
 
-def _without(model: DiagnosedModel, found: Gradients, cause: Cause, low: list[int], rates: Rates) -> Raised | None:
+def _without(
+    model: DiagnosedModel, found: Gradients, cause: Cause, low: list[int], rates: Rates
+) -> Raised | None:
     """The gradient with a cause removed; None where that raises no low layer enough."""
     again = _measured(model, [cause], rates)
     return _raised(cause, [i for i in low if i in cause.present(model, found)], found, again)
 
 
-def _put_back(model: DiagnosedModel, found: Gradients, present: list[Cause], low: list[int], rates: Rates) -> list[Raised]:
-    """No single removal helps: remove all, then put each back alone; those that take the gradient are causes together."""
+def _put_back(
+    model: DiagnosedModel, found: Gradients, present: list[Cause], low: list[int], rates: Rates
+) -> list[Raised]:
+    """No single removal helps: remove all, then put each back alone; those that take the gradient are causes
+    together."""
     healthy = _measured(model, present, rates)
     raised = []
     for cause in present:
@@ -89,7 +104,9 @@ def _raised(cause: Cause, layers: list[int], before: Gradients, after: Gradients
     if not rises:
         return None
     least = min(rises, key=lambda i: rises[i])
-    return Raised(cause, list(rises), None if rises[least] == float("inf") else rises[least], after.of_generator(least))
+    return Raised(
+        cause, list(rises), None if rises[least] == float("inf") else rises[least], after.of_generator(least)
+    )
 
 
 def _measured(model: DiagnosedModel, causes: list[Cause], rates: Rates) -> Gradients:
@@ -115,13 +132,21 @@ def _finding(model: DiagnosedModel, found: Gradients, raised: Raised) -> Finding
     ratio = found.ratio(index)
     against = f" ({ratio:.1e} of W_down's)" if ratio else ""
     message = (
-        f"{named(raised.layers)}: {raised.cause.says(model, found, raised.layers)}; the target generator's gradient is "
-        f"{found.of_generator(index):.2g}{against}, without this cause {raised.after:.2g}: {times(raised.factor)} as much"
+        f"{named(raised.layers)}: {raised.cause.says(model, found, raised.layers)}; the target generator's "
+        "gradient is "
+        f"{found.of_generator(index):.2g}{against}, without this cause {raised.after:.2g}: "
+        f"{times(raised.factor)} as much"
         if raised.factor is not None
-        else f"{named(raised.layers)}: {raised.cause.says(model, found, raised.layers)}; the target generator's gradient is zero, "
+        else f"{named(raised.layers)}: {raised.cause.says(model, found, raised.layers)}; the target "
+        "generator's gradient is zero, "
         f"without this cause {raised.after:.2g}"
     )
-    numbers = {"gradient": found.of_generator(index), "over_weight": ratio, "without_cause": raised.after, "factor": raised.factor}
+    numbers = {
+        "gradient": found.of_generator(index),
+        "over_weight": ratio,
+        "without_cause": raised.after,
+        "factor": raised.factor,
+    }
     lost = any(found.vanished(index) for index in raised.layers)
     return Finding(raised.cause.id, "severe" if lost else "warning", message, tuple(raised.layers), numbers)
 
@@ -135,7 +160,11 @@ def _etas(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 def _both_zero(model: DiagnosedModel, found: Gradients) -> list[int]:
     known = model.parameters()
-    return [i for i in model.layers if (i, "conv") in known and not _size(model, i, "conv") and not _size(model, i, "proj")]
+    return [
+        i
+        for i in model.layers
+        if (i, "conv") in known and not _size(model, i, "conv") and not _size(model, i, "proj")
+    ]
 
 
 def _small_p(model: DiagnosedModel, found: Gradients) -> list[int]:
@@ -150,12 +179,20 @@ def _no_source(model: DiagnosedModel, found: Gradients) -> list[int]:
     """Layers whose target reads embeddings that are all zero, for the tokens that are read."""
     reads = [i for i, layer in model.layers.items() if layer.fast.config.target == "embeddings"]
     table: nn.Parameter | None = model.parameters().get((None, "embeddings"))
-    return reads if reads and table is not None and not bool(table.detach()[model.inputs["input_ids"].unique()].any()) else []
+    return (
+        reads
+        if reads and table is not None and not bool(table.detach()[model.inputs["input_ids"].unique()].any())
+        else []
+    )
 
 
 def _no_label_reads(model: DiagnosedModel, found: Gradients) -> list[int]:
     """Rows in which what is predicted stands in first chunks alone, while documents go on."""
-    return list(model.layers) if _teaches(found.layout) and not bool(Scored.of(model, found.layout).mask.any()) else []
+    return (
+        list(model.layers)
+        if _teaches(found.layout) and not bool(Scored.of(model, found.layout).mask.any())
+        else []
+    )
 
 
 def _no_document_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
@@ -168,7 +205,8 @@ def _no_row_is_long(model: DiagnosedModel, found: Gradients) -> list[int]:
 
 
 def _teaches(layout: ChunkLayout) -> bool:
-    """Whether some token reads a write and predicts one: behind a document's first chunk, and not the last."""
+    """Whether some token reads a write and predicts one: behind a document's first chunk, and not the
+    last."""
     return any(stop - start > layout.chunk_size + 1 for row in layout.documents for start, stop in row)
 
 
@@ -213,7 +251,8 @@ CAUSES: tuple[Cause, ...] = (
         _no_document_is_long,
         lambda s: (s.without("attention_mask", "position_ids"), contextlib.nullcontext()),
         lambda s, g, layers: (
-            f"no document is longer than a chunk of {g.layout.chunk_size} tokens and a last one, which predicts nothing (the longest has "
+            f"no document is longer than a chunk of {g.layout.chunk_size} tokens and a last one, which "
+            "predicts nothing (the longest has "
             f"{_document(g)}), though rows have {_longest(s)}"
         ),
     ),
@@ -222,7 +261,8 @@ CAUSES: tuple[Cause, ...] = (
         _no_row_is_long,
         lambda s: (s, with_config(s.layers.values(), chunk_size=max(1, (_longest(s) - 1) // 2))),
         lambda s, g, layers: (
-            f"rows of {_longest(s)} tokens are no more than one chunk of {g.layout.chunk_size} and a last token, which predicts nothing: "
+            f"rows of {_longest(s)} tokens are no more than one chunk of {g.layout.chunk_size} and a last "
+            "token, which predicts nothing: "
             "no prediction reads a write"
         ),
     ),
@@ -231,7 +271,8 @@ CAUSES: tuple[Cause, ...] = (
         _no_label_reads,
         lambda s: (DiagnosedModel.of(s.module, s.inputs), contextlib.nullcontext()),
         lambda s, g, layers: (
-            f"all {int((s.next_tokens != IGNORED).sum())} tokens that are predicted stand in first chunks, which read no write"
+            f"all {int((s.next_tokens != IGNORED).sum())} tokens that are predicted stand in first chunks, "
+            "which read no write"
         ),
     ),
     Cause(
@@ -255,14 +296,20 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "eta-too-small",
         _etas,
-        lambda s: (s, with_eta(s.layers, {i: 1.0 for i, layer in s.layers.items() if layer.eta < _SMALL_ETA})),
+        lambda s: (
+            s,
+            with_eta(s.layers, {i: 1.0 for i, layer in s.layers.items() if layer.eta < _SMALL_ETA}),
+        ),
         lambda s, g, layers: f"eta is {min(s.layers[i].eta for i in layers):g} (compared with 1)",
     ),
     Cause(
         "init-too-small",
         _small_p,
         lambda s: (s, with_values(_with_larger_p(s))),
-        lambda s, g, layers: f"‖P‖ is {min(_size(s, i, 'proj') / _usual_p(s, i) for i in layers):.1g} of what the paper starts from",
+        lambda s, g, layers: (
+            f"‖P‖ is {min(_size(s, i, 'proj') / _usual_p(s, i) for i in layers):.1g} of what the paper "
+            "starts from"
+        ),
     ),
 )
 

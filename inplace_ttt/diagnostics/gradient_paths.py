@@ -1,4 +1,5 @@
-"""Which ways through a TTT layer the gradient takes: through the keys that write, the keys that read, and W0."""
+"""Which ways through a TTT layer the gradient takes: through the keys that write, the keys that read, and
+W0."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _ROUNDING = 64.0
 
 @dataclass(frozen=True)
 class Way:
-    """found: norm of the gradient that takes this way. expected: the least that it should have. Of both, what rounding may make them up."""
+    """found: norm of the gradient that takes this way. expected: the least that it should have. Of both, what
+    rounding may make them up."""
 
     found: float
     expected: float
@@ -38,12 +40,15 @@ class Way:
         """A gradient below `rounding` shows as noise, and only one far below it as zero."""
         if self.expected <= max(4 * self.noise, self.rounding / 1000):
             return False
-        return self.found <= max(_LOST * self.expected, self.rounding if self.expected > 10 * self.rounding else 0.0)
+        return self.found <= max(
+            _LOST * self.expected, self.rounding if self.expected > 10 * self.rounding else 0.0
+        )
 
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways of one layer: keys where they are written, keys where they read, W0. None where a way does not show."""
+    """The ways of one layer: keys where they are written, keys where they read, W0. None where a way does not
+    show."""
 
     writing: Way | None
     reading: Way | None
@@ -63,10 +68,13 @@ class _Pass:
 
 
 def gradient_ways(model: DiagnosedModel) -> dict[int, Ways]:
-    """By layer, from one backward pass. Where conv or P is zero, nothing is written, so that it runs with small random ones."""
+    """By layer, from one backward pass. Where conv or P is zero, nothing is written, so that it runs with
+    small random ones."""
     known, passes = model.parameters(), dict[int, _Pass]()
 
-    def observe(layer: FastWeight, k: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+    def observe(
+        layer: FastWeight, k: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
+    ) -> None:
         seen = passes[layer.fast.layer]
         seen.keys, seen.values, seen.context = k, v, context
 
@@ -80,8 +88,17 @@ def gradient_ways(model: DiagnosedModel) -> dict[int, Ways]:
     ):
         loss = model.forward(labels=model.labels).loss
         for index, seen in passes.items():
-            tensors = {"out": seen.out, "keys": seen.keys, "values": seen.values, "weight": known.get((index, "weight"))}
-            seen.wanted = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad}
+            tensors = {
+                "out": seen.out,
+                "keys": seen.keys,
+                "values": seen.values,
+                "weight": known.get((index, "weight")),
+            }
+            seen.wanted = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if tensor is not None and tensor.requires_grad
+            }
         flat = [tensor for seen in passes.values() for tensor in seen.wanted.values()]
         found = iter(torch.autograd.grad(loss, flat, allow_unused=True))
         gradients = {index: {name: next(found) for name in seen.wanted} for index, seen in passes.items()}
@@ -93,7 +110,9 @@ def _writing(model: DiagnosedModel) -> dict[nn.Parameter, Tensor]:
     std, values = initial_std(model.module.config), dict[nn.Parameter, Tensor]()
     for (_, name), parameter in model.parameters().items():
         if name in ("conv", "proj") and not bool(parameter.any()):
-            values[parameter] = random_like(parameter, *parameter.shape) * std if name == "conv" else paper_p(parameter, std)
+            values[parameter] = (
+                random_like(parameter, *parameter.shape) * std if name == "conv" else paper_p(parameter, std)
+            )
     return values
 
 
@@ -119,7 +138,13 @@ def _passing(model: DiagnosedModel, passes: dict[int, _Pass]) -> Iterator[None]:
 @torch.no_grad()
 def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]) -> Ways:
     w0, at_out = layer.matrix(), gradients.get("out")
-    if seen.keys is None or seen.values is None or seen.context is None or at_out is None or layer.fast.config.prompt_write is not None:
+    if (
+        seen.keys is None
+        or seen.values is None
+        or seen.context is None
+        or at_out is None
+        or layer.fast.config.prompt_write is not None
+    ):
         return Ways(None, None, None)
     row, document = longest_document(seen.context.part(layer.chunk_size))
     chunks = list(seen.context.part(layer.chunk_size).chunks(document))
@@ -131,22 +156,28 @@ def _ways(layer: FastWeight, seen: _Pass, gradients: Mapping[str, Tensor | None]
 
     weight = None
     if w0 is not None:
-        needed = at_out.reshape(-1, at_out.shape[-1]).float().T @ seen.given.reshape(-1, seen.given.shape[-1]).float()
+        needed = (
+            at_out.reshape(-1, at_out.shape[-1]).float().T
+            @ seen.given.reshape(-1, seen.given.shape[-1]).float()
+        )
         had = gradients.get("weight")
         weight = Way(0.0 if had is None else float(had.float().norm()), float(needed.norm()))
     if len(chunks) < 2 or (w0 is None and layer.ttt.keys is None):
         return Ways(None, None, weight)
     step = torch.finfo(seen.keys.dtype).eps
-    taken = at_out.reshape(-1, at_out.shape[-1]) @ w0 if w0 is not None and layer.ttt.keys is None else None  # as autograd computes it
+    # as autograd computes it
+    taken = at_out.reshape(-1, at_out.shape[-1]) @ w0 if w0 is not None and layer.ttt.keys is None else None
     bias = getattr(layer, "bias", None)
 
     def through_keys(chunk: tuple[int, int]) -> tuple[Tensor, float]:
-        """The gradient at the keys that W0 does not take, and the size of W0's part, which rounding is measured by."""
+        """The gradient at the keys that W0 does not take, and the size of W0's part, which rounding is
+        measured by."""
         part = of(taken, chunk)
         at_keys = of(gradients.get("keys"), chunk)
         return (torch.zeros(()) if not bool(at_keys.any()) else at_keys - part), float(part.norm())
 
-    final = next((chunk for chunk in reversed(chunks) if bool(of(at_out, chunk).any())), chunks[-1])  # a last token predicts nothing
+    # a last token predicts nothing
+    final = next((chunk for chunk in reversed(chunks) if bool(of(at_out, chunk).any())), chunks[-1])
     (written, w_part), (read, r_part) = through_keys(chunks[0]), through_keys(final)
     first, last = of(seen.keys, chunks[0]), of(seen.keys, final)
     size = float(first.norm().clamp_min(1e-30))

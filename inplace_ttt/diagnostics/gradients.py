@@ -1,4 +1,5 @@
-"""Where the gradient goes: its norm in every parameter of the target generators, and what of it reaches each chunk."""
+"""Where the gradient goes: its norm in every parameter of the target generators, and what of it reaches each
+chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .writes import longest_document, observing, write_health
 
 ADAM_EPSILON = 1e-8
 LOW, VANISHED = 1e-1, 1e-2
-"""Of W_down's gradient: worth a search for the cause, and lost. A healthy target generator's is of the same order or above."""
+"""Of W_down's gradient: worth a search for the cause, and lost. A healthy target generator's is of the same
+order or above."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Rates:
     def __post_init__(self) -> None:
         for rate in (self.conv, self.proj, self.rest):
             if not 0 <= rate < float("inf"):
-                raise InPlaceTTTError(f"a learning rate to diagnose with must be a number of at least 0, got {rate!r}.")
+                raise InPlaceTTTError(
+                    f"a learning rate to diagnose with must be a number of at least 0, got {rate!r}."
+                )
 
     def of(self, key: Key) -> float:
         return {"conv": self.conv, "proj": self.proj, "gate": self.proj}.get(key[1], self.rest)
@@ -42,8 +46,10 @@ class Rates:
 class Gradients:
     """One backward pass. Norms are Frobenius; a parameter that the loss does not reach has none.
 
-    steps: norm of Adam's first step. by_chunk: for each layer ‖∂L/∂V_j‖ of the longest document's chunks, in order.
-    cut: layers whose targets take no gradient to conv and P. clipped: fraction of clipped chunks, in training. kept: ∂L/∂· itself.
+    steps: norm of Adam's first step. by_chunk: for each layer ‖∂L/∂V_j‖ of the longest document's chunks, in
+        order.
+    cut: layers whose targets take no gradient to conv and P. clipped: fraction of clipped chunks, in
+        training. kept: ∂L/∂· itself.
     """
 
     loss: float
@@ -84,7 +90,8 @@ class Gradients:
 
 
 def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -> Gradients:
-    """A backward pass in training mode, frozen parameters included; every `.grad` and generator stays as it was.
+    """A backward pass in training mode, frozen parameters included; every `.grad` and generator stays as it
+    was.
 
     keep: the kinds of parameter whose gradients are handed on themselves.
     Targets without a graph get their gradient all the same, so that it shows where it was cut.
@@ -95,7 +102,9 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
     clipped: dict[int, float] = {}
     layout: list[ChunkLayout] = []
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+    def observe(
+        layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
+    ) -> None:
         index = layer.fast.layer
         if not v.requires_grad:
             v.requires_grad_()
@@ -104,7 +113,12 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
         layout.append(context.part(layer.chunk_size))
         clipped[index] = write_health(layer, z, v, gate, context).clipped if layer.tau() is not None else 0.0
 
-    with model.mode(training=True), torch.enable_grad(), overriding(wanted.values(), requires_grad=True), observing(model.module, observe):
+    with (
+        model.mode(training=True),
+        torch.enable_grad(),
+        overriding(wanted.values(), requires_grad=True),
+        observing(model.module, observe),
+    ):
         loss = model.forward(labels=model.labels).loss
         targets = dict(values)
         found = torch.autograd.grad(loss, [*wanted.values(), *targets.values()], allow_unused=True)
@@ -113,13 +127,18 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
     by_chunk = {}
     for index, d_v in zip(targets, found[len(wanted) :], strict=True):
         chunks = layout[0].chunks(document)
-        by_chunk[index] = [0.0 if d_v is None else float(norm_of(d_v[row, start:stop])) for start, stop in chunks]
+        by_chunk[index] = [
+            0.0 if d_v is None else float(norm_of(d_v[row, start:stop])) for start, stop in chunks
+        ]
     reached = {key: g for key, g in by_parameter.items() if g is not None}
     return Gradients(
         float(loss.detach()),
         layout[0],
         {key: float(norm_of(g)) for key, g in reached.items()},
-        {key: rates.of(key) * float(norm_of(g.float() / (g.float().abs() + ADAM_EPSILON))) for key, g in reached.items()},
+        {
+            key: rates.of(key) * float(norm_of(g.float() / (g.float().abs() + ADAM_EPSILON)))
+            for key, g in reached.items()
+        },
         by_chunk,
         tuple(sorted(set(cut))),
         clipped,
@@ -128,9 +147,14 @@ def gradients(model: DiagnosedModel, rates: Rates, keep: Collection[str] = ()) -
 
 
 def first_step(model: DiagnosedModel, found: Gradients, rates: Rates) -> dict[nn.Parameter, Tensor]:
-    """conv after Adam's first step (its rate against the gradient's sign) where it is zero and will move; `found` keeps conv's."""
+    """conv after Adam's first step (its rate against the gradient's sign) where it is zero and will move;
+    `found` keeps conv's."""
     convs = {model.parameters()[key]: gradient for key, gradient in found.kept.items() if key[1] == "conv"}
-    return {conv: -rates.conv * gradient.sign() for conv, gradient in convs.items() if not bool(conv.any()) and bool(gradient.any())}
+    return {
+        conv: -rates.conv * gradient.sign()
+        for conv, gradient in convs.items()
+        if not bool(conv.any()) and bool(gradient.any())
+    }
 
 
 def summed(values: Mapping[Key, float], name: str) -> float | None:

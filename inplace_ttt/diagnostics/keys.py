@@ -19,7 +19,8 @@ _AT_MOST = 1024
 
 @dataclass(frozen=True)
 class KeyHealth:
-    """Keys Z of one layer. effective: participation ratio of ZᵀZ, from 1 to min(tokens, h); collision: RMS cosine of two tokens' keys.
+    """Keys Z of one layer. effective: participation ratio of ZᵀZ, from 1 to min(tokens, h); collision: RMS
+    cosine of two tokens' keys.
 
     cosine: mean cosine of two tokens' keys. width: h.
     """
@@ -49,12 +50,14 @@ def key_health(z: Tensor) -> KeyHealth:
 def participation(gram: Tensor) -> float:
     """(Σλ)² / Σλ² of a symmetric matrix: how many of its directions carry its weight; 0 for nothing."""
     trace = gram.trace()
-    return 1 / float((gram / trace).square().sum()) if trace > 0 else 0.0  # of shares, so that no square is too large or small to hold
+    # of shares, so that no square is too large or small to hold
+    return 1 / float((gram / trace).square().sum()) if trace > 0 else 0.0
 
 
 @contextmanager
 def keys_of_all_layers(model: nn.Module, rows: Tensor | None, found: dict[int, KeyHealth]) -> Iterator[None]:
-    """Within it a forward leaves the keys' health of every decoder layer, whitened where they are; rows: [B, T], which tokens count."""
+    """Within it a forward leaves the keys' health of every decoder layer, whitened where they are; rows: [B,
+    T], which tokens count."""
 
     def hook_of(index: int) -> object:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -32,10 +32,13 @@ from .writes import Writes, longest_document, observing, writes_by_chunk
 class Measurements:
     """All that was measured, layer by layer.
 
-    after_step: the gradients after Adam's first step, where conv started at zero. stepped: that step's loss. slopes: None where P does
+    after_step: the gradients after Adam's first step, where conv started at zero. stepped: that step's loss.
+        slopes: None where P does
     not show. states: dtypes that the state is kept in.
-    ways: of the gradient through each layer. prompt_writers: layers that write a prompt once, whose last chunk is read.
-    all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off. chance: ln of the
+    ways: of the gradient through each layer. prompt_writers: layers that write a prompt once, whose last
+        chunk is read.
+    all_writes: loss with every write minus without. loss_off: mean loss in eval mode with the writes off.
+        chance: ln of the
     vocabulary, above which a loss says nothing about help.
     """
 
@@ -69,7 +72,9 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     slopes = _slopes(model, baseline)
     tick("ways of the gradient")
     ways = gradient_ways(model) if math.isfinite(baseline.loss) else {}
-    baseline = dataclasses.replace(baseline, kept={key: g for key, g in baseline.kept.items() if _is_asked_for(key, model)})
+    baseline = dataclasses.replace(
+        baseline, kept={key: g for key, g in baseline.kept.items() if _is_asked_for(key, model)}
+    )
     after_step = None
     if moved := first_step(model, baseline, rates):
         tick("gradients after Adam's first step")
@@ -79,7 +84,9 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     keys: dict[int, KeyHealth] = {}
     targets: dict[int, TargetHealth] = {}
 
-    def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+    def observe(
+        layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
+    ) -> None:
         writes[layer.fast.layer] = writes_by_chunk(layer, z, v, gate, context)
 
     scored = Scored.of(model, baseline.layout)
@@ -94,7 +101,9 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
     sweeps: list[Sweep] = []
     if reads:
         if writing:
-            sweeps.append(sweep_eta(model, scored, (on, max(w.state_ratio for w in writes.values())), off, tick))
+            sweeps.append(
+                sweep_eta(model, scored, (on, max(w.state_ratio for w in writes.values())), off, tick)
+            )
         if config_of(model.module).starts_as_base:
             sweeps.append(sweep_init(model, scored, off, tick))
     return Measurements(
@@ -107,7 +116,9 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
         stepped=stepped,
         slopes=slopes,
         ways=ways,
-        prompt_writers=frozenset(i for i, layer in model.layers.items() if layer.fast.config.prompt_write is not None),
+        prompt_writers=frozenset(
+            i for i, layer in model.layers.items() if layer.fast.config.prompt_write is not None
+        ),
         targets=targets,
         writes=writes,
         all_writes=scored.change(on, off) if reads and writing else None,
@@ -122,7 +133,8 @@ def measure(model: DiagnosedModel, rates: Rates, tick: Callable[[str], None]) ->
 
 @dataclass(frozen=True)
 class Slopes:
-    """dL/d ln ‖P‖ of the layers whose conv and P are not zero, by autograd and by differences; error: how far the latter may be off."""
+    """dL/d ln ‖P‖ of the layers whose conv and P are not zero, by autograd and by differences; error: how far
+    the latter may be off."""
 
     layers: tuple[int, ...]
     autograd: float
@@ -138,7 +150,9 @@ def _slopes(model: DiagnosedModel, baseline: Gradients) -> Slopes | None:
     if not layers or not math.isfinite(baseline.loss):
         return None
     reached = [i for i in layers if (i, "proj") in baseline.kept]
-    autograd = sum(float((baseline.kept[i, "proj"].double() * known[i, "proj"].detach().double()).sum()) for i in reached)
+    autograd = sum(
+        float((baseline.kept[i, "proj"].double() * known[i, "proj"].detach().double()).sum()) for i in reached
+    )
     short, long = (loss_slope(model, layers, step) for step in (0.1, 0.2))
     return Slopes(tuple(layers), autograd, short, abs(short - long))
 
@@ -155,7 +169,8 @@ def _real_tokens(layout: ChunkLayout, model: DiagnosedModel) -> Tensor | None:
 
 
 def _states(model: DiagnosedModel, layout: ChunkLayout) -> dict[int, set[torch.dtype]]:
-    """Every dtype that a layer's state is kept in: as the op makes it, and in a session that reads a chunk and one token."""
+    """Every dtype that a layer's state is kept in: as the op makes it, and in a session that reads a chunk
+    and one token."""
     found = {index: {dtype} for index, dtype in states_in_training(model.layers).items()}
     row, (start, stop) = longest_document(layout)
     if stop - start > layout.chunk_size:

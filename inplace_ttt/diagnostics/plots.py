@@ -95,7 +95,9 @@ def _log(axes: Any, values: list[float], room: float = 3.0) -> None:
 
 def _threshold(axes: Any, at: float, text: str, colour: str = _RED) -> None:
     axes.axhline(at, color=colour, linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate(text, (1, at), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color=colour)
+    axes.annotate(
+        text, (1, at), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color=colour
+    )
 
 
 def _gradients(figure: Any, d: Diagnosis) -> None:
@@ -103,25 +105,56 @@ def _gradients(figure: Any, d: Diagnosis) -> None:
     left, right = figure.subplots(1, 2)
     layers = list(m.etas)
     colours = {"conv": _BLUE, "proj": _ORANGE, "weight": _SOFT}
-    kinds = [(kind, colour) for kind, colour in colours.items() if any(key[1] == kind for key in m.sizes) or kind == "weight"]
+    kinds = [
+        (kind, colour)
+        for kind, colour in colours.items()
+        if any(key[1] == kind for key in m.sizes) or kind == "weight"
+    ]
     norms = [norm for key, norm in m.gradients.norms.items() if key[0] is not None]
     _log(left, [*norms, *(m.gradients.norms.get((i, "weight"), 0.0) * VANISHED for i in layers)])
     floor = left.get_ylim()[0]
     for offset, (kind, colour) in zip((-0.27, 0.0, 0.27), kinds, strict=False):
         values = [m.gradients.norms.get((i, kind), 0.0) for i in layers]
-        left.bar([x + offset for x in range(len(layers))], [max(v, floor) for v in values], 0.25, color=colour, label=_NAMES[kind])
+        left.bar(
+            [x + offset for x in range(len(layers))],
+            [max(v, floor) for v in values],
+            0.25,
+            color=colour,
+            label=_NAMES[kind],
+        )
         for x, value in enumerate(values):
             if value == 0:
-                left.annotate("0", (x + offset, floor), ha="center", va="bottom", fontsize=9, color=colour, fontweight="bold")
+                left.annotate(
+                    "0",
+                    (x + offset, floor),
+                    ha="center",
+                    va="bottom",
+                    fontsize=9,
+                    color=colour,
+                    fontweight="bold",
+                )
     for x, i in enumerate(layers):
         limit = m.gradients.norms.get((i, "weight"), 0.0) * VANISHED
         left.plot(
-            [x - 0.4, x + 0.4], [limit, limit], color=_RED, linewidth=1.2, linestyle=(0, (3, 2)), label="vanished below" if x == 0 else None
+            [x - 0.4, x + 0.4],
+            [limit, limit],
+            color=_RED,
+            linewidth=1.2,
+            linestyle=(0, (3, 2)),
+            label="vanished below" if x == 0 else None,
         )
     left.set_xticks(range(len(layers)), [f"{i}" for i in layers])
     left.grid(axis="x", visible=False)
     left.set(title="Gradient norm by layer", xlabel="TTT layer", ylabel="‖∂L/∂·‖")
-    left.legend(fontsize=8.5, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.2), borderaxespad=0, handlelength=1.2, columnspacing=1)
+    left.legend(
+        fontsize=8.5,
+        ncols=4,
+        loc="upper left",
+        bbox_to_anchor=(0, -0.2),
+        borderaxespad=0,
+        handlelength=1.2,
+        columnspacing=1,
+    )
     groups = d.to_dict()["groups"]
     shares = {
         _NAMES[name]: (group["step_over_parameter"], colour)
@@ -129,16 +162,26 @@ def _gradients(figure: Any, d: Diagnosis) -> None:
         if group["parameter"] is not None
     }
     moving = {name: value for name, (value, _) in shares.items() if value}
-    right.barh(list(shares), [value or 0 for value, _ in shares.values()], 0.55, color=[colour for _, colour in shares.values()])
+    right.barh(
+        list(shares),
+        [value or 0 for value, _ in shares.values()],
+        0.55,
+        color=[colour for _, colour in shares.values()],
+    )
     if moving:
         right.set_xscale("log")
-        right.set_xlim(10 ** math.floor(math.log10(min(moving.values())) - 0.5), 10 ** math.ceil(math.log10(max(moving.values())) + 1))
+        right.set_xlim(
+            10 ** math.floor(math.log10(min(moving.values())) - 0.5),
+            10 ** math.ceil(math.log10(max(moving.values())) + 1),
+        )
     for y, name in enumerate(shares):
         if name in moving:
             right.annotate(f" {moving[name]:.1e}", (moving[name], y), va="center", fontsize=8.5, color=_SOFT)
         else:
             said = " starts at zero" if groups["conv"]["gradient"] and name == "conv" else " no gradient"
-            right.annotate(said, (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=_SOFT)
+            right.annotate(
+                said, (0, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=_SOFT
+            )
     right.invert_yaxis()
     right.grid(axis="y", visible=False)
     right.set(title="Adam's first step", xlabel="‖step‖ / ‖parameter‖")
@@ -154,10 +197,19 @@ def _chunks(figure: Any, d: Diagnosis) -> None:
     if dead is not None:
         axes.axvspan(dead + 0.5, count + 0.5, color="#f5f7f9", zorder=0)
         axes.annotate(
-            "nobody reads the last", (count + 0.4, 0.03), xycoords=("data", "axes fraction"), ha="right", fontsize=8.5, color=_SOFT
+            "nobody reads the last",
+            (count + 0.4, 0.03),
+            xycoords=("data", "axes fraction"),
+            ha="right",
+            fontsize=8.5,
+            color=_SOFT,
         )
     axes.set_xlim(0.5, count + 0.5)
-    axes.set(title="Gradient that reaches each chunk's write", xlabel="chunk of the longest document", ylabel="‖∂L/∂V‖ of the chunk")
+    axes.set(
+        title="Gradient that reaches each chunk's write",
+        xlabel="chunk of the longest document",
+        ylabel="‖∂L/∂V‖ of the chunk",
+    )
 
 
 def _writes(figure: Any, d: Diagnosis) -> None:
@@ -167,13 +219,23 @@ def _writes(figure: Any, d: Diagnosis) -> None:
     values = [v for line in series.values() for v in line]
     _log(left, values)
     top = left.get_ylim()[1]
-    for at, text, colour in ((EXCEEDS_WEIGHT, "as large as the weight", _RED), (TENTH_OF_WEIGHT, "a tenth of it", _BROWN)):
+    for at, text, colour in (
+        (EXCEEDS_WEIGHT, "as large as the weight", _RED),
+        (TENTH_OF_WEIGHT, "a tenth of it", _BROWN),
+    ):
         if at / 3 < top:
             left.set_ylim(top=max(top, at * 2))
             _threshold(left, at, text, colour)
     _lines(left, series)
     left.set(title="What a document's writes add up to", xlabel="chunks written", ylabel="η‖S‖ / ‖W0‖")
-    _lines(right, {i: [float("nan") if c.alignment is None else c.alignment for c in w.by_chunk] for i, w in writes.items()}, legend=False)
+    _lines(
+        right,
+        {
+            i: [float("nan") if c.alignment is None else c.alignment for c in w.by_chunk]
+            for i, w in writes.items()
+        },
+        legend=False,
+    )
     right.set_ylim(-1.05, 1.05)
     right.axhline(0, color=_LINE)
     right.set(title="Do writes repeat each other?", xlabel="chunk", ylabel="cosine with the write before")
@@ -190,7 +252,13 @@ def _effects(figure: Any, d: Diagnosis) -> None:
     colours = [_RED if c.loss > 0 else _GREEN for c in changes]
     left.bar(names, [c.loss for c in changes], 0.55, color=colours)
     left.errorbar(
-        names, [c.loss for c in changes], [2 * (c.stderr or 0) for c in changes], fmt="none", ecolor=_INK, elinewidth=1.2, capsize=4
+        names,
+        [c.loss for c in changes],
+        [2 * (c.stderr or 0) for c in changes],
+        fmt="none",
+        ecolor=_INK,
+        elinewidth=1.2,
+        capsize=4,
     )
     left.axhline(0, color=_INK, linewidth=0.8)
     left.grid(axis="x", visible=False)
@@ -224,12 +292,22 @@ def _keys(figure: Any, d: Diagnosis) -> None:
 
 def _sweeps(figure: Any, d: Diagnosis) -> None:
     sweeps = d.measured.sweeps
-    titles = {"eta": ("eta with the model's own conv and P", "eta"), "init": ("an untrained start of conv", "standard deviation of conv")}
+    titles = {
+        "eta": ("eta with the model's own conv and P", "eta"),
+        "init": ("an untrained start of conv", "standard deviation of conv"),
+    }
     for axes, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps, strict=True):
         x = [p.value for p in sweep.points]
         y = [p.loss.loss for p in sweep.points]
         axes.errorbar(
-            x, y, [2 * (p.loss.stderr or 0) for p in sweep.points], color=_BLUE, marker="o", markersize=4, linewidth=1.6, capsize=3
+            x,
+            y,
+            [2 * (p.loss.stderr or 0) for p in sweep.points],
+            color=_BLUE,
+            marker="o",
+            markersize=4,
+            linewidth=1.6,
+            capsize=3,
         )
         axes.set_xscale("log")
         axes.set_yscale("symlog", linthresh=0.01)
@@ -237,13 +315,21 @@ def _sweeps(figure: Any, d: Diagnosis) -> None:
         for point, value in zip(sweep.points, y, strict=True):
             top = value + 2 * (point.loss.stderr or 0)
             axes.annotate(
-                f"{point.state_ratio:.2g}", (point.value, top), (0, 4), textcoords="offset points", ha="center", fontsize=8, color=_SOFT
+                f"{point.state_ratio:.2g}",
+                (point.value, top),
+                (0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=_SOFT,
             )
         if sweep.safe is not None:
             axes.axvspan(x[0] / 2, sweep.safe * 1.25, color=_GREEN, alpha=0.08, zorder=0)
         if sweep.now is not None:
             axes.axvline(sweep.now, color=_SOFT, linewidth=1, linestyle=(0, (2, 2)))
-            axes.annotate(" now", (sweep.now, 0.02), xycoords=("data", "axes fraction"), fontsize=8.5, color=_SOFT)
+            axes.annotate(
+                " now", (sweep.now, 0.02), xycoords=("data", "axes fraction"), fontsize=8.5, color=_SOFT
+            )
         axes.set_xlim(x[0] / 2, x[-1] * 2)
         axes.margins(y=0.15)
         title, label = titles[sweep.name]
@@ -261,10 +347,14 @@ def _precision(figure: Any, d: Diagnosis) -> None:
         ("the output's rounding, as it is", [w.output for w in writes.values()], _BLUE),
     ]
     for offset, (name, values, colour) in zip((-0.27, 0.0, 0.27), series, strict=True):
-        axes.bar([x + offset for x in range(len(writes))], [v or 0 for v in values], 0.25, color=colour, label=name)
+        axes.bar(
+            [x + offset for x in range(len(writes))], [v or 0 for v in values], 0.25, color=colour, label=name
+        )
         for x, value in enumerate(values):
             if value is not None:
-                axes.annotate(f"{value:.2g}", (x + offset, value), ha="center", va="bottom", fontsize=8, color=_SOFT)
+                axes.annotate(
+                    f"{value:.2g}", (x + offset, value), ha="center", va="bottom", fontsize=8, color=_SOFT
+                )
     axes.set_xticks(range(len(writes)), [str(i) for i in writes])
     axes.grid(axis="x", visible=False)
     _log(axes, [v for _, values, _ in series for v in values if v])
@@ -279,7 +369,8 @@ def _writing(d: Diagnosis) -> bool:
 PLOTS: tuple[Plot, ...] = (
     Plot(
         "gradients.png",
-        "Left: conv and P of a healthy target generator get a gradient of W_down's order or more; below the dashed line it has vanished. "
+        "Left: conv and P of a healthy target generator get a gradient of W_down's order or more; below "
+        "the dashed line it has vanished. "
         "Right: how far Adam's first step moves each kind of parameter.",
         _gradients,
         lambda d: any(d.measured.gradients.norms.values()),
@@ -292,13 +383,15 @@ PLOTS: tuple[Plot, ...] = (
     ),
     Plot(
         "writes.png",
-        "Left: a slope of one half means unrelated writes, a slope of one a drift. Right: writes near 1 repeat each other.",
+        "Left: a slope of one half means unrelated writes, a slope of one a drift. Right: writes near 1 "
+        "repeat each other.",
         _writes,
         _writing,
     ),
     Plot(
         "effects.png",
-        "Over the tokens that can read a write. Below zero the writes help; whiskers are two standard errors over chunks.",
+        "Over the tokens that can read a write. Below zero the writes help; whiskers are two standard "
+        "errors over chunks.",
         _effects,
         lambda d: bool(d.measured.effects),
     ),
@@ -310,13 +403,15 @@ PLOTS: tuple[Plot, ...] = (
     ),
     Plot(
         "sweeps.png",
-        "Green is what does not raise the loss. Small numbers are η‖S‖/‖W0‖ at each point; the axis is linear within ±0.01 nats.",
+        "Green is what does not raise the loss. Small numbers are η‖S‖/‖W0‖ at each point; the axis is "
+        "linear within ±0.01 nats.",
         _sweeps,
         lambda d: bool(d.measured.sweeps),
     ),
     Plot(
         "precision.png",
-        "Orange and red: what the same writes would lose if the sum were kept in half precision. Blue: what this model's output loses now.",
+        "Orange and red: what the same writes would lose if the sum were kept in half precision. Blue: "
+        "what this model's output loses now.",
         _precision,
         _writing,
     ),

@@ -1,4 +1,5 @@
-"""What rounding takes of an update: in the state, in a running weight, in the output; and what the state really is kept in."""
+"""What rounding takes of an update: in the state, in a running weight, in the output; and what the state
+really is kept in."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class UpdateLost:
 
     dtype: the half precision that is supposed (the model's, or bfloat16 for a full-precision model).
     state: S summed in it; None where what is read is not that sum (least squares, kept row norms).
-    weight: W0 + ηS summed in it, as the public code does. output: the layer's output in the model's own dtype.
+    weight: W0 + ηS summed in it, as the public code does. output: the layer's output in the model's own
+        dtype.
     """
 
     dtype: str
@@ -60,7 +62,9 @@ def rounding_of_output(z: Tensor, w0: Tensor | None, eta: float, state: Tensor) 
         return None
     update = eta * (z.to(state.dtype) @ state.T)
     base = torch.nn.functional.linear(z, w0.to(z.dtype))
-    return _distance((base.to(state.dtype) + update).to(z.dtype).to(state.dtype) - base.to(state.dtype), update)
+    return _distance(
+        (base.to(state.dtype) + update).to(z.dtype).to(state.dtype) - base.to(state.dtype), update
+    )
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float | None:
@@ -74,13 +78,16 @@ def states_in_training(layers: dict[int, FastWeight]) -> dict[int, torch.dtype]:
     for index, layer in layers.items():
         dtype = next(layer.parameters()).dtype
         one = torch.ones(1, 1, 1, dtype=dtype if dtype.is_floating_point else torch.bfloat16)
-        _, state = fast_weight(one, one, None, eta=1.0, layout=ChunkLayout.from_lengths([[1]], 1), return_state=True)
+        _, state = fast_weight(
+            one, one, None, eta=1.0, layout=ChunkLayout.from_lengths([[1]], 1), return_state=True
+        )
         found[index] = state.dtype
     return found
 
 
 def states_in_reading(model: nn.Module, ids: Tensor) -> dict[int, torch.dtype]:
-    """The dtype of every layer's state in a session that reads ids [1, n], at least a chunk; the model is in eval mode."""
+    """The dtype of every layer's state in a session that reads ids [1, n], at least a chunk; the model is in
+    eval mode."""
     lm = causal_lm(model)
     if not isinstance(lm, PreTrainedModel):
         return {}
@@ -91,4 +98,8 @@ def states_in_reading(model: nn.Module, ids: Tensor) -> dict[int, torch.dtype]:
 
 def states_of(session: Session) -> dict[int, torch.dtype]:
     """Layer -> dtype of its state, for the layers of a session that have written."""
-    return {index: stream.state.dtype for index, stream in streams(session.cache).items() if stream.state is not None}
+    return {
+        index: stream.state.dtype
+        for index, stream in streams(session.cache).items()
+        if stream.state is not None
+    }

@@ -33,7 +33,9 @@ def write_into(folder: Path, diagnosis: Diagnosis) -> None:
     drawn = plots.draw_all(diagnosis, folder) if charts.available() else []
     images = [(plot.caption, (folder / plot.file).read_bytes()) for plot in drawn]
     (folder / PAGE).write_text(page(diagnosis, images), encoding="utf-8")
-    (folder / NUMBERS).write_text(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / NUMBERS).write_text(
+        json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+    )
 
 
 def summary(diagnosis: Diagnosis) -> str:
@@ -55,7 +57,11 @@ def page(diagnosis: Diagnosis, images: Sequence[tuple[str, bytes]]) -> str:
         summary=summary(diagnosis),
         diagnosis=diagnosis,
         facts=_facts(values),
-        groups=[_group_row(name, values["groups"][key]) for key, name in _GROUPS.items() if values["groups"][key]["parameter"] is not None],
+        groups=[
+            _group_row(name, values["groups"][key])
+            for key, name in _GROUPS.items()
+            if values["groups"][key]["parameter"] is not None
+        ],
         layers=[_layer_row(layer) for layer in values["layers"]],
         images=[(caption, base64.b64encode(image).decode()) for caption, image in images],
     )
@@ -72,8 +78,13 @@ def _layer_row(layer: dict[str, Any]) -> list[str]:
         str(layer["layer"]),
         _number(layer["eta"]),
         *(_number(layer["parameters"].get(name, {}).get("gradient")) for name in ("conv", "proj", "weight")),
-        *(_number(writes.get(name)) for name in ("state_ratio", "growth", "clipped", "effective_rank", "alignment")),
-        f"{writes['gate_mean']:.2g} ± {writes['gate_spread']:.2g}" if writes.get("gate_spread") else _number(writes.get("gate_mean")),
+        *(
+            _number(writes.get(name))
+            for name in ("state_ratio", "growth", "clipped", "effective_rank", "alignment")
+        ),
+        f"{writes['gate_mean']:.2g} ± {writes['gate_spread']:.2g}"
+        if writes.get("gate_spread")
+        else _number(writes.get("gate_mean")),
         _number(keys.get("effective")),
         _number(keys.get("collision")),
         _change(effect["loss_change"], effect["stderr"]) if effect else "",
@@ -91,7 +102,9 @@ def _facts(values: dict[str, Any]) -> dict[str, str]:
     }
     if values["effect_of_all_writes"] is not None:
         change = values["effect_of_all_writes"]
-        facts["writes on − off"] = f"{_change(change['loss'], change['stderr'])} nats a token, over the tokens that can read a write"
+        facts["writes on − off"] = (
+            f"{_change(change['loss'], change['stderr'])} nats a token, over the tokens that can read a write"
+        )
     return facts
 
 

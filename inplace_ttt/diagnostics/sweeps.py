@@ -51,15 +51,29 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         points = [
-            {"value": p.value, "loss_change": p.loss.loss, "stderr": p.loss.stderr, "state_ratio": p.state_ratio} for p in self.points
+            {
+                "value": p.value,
+                "loss_change": p.loss.loss,
+                "stderr": p.loss.stderr,
+                "state_ratio": p.state_ratio,
+            }
+            for p in self.points
         ]
         return {"now": self.now, "safe": self.safe, "bounded": self.bounded, "points": points}
 
 
-def sweep_eta(model: DiagnosedModel, scored: Scored, on: tuple[Reading, float], off: Reading, tick: Callable[[str], None]) -> Sweep:
-    """η of all layers times a factor, with the model's own conv and P. on: the reading as it is, and its largest state ratio.
+def sweep_eta(
+    model: DiagnosedModel,
+    scored: Scored,
+    on: tuple[Reading, float],
+    off: Reading,
+    tick: Callable[[str], None],
+) -> Sweep:
+    """η of all layers times a factor, with the model's own conv and P. on: the reading as it is, and its
+    largest state ratio.
 
-    The curve is in terms of the largest η of the layers. Where that is 0, which no factor raises, it is one of 1 in all of them.
+    The curve is in terms of the largest η of the layers. Where that is 0, which no factor raises, it is one
+    of 1 in all of them.
     """
     now = max(layer.eta for layer in model.layers.values())
     etas = {index: layer.eta if now else 1.0 for index, layer in model.layers.items()}
@@ -72,7 +86,8 @@ def sweep_eta(model: DiagnosedModel, scored: Scored, on: tuple[Reading, float], 
 
 
 def sweep_init(model: DiagnosedModel, scored: Scored, off: Reading, tick: Callable[[str], None]) -> Sweep:
-    """conv drawn from N(0, s²) in every layer, P as the paper draws it, the model's own η: how large an untrained start may be."""
+    """conv drawn from N(0, s²) in every layer, P as the paper draws it, the model's own η: how large an
+    untrained start may be."""
     parameters, points = model.parameters(), []
     sigma = initial_std(model.module.config)
     for std in _CONV_STDS:
@@ -90,4 +105,6 @@ def _point(value: float, model: DiagnosedModel, scored: Scored, off: Reading, ch
     writes: dict[int, WriteHealth] = {}
     with change, observed(model.module, writes):
         reading = read(model)
-    return Point(value, scored.change(reading, off), max((w.state_ratio for w in writes.values()), default=0.0))
+    return Point(
+        value, scored.change(reading, off), max((w.state_ratio for w in writes.values()), default=0.0)
+    )

@@ -20,8 +20,10 @@ from .writes import longest_document
 class TargetHealth:
     """Of one layer, over the longest document.
 
-    size: root mean square of the source, as the convolution takes it. spread: share of its square that is not its mean over tokens.
-    source_rank, target_rank: participation ratio of the source's and the targets' directions, the mean included; proj_rank: P's.
+    size: root mean square of the source, as the convolution takes it. spread: share of its square that is not
+        its mean over tokens.
+    source_rank, target_rank: participation ratio of the source's and the targets' directions, the mean
+        included; proj_rank: P's.
     """
 
     size: float
@@ -36,7 +38,8 @@ _AWAY = -0.5
 
 
 def direction(layer: FastWeight) -> float:
-    """Cosine of P with the identity, with the sign of conv's largest tap where that one is clear: 1 where a target is its source."""
+    """Cosine of P with the identity, with the sign of conv's largest tap where that one is clear: 1 where a
+    target is its source."""
     conv, proj = layer.ttt.conv, layer.ttt.proj.detach().float()
     own = _cosine(proj)
     if conv is None:
@@ -65,7 +68,9 @@ def observing_targets(model: nn.Module, found: dict[int, TargetHealth]) -> Itera
         def hook(module: TargetGenerator, args: tuple[Tensor, ChunkLayout], out: Tensor) -> None:
             row, (start, stop) = longest_document(args[1])
             source = module.normalize_source(args[0][row, start:stop].detach().to(module.proj)).float()
-            found[index] = _health(source, out[row, start:stop].detach().float(), module.proj.detach().float())
+            found[index] = _health(
+                source, out[row, start:stop].detach().float(), module.proj.detach().float()
+            )
 
         return hook
 
@@ -81,4 +86,6 @@ def _health(source: Tensor, targets: Tensor, proj: Tensor) -> TargetHealth:
     square = float(source.square().sum())
     off_mean = float((source - source.mean(0)).square().sum())
     ranks = [participation(x @ x.T if len(x) < x.shape[1] else x.T @ x) for x in (source, targets, proj)]
-    return TargetHealth((square / max(1, source.numel())) ** 0.5, off_mean / square if square > 0 else 0.0, *ranks)
+    return TargetHealth(
+        (square / max(1, source.numel())) ** 0.5, off_mean / square if square > 0 else 0.0, *ranks
+    )

@@ -31,8 +31,8 @@ _STUDENT = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.5, 8: 2.4}
 
 @dataclass(frozen=True)
 class Change:
-    """Of the mean loss (nats per token) over the tokens that can read a write. stderr: over chunks, each by its number of tokens; None for
-    a single one. chunks: how many."""
+    """Of the mean loss (nats per token) over the tokens that can read a write. stderr: over chunks, each by
+    its number of tokens; None for a single one. chunks: how many."""
 
     loss: float
     stderr: float | None
@@ -51,14 +51,18 @@ class Change:
         return Change(-self.loss, self.stderr, self.chunks)
 
     def __str__(self) -> str:
-        return f"{self.loss:+.3g}" + ("" if self.stderr is None else f" ± {self.error:.1g}") + " nats per token"
+        return (
+            f"{self.loss:+.3g}" + ("" if self.stderr is None else f" ± {self.error:.1g}") + " nats per token"
+        )
 
 
 @dataclass(frozen=True)
 class Few:
-    """How much of a change of the loss is of the hundredth of the tokens harmed most, less what the hundredth helped most gains.
+    """How much of a change of the loss is of the hundredth of the tokens harmed most, less what the hundredth
+    helped most gains.
 
-    share: of the whole change. count: a hundredth of the tokens. token: the id that those harmed most read most often; times: how often;
+    share: of the whole change. count: a hundredth of the tokens. token: the id that those harmed most read
+        most often; times: how often;
     text: the token's, where a tokenizer says it.
     """
 
@@ -71,9 +75,11 @@ class Few:
 
 @dataclass(frozen=True)
 class Effect:
-    """One layer's writes: loss with them minus loss without; RMS of the change of the logits, each token's mean taken off.
+    """One layer's writes: loss with them minus loss without; RMS of the change of the logits, each token's
+    mean taken off.
 
-    leaked: the same RMS over documents' first chunks, which read no write; 0 where rounding explains it. turned: the change of the loss
+    leaked: the same RMS over documents' first chunks, which read no write; 0 where rounding explains it.
+        turned: the change of the loss
     by writes of the other sign, for a layer whose targets point away from their source.
     """
 
@@ -94,7 +100,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens that can read a write, those that cannot, and the chunk that each is in: [B, T] booleans and numbers."""
+    """The tokens that can read a write, those that cannot, and the chunk that each is in: [B, T] booleans and
+    numbers."""
 
     mask: Tensor
     chunk: Tensor
@@ -106,18 +113,22 @@ class Scored:
         mask, first = (torch.zeros_like(labels, dtype=torch.bool) for _ in range(2))
         for row, spans in enumerate(layout.documents):
             for start, stop in spans:
-                mask[row, start + layout.chunk_size : stop - 1] = True  # the last token predicts another document's first
+                # the last token predicts another document's first
+                mask[row, start + layout.chunk_size : stop - 1] = True
                 first[row, start : min(start + layout.chunk_size, stop)] = True
         ids = layout.chunk_ids(labels.device).long()
         rows = torch.arange(len(ids), device=labels.device)[:, None] * (int(ids.max()) + 1)
         return cls(mask & (labels != IGNORED), ids + rows, first)
 
     def change(self, on: Reading, off: Reading) -> Change:
-        """Mean of on − off over tokens, its error from the chunks' parts in it: a chunk of few tokens has little."""
+        """Mean of on − off over tokens, its error from the chunks' parts in it: a chunk of few tokens has
+        little."""
         difference, chunk = (on.losses - off.losses)[self.mask].double(), self.chunk[self.mask]
         numbers, place = chunk.unique(return_inverse=True)
         mean, n = difference.mean(), len(numbers)
-        parts = torch.zeros(n, dtype=torch.float64, device=place.device).index_add_(0, place, difference - mean)
+        parts = torch.zeros(n, dtype=torch.float64, device=place.device).index_add_(
+            0, place, difference - mean
+        )
         stderr = float(parts.square().sum().mul(n / (n - 1)).sqrt() / len(difference)) if n > 1 else None
         return Change(float(mean), stderr, n)
 
@@ -128,7 +139,9 @@ class Scored:
         whole = float(difference.sum())
         share = float(difference[harmed].sum() + difference[helped].sum()) / whole if whole else 0.0
         token, times = Counter(read[harmed].tolist()).most_common(1)[0]
-        return Few(share, count, token, times, None if model.tokenizer is None else model.tokenizer.decode([token]))
+        return Few(
+            share, count, token, times, None if model.tokenizer is None else model.tokenizer.decode([token])
+        )
 
     def logit_change(self, on: Reading, off: Reading) -> float:
         return _rms_change(on, off, self.mask)
@@ -152,14 +165,18 @@ def _rms_change(on: Reading, off: Reading, mask: Tensor) -> float:
 
 
 @torch.no_grad()
-def read(model: DiagnosedModel, within: AbstractContextManager[Any] | None = None, *, keep_logits: bool = False) -> Reading:
+def read(
+    model: DiagnosedModel, within: AbstractContextManager[Any] | None = None, *, keep_logits: bool = False
+) -> Reading:
     """A forward in eval mode."""
     with model.mode(training=False), within or nullcontext():
         logits = model.forward().logits
     labels, losses = model.next_tokens, torch.zeros(logits.shape[:2], device=logits.device)
     for first in range(0, logits.shape[1], _SLICE):
         here = slice(first, first + _SLICE)
-        flat = torch.nn.functional.cross_entropy(logits[:, here].flatten(0, 1).float(), labels[:, here].flatten(), reduction="none")
+        flat = torch.nn.functional.cross_entropy(
+            logits[:, here].flatten(0, 1).float(), labels[:, here].flatten(), reduction="none"
+        )
         losses[:, here] = flat.view(len(losses), -1)
     return Reading(losses, logits if keep_logits else None)
 
@@ -170,7 +187,9 @@ def read_off(model: DiagnosedModel, within: AbstractContextManager[Any] | None =
         return read(model, within)
 
 
-def effects(model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[str], None]) -> dict[int, Effect]:
+def effects(
+    model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[str], None]
+) -> dict[int, Effect]:
     """Each layer's, by turning its writes off alone; `on` with its logits."""
     found = {}
     for index in model.layers:
@@ -179,7 +198,9 @@ def effects(model: DiagnosedModel, scored: Scored, on: Reading, tick: Callable[[
         change, turned = scored.change(on, off), None
         if points_away(model.layers[index]):
             tick(f"layer {index} with the other sign")
-            turned = scored.change(read(model, with_eta(model.layers, {index: -model.layers[index].eta})), off)
+            turned = scored.change(
+                read(model, with_eta(model.layers, {index: -model.layers[index].eta})), off
+            )
         moved, leaked = scored.logit_change(on, off), scored.leaked(on, off)
         found[index] = Effect(change, moved, scored.few(on, off, model), leaked, turned)
     return found

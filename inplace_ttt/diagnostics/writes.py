@@ -28,12 +28,15 @@ Observer = Callable[[FastWeight, Tensor, Tensor, Tensor | None, ForwardContext],
 
 @dataclass(frozen=True)
 class WriteHealth:
-    """One layer's writes over the longest document of a forward; where it has labels, the longest with one, which padding is not.
+    """One layer's writes over the longest document of a forward; where it has labels, the longest with one,
+    which padding is not.
 
-    chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest η‖c_jV_jᵀZ_j‖/‖W0‖. With least
-    squares, and where row norms are kept, M stands in S's place, and what a chunk changes of it in a write's; with whitened keys
-    both are what they change of W0.
-    clipped: fraction of chunks whose delta was clipped. gate_mean, gate_spread: of how much tokens count, 1 and 0 without a gate of writes.
+    chunks: complete ones. state_ratio: η‖S‖/‖W0‖ after all of them. write_ratio: the largest
+        η‖c_jV_jᵀZ_j‖/‖W0‖. With least
+    squares, and where row norms are kept, M stands in S's place, and what a chunk changes of it in a write's;
+    with whitened keys both are what they change of W0.
+    clipped: fraction of chunks whose delta was clipped. gate_mean, gate_spread: of how much tokens count, 1
+        and 0 without a gate of writes.
     """
 
     chunks: int
@@ -46,7 +49,8 @@ class WriteHealth:
 
 @dataclass(frozen=True)
 class ChunkWrite:
-    """One chunk's write: sizes as in WriteHealth, after this chunk; alignment: cosine with the chunk before's, if both are not zero."""
+    """One chunk's write: sizes as in WriteHealth, after this chunk; alignment: cosine with the chunk
+    before's, if both are not zero."""
 
     write_ratio: float
     state_ratio: float
@@ -58,8 +62,10 @@ class ChunkWrite:
 class Writes:
     """One layer's writes over the longest document of a forward, chunk by chunk.
 
-    effective_rank: participation ratio of SSᵀ. growth: slope of log ‖S‖ over log chunks: 0.5 where writes are unrelated, 1 where
-    they repeat each other; None below three chunks. lost: how much of the update rounding takes. gate_mean, gate_spread: as in WriteHealth.
+    effective_rank: participation ratio of SSᵀ. growth: slope of log ‖S‖ over log chunks: 0.5 where writes are
+        unrelated, 1 where
+    they repeat each other; None below three chunks. lost: how much of the update rounding takes. gate_mean,
+    gate_spread: as in WriteHealth.
     """
 
     by_chunk: tuple[ChunkWrite, ...]
@@ -86,7 +92,8 @@ class Writes:
 
 @contextmanager
 def observing(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Within it every fast-weight read of a forward shows its layer, keys, targets, gate and context to `observer`."""
+    """Within it every fast-weight read of a forward shows its layer, keys, targets, gate and context to
+    `observer`."""
     with overriding([layer.fast for layer in fast_weights(model).values()], observer=observer):
         yield
 
@@ -96,7 +103,9 @@ def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
     """Within it every forward of a converted model leaves its writes' health in `found`, layer by layer."""
     with _labels_noted(model) as labels:
 
-        def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+        def observe(
+            layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
+        ) -> None:
             found[layer.fast.layer] = write_health(layer, z, v, gate, context, labels(v))
 
         with observing(model, observe):
@@ -105,10 +114,13 @@ def observed(model: nn.Module, found: dict[int, WriteHealth]) -> Iterator[None]:
 
 @contextmanager
 def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
-    """Within it the first forward leaves the `state_ratio` of every layer in `found`; only its labels are waited for."""
+    """Within it the first forward leaves the `state_ratio` of every layer in `found`; only its labels are
+    waited for."""
     with _labels_noted(model) as labels:
 
-        def observe(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> None:
+        def observe(
+            layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
+        ) -> None:
             if layer.fast.layer not in found:
                 found[layer.fast.layer] = state_ratio(layer, z, v, gate, context, labels(v))
 
@@ -118,7 +130,8 @@ def watched(model: nn.Module, found: dict[int, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None]]:
-    """Within it a call that, of an activation [B, T, …] of a forward, gives that forward's labels [B, T] on the CPU, or None."""
+    """Within it a call that, of an activation [B, T, …] of a forward, gives that forward's labels [B, T] on
+    the CPU, or None."""
     last: dict[str, Any] = {}
 
     def note(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
@@ -129,7 +142,9 @@ def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None
         given, kept = last.get("labels"), last.pop("logits_to_keep", None)
         if isinstance(given, Tensor) and isinstance(kept, Tensor):  # they stand where logits are kept alone
             given = given.new_full(of.shape[:2], IGNORED).index_copy(1, kept, given)
-        last["labels"] = given = given.cpu() if isinstance(given, Tensor) and given.shape == of.shape[:2] else None
+        last["labels"] = given = (
+            given.cpu() if isinstance(given, Tensor) and given.shape == of.shape[:2] else None
+        )
         return given
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
@@ -141,14 +156,25 @@ def _labels_noted(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor | None
 
 @torch.no_grad()
 def state_ratio(
-    layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext, labels: Tensor | None = None
+    layer: FastWeight,
+    z: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    context: ForwardContext,
+    labels: Tensor | None = None,
 ) -> Tensor:
-    """η‖S‖/‖W0‖ after the longest document (with a label): infinite where S is not finite, 0 where W0 does not show.
+    """η‖S‖/‖W0‖ after the longest document (with a label): infinite where S is not finite, 0 where W0 does
+    not show.
 
-    Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in the model's own dtype, and
-    accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and has no factor where the ridge is small.
+    Where every chunk writes all of its delta, S is one product, a small part of what the layer computes: in
+    the model's own dtype, and accurate with least squares, since KᵀK rounded to bf16 is no sum of squares and
+    has no factor where the ridge is small.
     """
-    layout, w0, rule = labelled(context.part(layer.chunk_size), labels), layer.matrix(), layer.fast.config.rule
+    layout, w0, rule = (
+        labelled(context.part(layer.chunk_size), labels),
+        layer.matrix(),
+        layer.fast.config.rule,
+    )
     accurate = state_dtype(z.dtype)
     if layer.tau() is None and layer.fast.config.write_norm is None and z.dtype != torch.float16:
         row, (start, stop) = longest_document(layout)
@@ -168,10 +194,16 @@ def state_ratio(
 
 @torch.no_grad()
 def write_health(
-    layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext, labels: Tensor | None = None
+    layer: FastWeight,
+    z: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    context: ForwardContext,
+    labels: Tensor | None = None,
 ) -> WriteHealth:
-    """Health of a layer's writes with keys [B, T, h], targets [B, T, d] and, with least squares, a gate [B, T], while its weight is at
-    hand; over the longest document, of those with a label where labels [B, T] are given."""
+    """Health of a layer's writes with keys [B, T, h], targets [B, T, d] and, with least squares, a gate [B,
+    T], while its weight is at hand; over the longest document, of those with a label where labels [B, T] are
+    given."""
     layout, accurate = labelled(context.part(layer.chunk_size), labels), state_dtype(z.dtype)
     largest, last, clipped, chunks = z.new_zeros((), dtype=accurate), z.new_zeros((), dtype=accurate), 0, 0
     for write in _chunk_by_chunk(layer, z, v, gate, layout):
@@ -179,11 +211,15 @@ def write_health(
         clipped, chunks = clipped + int(write.factor < 1), chunks + 1
     scale, size = _scale(layer, accurate), float(last)
     ratio = scale * size if math.isfinite(size) else math.inf
-    return WriteHealth(chunks, ratio, scale * float(largest), clipped / max(1, chunks), *gate_health(gate, layout))
+    return WriteHealth(
+        chunks, ratio, scale * float(largest), clipped / max(1, chunks), *gate_health(gate, layout)
+    )
 
 
 @torch.no_grad()
-def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext) -> Writes:
+def writes_by_chunk(
+    layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, context: ForwardContext
+) -> Writes:
     """The same in full: every chunk's write, what they add up to, and what rounding would take of it."""
     layout, w0 = context.part(layer.chunk_size), layer.matrix()
     accurate = state_dtype(z.dtype)
@@ -196,11 +232,19 @@ def writes_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None
         norm = float(torch.linalg.vector_norm(delta))
         alignment = float((delta * before).sum()) / (norm * norm_before) if norm * norm_before > 0 else None
         sums.add(delta)
-        found.append(ChunkWrite(scale * float(_size(layer, delta)), scale * float(_size(layer, read)), bool(write.factor < 1), alignment))
+        found.append(
+            ChunkWrite(
+                scale * float(_size(layer, delta)),
+                scale * float(_size(layer, read)),
+                bool(write.factor < 1),
+                alignment,
+            )
+        )
         before, norm_before = delta, norm
     row, (start, stop) = longest_document(layout)
     tail = z[row, max(start, stop - layout.chunk_size) : stop]
-    read_with_z = None if layer.fast.config.whitening is not None else w0  # of whitened keys, W0's part of the output does not show here
+    # of whitened keys, W0's part of the output does not show here
+    read_with_z = None if layer.fast.config.whitening is not None else w0
     lost = sums.lost(read, rounding_of_output(tail, read_with_z, layer.eta, read))
     if not layer.fast.config.rule.reads_state:
         lost = dataclasses.replace(lost, state=None)
@@ -218,11 +262,15 @@ def gate_health(gate: Tensor | None, layout: ChunkLayout) -> tuple[float, float]
 
 
 def labelled(layout: ChunkLayout, labels: Tensor | None) -> ChunkLayout:
-    """Only its documents that have a label [B, T]: what fills a packed row up is a document without. All of them without labels."""
+    """Only its documents that have a label [B, T]: what fills a packed row up is a document without. All of
+    them without labels."""
     if labels is None:
         return layout
     learnt = labels.ne(IGNORED)
-    rows = (tuple(span for span in spans if bool(learnt[row, slice(*span)].any())) for row, spans in enumerate(layout.documents))
+    rows = (
+        tuple(span for span in spans if bool(learnt[row, slice(*span)].any()))
+        for row, spans in enumerate(layout.documents)
+    )
     return ChunkLayout(tuple(rows), layout.length, layout.chunk_size)
 
 
@@ -234,14 +282,17 @@ def longest_document(layout: ChunkLayout) -> tuple[int, Span]:
 
 @dataclass(frozen=True)
 class _Write:
-    """A chunk's write: read, what a key is read with after it [d, r]; delta, what it changed of that; its clip factor."""
+    """A chunk's write: read, what a key is read with after it [d, r]; delta, what it changed of that; its
+    clip factor."""
 
     delta: Tensor
     read: Tensor
     factor: Tensor
 
 
-def _chunk_by_chunk(layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, layout: ChunkLayout) -> Iterator[_Write]:
+def _chunk_by_chunk(
+    layer: FastWeight, z: Tensor, v: Tensor, gate: Tensor | None, layout: ChunkLayout
+) -> Iterator[_Write]:
     """What each complete chunk of the longest document writes."""
     accurate, tau, config, rule = state_dtype(z.dtype), layer.tau(), layer.fast.config, layer.fast.config.rule
     row, span = longest_document(layout)
@@ -283,4 +334,6 @@ def _growth(ratios: list[float]) -> float | None:
     x = [math.log(n + 1) for n in range(len(ratios))]
     y = [math.log(ratio) for ratio in ratios]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum(
+        (a - mean_x) ** 2 for a in x
+    )

@@ -1,4 +1,5 @@
-"""Token losses without writes, kept in a folder: they are the base's, so that models on one base share them."""
+"""Token losses without writes, kept in a folder: they are the base's, so that models on one base share
+them."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ _SAYS_NOTHING = {"architectures", "transformers_version", "_name_or_path"}
 class BaselineLosses:
     """Token losses with TTT off. With a folder, rows that were read once are looked up there.
 
-    A file answers for the same weights (all but conv and P), config, rows, window, way of computing attention, kind of device, and
-    versions of torch, transformers and this package: runs that train conv and P alone share it, with each other and with their base; a
-    run that trained W0 has files of its own.
-    A model's weights are looked at once; make a new object after training on.
+    A file answers for the same weights (all but conv and P), config, rows, window, way of computing
+    attention, kind of device, and versions of torch, transformers and this package: runs that train conv and
+    P alone share it, with each other and with their base; a run that trained W0 has files of its own. A
+    model's weights are looked at once; make a new object after training on.
 
     Raises InPlaceTTTError when the folder cannot be written, here or later.
     """
@@ -49,8 +50,11 @@ class BaselineLosses:
         self._keys: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel, rows: Tensor, *, progress: Progress, **attention: Any) -> Tensor:
-        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window, sinks and piece."""
-        file = None if self.folder is None else self.folder / f"{self._key(model, rows, attention)}.safetensors"
+        """float32 [B, T - 1] for token ids [B, T], as `token_losses` has them; `attention`: its window, sinks
+        and piece."""
+        file = (
+            None if self.folder is None else self.folder / f"{self._key(model, rows, attention)}.safetensors"
+        )
         if file is not None and (found := _held(file, rows)) is not None:
             progress(rows.numel())
             return found
@@ -62,17 +66,31 @@ class BaselineLosses:
 
     def _key(self, model: PreTrainedModel, rows: Tensor, attention: dict[str, Any]) -> str:
         if model not in self._keys:
-            by = [model.config._attn_implementation, model.device.type, torch.__version__, transformers.__version__, __version__]
+            by = [
+                model.config._attn_implementation,
+                model.device.type,
+                torch.__version__,
+                transformers.__version__,
+                __version__,
+            ]
             self._keys[model] = f"{digest_without_writes(model)} {by}"
         how = [self._keys[model], list(rows.shape), sorted(attention.items())]
-        return hashlib.sha256(json.dumps(how).encode() + rows.cpu().contiguous().numpy().tobytes()).hexdigest()[:32]
+        return hashlib.sha256(
+            json.dumps(how).encode() + rows.cpu().contiguous().numpy().tobytes()
+        ).hexdigest()[:32]
 
 
 def digest_without_writes(model: PreTrainedModel) -> str:
     """sha256 of the config and weights that the model computes with when it does not write, to the bit."""
     generators = [layer.ttt for layer in fast_weights(model).values()]
-    ttt = {id(tensor) for generator in generators for tensor in chain(generator.parameters(), generator.buffers())}
-    config = {key: value for key, value in of_the_base(model.config.to_dict()).items() if key not in _SAYS_NOTHING}
+    ttt = {
+        id(tensor)
+        for generator in generators
+        for tensor in chain(generator.parameters(), generator.buffers())
+    }
+    config = {
+        key: value for key, value in of_the_base(model.config.to_dict()).items() if key not in _SAYS_NOTHING
+    }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for tensor in chain(model.parameters(), model.buffers()):
         if id(tensor) not in ttt:

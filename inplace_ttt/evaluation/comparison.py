@@ -1,8 +1,9 @@
-"""Do writes help, and by what their own document says? One model with TTT on, off, and on cross-document state; and the base.
+"""Do writes help, and by what their own document says? One model with TTT on, off, and on cross-document
+state; and the base.
 
-On below off proves little: training may have taught the target generator a constant that any document writes. What is left
-of the gain when a document is read with the state that another document wrote (`mismatched`) is the `generic_gain`; on minus mismatched
-is the `document_gain`.
+On below off proves little: training may have taught the target generator a constant that any document writes.
+What is left of the gain when a document is read with the state that another document wrote (`mismatched`) is
+the `generic_gain`; on minus mismatched is the `document_gain`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from .token_losses import mismatched_losses, token_losses
 
 @dataclass
 class DocumentLosses:
-    """Token losses of one document, float32 [T - 1] each; mismatched (cross-document state) ends where the other document does.
+    """Token losses of one document, float32 [T - 1] each; mismatched (cross-document state) ends where the
+    other document does.
 
-    Where there is a mismatched reading, the others' means are taken up to its end too, so that one number is another's difference.
+    Where there is a mismatched reading, the others' means are taken up to its end too, so that one number is
+    another's difference.
     """
 
     on: Tensor
@@ -72,12 +75,20 @@ class Comparison:
     def _bin(self, start: int, stop: int) -> dict[str, Any]:
         row: dict[str, Any] = {"start": start, "stop": stop}
         for name in ("on", "off", "mismatched", "base"):
-            parts = [getattr(d, name)[start:stop] for d in self.documents if getattr(d, name) is not None and len(getattr(d, name)) > start]
+            parts = [
+                getattr(d, name)[start:stop]
+                for d in self.documents
+                if getattr(d, name) is not None and len(getattr(d, name)) > start
+            ]
             row[name] = fmean(float(part.mean()) for part in parts) if parts else None
         here = [d for d in self.documents if len(d.on) > start]
         row["difference"] = vars(Mean.of(float((d.on - d.off)[start:stop].double().mean()) for d in here))
-        borrowed = [d for d in here if d.mismatched is not None and len(d.mismatched) > start]  # fewer, where texts are of unequal length
-        for name, one, other in (("generic_gain", "mismatched", "off"), ("document_gain", "on", "mismatched")):
+        # fewer, where texts are of unequal length
+        borrowed = [d for d in here if d.mismatched is not None and len(d.mismatched) > start]
+        for name, one, other in (
+            ("generic_gain", "mismatched", "off"),
+            ("document_gain", "on", "mismatched"),
+        ):
             pairs = [_together(getattr(d, one), getattr(d, other), start, stop) for d in borrowed]
             row[name] = vars(Mean.of(pairs)) if pairs else None
         return row
@@ -90,7 +101,13 @@ class Comparison:
             assert on is not None and off is not None
             own = None if mismatched is None else on - mismatched
             end = len(d.on) if d.mismatched is None else len(d.mismatched)
-            row = {"name": name, "tokens": len(d.on) + 1, "counted": end - skip, "off": off, "on_minus_off": on - off}
+            row = {
+                "name": name,
+                "tokens": len(d.on) + 1,
+                "counted": end - skip,
+                "off": off,
+                "on_minus_off": on - off,
+            }
             rows.append({**row, "own_minus_mismatched": own})
         return rows
 
@@ -117,7 +134,8 @@ def compare(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> Comparison:
-    """Read documents of token ids [T] with a converted model, TTT on, off and on cross-document state, and with `base`.
+    """Read documents of token ids [T] with a converted model, TTT on, off and on cross-document state, and
+    with `base`.
 
     baseline: where losses without writes are kept.
 
@@ -136,7 +154,10 @@ def compare(
         for first in range(0, len(order), protocol.batch_size):
             group = order[first : first + protocol.batch_size]
             rows = _padded([documents[i] for i in group])
-            on, off = token_losses(model, rows, piece=chunk, **settings), baseline.of(model, rows, piece=chunk, **settings)
+            on, off = (
+                token_losses(model, rows, piece=chunk, **settings),
+                baseline.of(model, rows, piece=chunk, **settings),
+            )
             mismatched = None
             if len(documents) > 1:
                 lenders = _padded([documents[lender[i]] for i in group], rows.shape[1])
@@ -154,13 +175,15 @@ def compare(
 
 
 def require_comparable(model: PreTrainedModel, documents: Sequence[Tensor], protocol: Protocol) -> None:
-    """Raises InPlaceTTTError when a document is too short for anything to read what was written, and when two are the same text."""
+    """Raises InPlaceTTTError when a document is too short for anything to read what was written, and when two
+    are the same text."""
     chunk = config_of(model).chunk_size
     least = max(chunk, protocol.skip) + 1
     for document in documents:
         if len(document) <= least:
             raise InPlaceTTTError(
-                f"a document has {len(document)} tokens, and nothing reads what was written before token {least} (chunks of {chunk}, "
+                f"a document has {len(document)} tokens, and nothing reads what was written before token "
+                f"{least} (chunks of {chunk}, "
                 f"the first {protocol.skip} do not count); give longer texts."
             )
     refuse_same_text(documents)
@@ -175,4 +198,8 @@ def _together(one: Tensor, other: Tensor, start: int, stop: int) -> float:
 def _padded(documents: Sequence[Tensor], length: int | None = None) -> Tensor:
     """[B, T], of that length: what stands behind a document's end comes after all that counts of it."""
     rows = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
-    return rows if length is None else torch.nn.functional.pad(rows, (0, max(0, length - rows.shape[1])))[:, :length]
+    return (
+        rows
+        if length is None
+        else torch.nn.functional.pad(rows, (0, max(0, length - rows.shape[1])))[:, :length]
+    )

@@ -1,4 +1,5 @@
-"""Documents as one way of reading has them, and what is answered to questions that are put to copies of that."""
+"""Documents as one way of reading has them, and what is answered to questions that are put to copies of
+that."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _ROWS = 32
 
 @dataclass(frozen=True)
 class Answer:
-    """To one question. exact_match: greedy decoding begins with it. multiple_choice: it is likelier, per token, than the other `options`.
+    """To one question. exact_match: greedy decoding begins with it. multiple_choice: it is likelier, per
+    token, than the other `options`.
 
     rank: of its first token, 1 the likeliest. stale: what no longer counts is said instead.
     hallucinated: the answer is one of the options, although the document told none.
@@ -61,13 +63,16 @@ class Reader:
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> bool:
-        """Go on to the end of token ids [B, T]. False where positions end before and nothing may be forgotten."""
+        """Go on to the end of token ids [B, T]. False where positions end before and nothing may be
+        forgotten."""
         known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         positions = inf if known is None else known - self.asked
         if self.name == "full" and rows.shape[1] > positions:
             return False
         with self._as_it_reads():
-            for part in rows[:, self.done :].to(self.model.device).split(config_of(self.model).chunk_size, dim=1):
+            for part in (
+                rows[:, self.done :].to(self.model.device).split(config_of(self.model).chunk_size, dim=1)
+            ):
                 if self.cache.get_seq_length() + part.shape[1] > positions:
                     self.cache = only_written(self.cache, self._empty())
                     part = torch.cat([self._beginnings(len(part)), part], dim=1)
@@ -76,7 +81,8 @@ class Reader:
         return True
 
     def readings(self, documents: int) -> Iterator[tuple[str, Reader, int]]:
-        """What is asked of this session: the reading's name, its session, and how many rows further a document's questions are put."""
+        """What is asked of this session: the reading's name, its session, and how many rows further a
+        document's questions are put."""
         yield self.name, self, 0
         if self.name == "on":
             yield "state_only", self._written(documents), 0
@@ -90,7 +96,9 @@ class Reader:
         written.cache = only_written(self.cache, self._empty())
         if self.protocol.begins:
             with self._as_it_reads():
-                self.model(self._beginnings(documents), **{CACHE: written.cache}, use_cache=True, logits_to_keep=1)
+                self.model(
+                    self._beginnings(documents), **{CACHE: written.cache}, use_cache=True, logits_to_keep=1
+                )
         return written
 
     def _beginnings(self, rows: int) -> Tensor:
@@ -155,7 +163,10 @@ class Reader:
         """float32 [B, n, V] on the CPU, of token ids [B, n]."""
         logits = self.model(ids.to(self.model.device), **{CACHE: cache}, use_cache=True).logits.float()
         if not logits.isfinite().all():
-            raise InPlaceTTTError(f"the model's logits are not finite in the reading `{self.name}`; `inplace-ttt diagnose` says why.")
+            raise InPlaceTTTError(
+                f"the model's logits are not finite in the reading `{self.name}`; `inplace-ttt diagnose` "
+                "says why."
+            )
         return logits.log_softmax(-1).cpu()
 
     @contextmanager
@@ -172,7 +183,8 @@ class Reader:
 
 
 class Retrieval(Reader):
-    """Documents that are kept as token ids; a question is put behind the piece of them that BM25 finds for it, half a window long."""
+    """Documents that are kept as token ids; a question is put behind the piece of them that BM25 finds for
+    it, half a window long."""
 
     rows: Tensor
     pieces: Tensor
@@ -187,12 +199,16 @@ class Retrieval(Reader):
 
         assert self.protocol.window is not None
         alone, size = copy.copy(self), min(max(1, self.protocol.window // 2), self.rows.shape[1])
-        alone.pieces = self.rows[row].unfold(0, size, max(1, size // 2))  # overlapping, so that each sentence stands whole in one
+        # overlapping, so that each sentence stands whole in one
+        alone.pieces = self.rows[row].unfold(0, size, max(1, size // 2))
         alone.index = BM25Okapi(alone.pieces.tolist())
         return alone
 
     def _before(self, prompts: Sequence[list[int]]) -> Cache:
-        cache, best = self._empty(), torch.tensor([int(self.index.get_scores(prompt).argmax()) for prompt in prompts])
+        cache, best = (
+            self._empty(),
+            torch.tensor([int(self.index.get_scores(prompt).argmax()) for prompt in prompts]),
+        )
         pieces, own = best.unique(return_inverse=True)
         texts = torch.cat([self._beginnings(len(pieces)), self.pieces[pieces].to(self.model.device)], dim=1)
         self.model(texts, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
@@ -207,8 +223,11 @@ def sessions(model: PreTrainedModel, protocol: Protocol, asked: int) -> Iterator
         yield Reader("full", model, protocol, asked)
 
 
-def _answer(question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]) -> Answer:
-    """scores: for each option, whether greedy decoding gives it, and its log-probability a token; begins: its first token.
+def _answer(
+    question: Question, scores: Sequence[tuple[bool, float]], first: Tensor, begins: Sequence[int]
+) -> Answer:
+    """scores: for each option, whether greedy decoding gives it, and its log-probability a token; begins: its
+        first token.
 
     first: log-probabilities [V] after the prompt.
     """

@@ -1,13 +1,16 @@
-"""Does a model answer what it read? Facts that no corpus has are told in a text and asked for after more of it.
+"""Does a model answer what it read? Facts that no corpus has are told in a text and asked for after more of
+it.
 
-Every document tells facts of its own (`tasks.facts`), spread over its beginning, and goes on with text. After each distance the questions
-are put to copies of the session, so that no answer is read by the next question. exact_match counts answers that greedy decoding from
-the prompt would begin with. multiple_choice counts answers that are likelier, per token, than every other that the document tells.
+Every document tells facts of its own (`tasks.facts`), spread over its beginning, and goes on with text. After
+each distance the questions are put to copies of the session, so that no answer is read by the next question.
+exact_match counts answers that greedy decoding from the prompt would begin with. multiple_choice counts
+answers that are likelier, per token, than every other that the document tells.
 
-The readings: on and off, behind the window if there is one; state_only, with the fast weights of on and nothing to attend to; mismatched,
-with the next document's fast weights and window, which was told other facts. And what one would pick instead of a memory, without writes:
-bm25, with the piece of the text that BM25 finds for the question in the window; full, with all of the text to attend to.
-Where attention begins anew, the tokens that begin every text (a BOS) come first.
+The readings: on and off, behind the window if there is one; state_only, with the fast weights of on and
+nothing to attend to; mismatched, with the next document's fast weights and window, which was told other
+facts. And what one would pick instead of a memory, without writes: bm25, with the piece of the text that BM25
+finds for the question in the window; full, with all of the text to attend to. Where attention begins anew,
+the tokens that begin every text (a BOS) come first.
 """
 
 from __future__ import annotations
@@ -43,28 +46,45 @@ def recall_of_facts(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Shares of exact matches and right choices, by reading, distance and kind of question; JSON keys as docs/evaluate.md has them.
+    """Shares of exact matches and right choices, by reading, distance and kind of question; JSON keys as
+    docs/evaluate.md has them.
 
     fillers: a text's token ids [T] for each document, `document_tokens` of them or nearly; more is left out.
-    distances: tokens between that part and the questions. Where positions end, a reading forgets what it attends to and goes on from
+    distances: tokens between that part and the questions. Where positions end, a reading forgets what it
+        attends to and goes on from
     position 0; full is not read so far. Raises InPlaceTTTError for texts that are too short.
     """
     if protocol.window is not None and find_spec("rank_bm25") is None:
-        raise InPlaceTTTError(f"what retrieval finds instead is read by the package rank-bm25; {how_to_install('eval')}.")
+        raise InPlaceTTTError(
+            f"what retrieval finds instead is read by the package rank-bm25; {how_to_install('eval')}."
+        )
     distances = sorted(dict.fromkeys(distances))
     told = _invented(records, len(fillers), seed)
     beginning = _beginning(told, encode, config_of(model).chunk_size)
     length = beginning + distances[-1]
-    documents = [_document(facts, filler, encode, beginning, length) for facts, filler in zip(told, fillers, strict=True)]
+    documents = [
+        _document(facts, filler, encode, beginning, length)
+        for facts, filler in zip(told, fillers, strict=True)
+    ]
     if missing := length - min(map(len, documents)):
         raise InPlaceTTTError(
-            f"{records} records and a distance of {distances[-1]:,} take documents of {length:,} tokens, and one lacks {missing:,} of "
+            f"{records} records and a distance of {distances[-1]:,} take documents of {length:,} tokens, "
+            f"and one lacks {missing:,} of "
             "them; give more text, fewer --facts, or a shorter distance."
         )
     rows = torch.stack(documents)
     found: dict[tuple[str, int], list[list[Answer]]] = {}  # document by document
-    longest = max(len(encode(apart(f"{q.prompt} {option}"))) for facts in told for q in facts.questions for option in q.options)
-    total = sum(len(facts.questions) for facts in told) * len(distances) * (len(READINGS) - 2 * (protocol.window is None))
+    longest = max(
+        len(encode(apart(f"{q.prompt} {option}")))
+        for facts in told
+        for q in facts.questions
+        for option in q.options
+    )
+    total = (
+        sum(len(facts.questions) for facts in told)
+        * len(distances)
+        * (len(READINGS) - 2 * (protocol.window is None))
+    )
     with (
         progress_bar("facts", total, progress, unit="question") as bar,
         with_config(fast_weights(model).values(), prompt_write=None),  # in a text no prompt ends
@@ -81,14 +101,18 @@ def recall_of_facts(
                             answers.append(asked.answers((place + shift) % len(group), questions, encode))
                             bar.update(len(questions))
     names = [name for name in READINGS if (name, distances[0]) in found]
-    readings = {name: [_summary(found[name, d], d) for d in distances if (name, d) in found] for name in names}
+    readings = {
+        name: [_summary(found[name, d], d) for d in distances if (name, d) in found] for name in names
+    }
     return {
         "records": records,
         "told_tokens": beginning,
         "documents": len(rows),
         "seed": seed,
         "readings": readings,
-        "gains": {f"on - {name}": _gains(found, name, distances) for name in names if name not in ("on", "full")},
+        "gains": {
+            f"on - {name}": _gains(found, name, distances) for name in names if name not in ("on", "full")
+        },
     }
 
 
@@ -97,7 +121,9 @@ def _groups(documents: int, batch_size: int) -> int:
     return max(1, min(-(-documents // max(2, batch_size)), documents // 2))
 
 
-def document_tokens(records: int, documents: int, distance: int, encode: Encode, chunk_size: int, seed: int = 0) -> int:
+def document_tokens(
+    records: int, documents: int, distance: int, encode: Encode, chunk_size: int, seed: int = 0
+) -> int:
     """Tokens of text that are enough for each document of `recall_of_facts`."""
     return _beginning(_invented(records, documents, seed), encode, chunk_size) + distance
 
@@ -113,7 +139,8 @@ def _beginning(told: Sequence[Facts], encode: Encode, chunk_size: int) -> int:
 
 
 def _document(facts: Facts, filler: Tensor, encode: Encode, beginning: int, length: int) -> Tensor:
-    """Token ids [length]: the sentences evenly within `beginning` tokens of text, then text alone. Shorter where the text ends before."""
+    """Token ids [length]: the sentences evenly within `beginning` tokens of text, then text alone. Shorter
+    where the text ends before."""
     sentences = [torch.tensor(encode(apart(sentence, closed=True))) for sentence in facts.sentences]
     text = beginning - sum(map(len, sentences))
     places = [text * (number + 1) // (len(sentences) + 1) for number in range(len(sentences))]
@@ -123,13 +150,18 @@ def _document(facts: Facts, filler: Tensor, encode: Encode, beginning: int, leng
 
 
 def _summary(documents: Sequence[Sequence[Answer]], distance: int) -> dict[str, Any]:
-    """Shares by kind, with their 95 % intervals and document by document, and the median rank of an answer's first token."""
+    """Shares by kind, with their 95 % intervals and document by document, and the median rank of an answer's
+    first token."""
     kinds: dict[str, Any] = {}
     for kind in KINDS:
         by_document = _of_kind(documents, kind)
         its = [answer for answers in by_document for answer in answers]
         kinds[kind] = {"n": len(its), "options": its[0].options}
-        measured = ("hallucinated",) if kind == NEVER_TOLD else ("exact_match", "multiple_choice", *(["stale"] if kind == CHANGED else []))
+        measured = (
+            ("hallucinated",)
+            if kind == NEVER_TOLD
+            else ("exact_match", "multiple_choice", *(["stale"] if kind == CHANGED else []))
+        )
         for name in measured:
             shares = [fmean(getattr(answer, name) for answer in answers) for answers in by_document]
             kinds[kind][name] = {**wilson([getattr(answer, name) for answer in its]), "by_document": shares}
@@ -142,18 +174,29 @@ def _of_kind(documents: Sequence[Sequence[Answer]], kind: str) -> list[list[Answ
     return [[answer for answer in answers if answer.kind == kind] for answers in documents]
 
 
-def _gains(found: Mapping[tuple[str, int], Sequence[Sequence[Answer]]], other: str, distances: Sequence[int]) -> list[dict[str, Any]]:
-    """What on says and chooses more than another reading: mean and error over documents, whose questions one session answers."""
+def _gains(
+    found: Mapping[tuple[str, int], Sequence[Sequence[Answer]]], other: str, distances: Sequence[int]
+) -> list[dict[str, Any]]:
+    """What on says and chooses more than another reading: mean and error over documents, whose questions one
+    session answers."""
 
     def gain(kind: str, name: str, distance: int) -> dict[str, Any]:
         pairs = zip(*(_of_kind(found[reading, distance], kind) for reading in ("on", other)), strict=True)
-        return vars(Mean.of(fmean(getattr(a, name) - getattr(b, name) for a, b in zip(*pair, strict=True)) for pair in pairs))
+        return vars(
+            Mean.of(
+                fmean(getattr(a, name) - getattr(b, name) for a, b in zip(*pair, strict=True))
+                for pair in pairs
+            )
+        )
 
     told = [kind for kind in KINDS if kind != NEVER_TOLD]
     return [
         {
             "distance": distance,
-            "kinds": {kind: {name: gain(kind, name, distance) for name in ("exact_match", "multiple_choice")} for kind in told},
+            "kinds": {
+                kind: {name: gain(kind, name, distance) for name in ("exact_match", "multiple_choice")}
+                for kind in told
+            },
         }
         for distance in distances
     ]

@@ -1,7 +1,9 @@
-"""Chooses layers and η for `target: gradient`: tries several on texts, untrained, and takes the best that does no harm.
+"""Chooses layers and η for `target: gradient`: tries several on texts, untrained, and takes the best that
+does no harm.
 
-Each text is read with a passage that stands in it twice, the second time beyond the attention window. A choice does harm if it raises the
-loss of any text between the two copies. `choose` takes the harmless choice that lowers the loss of the second copy most.
+Each text is read with a passage that stands in it twice, the second time beyond the attention window. A
+choice does harm if it raises the loss of any text between the two copies. `choose` takes the harmless choice
+that lowers the loss of the second copy most.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _BEGINNING = 8
 class Tried:
     """One choice, and what it changes. Losses are with writes minus without, in nats per token.
 
-    text: mean over texts, between the two copies. worst: the largest of them. again: mean over texts, on the second copy.
+    text: mean over texts, between the two copies. worst: the largest of them. again: mean over texts, on the
+        second copy.
     """
 
     layers: tuple[int, ...]
@@ -76,60 +79,98 @@ def choose(
     start = length - passage.tokens
     if passage.length < config.chunk_size:
         raise InPlaceTTTError(
-            f"choosing layers and eta takes texts of {4 * config.chunk_size + _BEGINNING} tokens, and one has {length}; give longer texts, "
+            f"choosing layers and eta takes texts of {4 * config.chunk_size + _BEGINNING} tokens, and one "
+            f"has {length}; give longer texts, "
             "or --layers and --eta."
         )
     texts = torch.cat([passage.repeat(row[0, :length], start)[None] for row in rows[:TEXTS]])
     how: dict[str, Any] = {"piece": config.chunk_size, "window": min(WINDOW, passage.length)}
     sets = list(dict.fromkeys(_resolved(model, config, one) for one in layers))
-    known = _measured(model, dataclasses.replace(config, layers=tuple(sorted({i for one in sets for i in one}))), rows)
+    known = _measured(
+        model, dataclasses.replace(config, layers=tuple(sorted({i for one in sets for i in one}))), rows
+    )
     tried: list[Tried] = []
-    with progress_bar("choosing layers and eta", (1 + len(sets) * len(etas)) * texts.numel(), progress) as bar:
+    with progress_bar(
+        "choosing layers and eta", (1 + len(sets) * len(etas)) * texts.numel(), progress
+    ) as bar:
         off = token_losses(model, texts, **how, progress=bar.update)
         for one in sets:
             for eta in etas:
-                on = _read(model, dataclasses.replace(config, layers=one, eta=eta), known, texts, {**how, "progress": bar.update})
+                on = _read(
+                    model,
+                    dataclasses.replace(config, layers=one, eta=eta),
+                    known,
+                    texts,
+                    {**how, "progress": bar.update},
+                )
                 change = (on - off).double()
                 second = passage.second(start)
-                between, again = change[:, passage.between(start)].mean(1), change[:, second.start : second.stop - 1].mean()
+                between, again = (
+                    change[:, passage.between(start)].mean(1),
+                    change[:, second.start : second.stop - 1].mean(),
+                )
                 tried.append(Tried(one, eta, float(between.mean()), float(between.max()), float(again)))
                 if tried[-1].harms:
                     break
     harmless = [one for one in tried if not one.harms]
-    return (min(harmless, key=lambda one: one.again) if harmless else min(tried, key=lambda one: one.text)), tried
+    return (
+        min(harmless, key=lambda one: one.again) if harmless else min(tried, key=lambda one: one.text)
+    ), tried
 
 
 def table(best: Tried, tried: Sequence[Tried]) -> list[str]:
     """Lines of text: what each choice changes, and which one is taken."""
     columns = ("eta", "text", "worst", "again")
-    lines = ["choice of layers and eta, on minus off in nats per token:", f"  {'layers':26}" + "".join(f"{name:>9}" for name in columns)]
+    lines = [
+        "choice of layers and eta, on minus off in nats per token:",
+        f"  {'layers':26}" + "".join(f"{name:>9}" for name in columns),
+    ]
     for one in tried:
         note = "  taken" if one is best else "  a text gets harder" if one.harms else ""
         losses = "".join(f"{loss:+9.3f}" for loss in (one.text, one.worst, one.again))
         lines.append(f"  {','.join(map(str, one.layers)):26}{one.eta:9g}{losses}{note}")
     if best.harms:
-        lines.append("  every choice makes a text harder; the one that costs least is taken. Measure it with `inplace-ttt evaluate`.")
+        lines.append(
+            "  every choice makes a text harder; the one that costs least is taken. Measure it with "
+            "`inplace-ttt evaluate`."
+        )
     return lines
 
 
-def _resolved(model: PreTrainedModel, config: InPlaceTTTConfig, layers: str | tuple[int, ...]) -> tuple[int, ...]:
-    found = dataclasses.replace(config, layers=layers).resolve(model.config.get_text_config().num_hidden_layers).layers
+def _resolved(
+    model: PreTrainedModel, config: InPlaceTTTConfig, layers: str | tuple[int, ...]
+) -> tuple[int, ...]:
+    found = (
+        dataclasses.replace(config, layers=layers)
+        .resolve(model.config.get_text_config().num_hidden_layers)
+        .layers
+    )
     assert isinstance(found, tuple)
     return found
 
 
-def _measured(model: PreTrainedModel, config: InPlaceTTTConfig, rows: Sequence[Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Returns each layer's calibrated tensors. They are measured with TTT off, so they hold for any subset of the layers."""
+def _measured(
+    model: PreTrainedModel, config: InPlaceTTTConfig, rows: Sequence[Tensor]
+) -> dict[int, dict[str, Tensor]]:
+    """Returns each layer's calibrated tensors. They are measured with TTT off, so they hold for any subset of
+    the layers."""
     convert(model, config)
     try:
         calibrate(model, rows)
-        return {index: {name: x.clone() for name, x in layer.ttt.state_dict().items()} for index, layer in fast_weights(model).items()}
+        return {
+            index: {name: x.clone() for name, x in layer.ttt.state_dict().items()}
+            for index, layer in fast_weights(model).items()
+        }
     finally:
         revert(model)
 
 
 def _read(
-    model: PreTrainedModel, config: InPlaceTTTConfig, known: dict[int, dict[str, Tensor]], texts: Tensor, how: dict[str, Any]
+    model: PreTrainedModel,
+    config: InPlaceTTTConfig,
+    known: dict[int, dict[str, Tensor]],
+    texts: Tensor,
+    how: dict[str, Any],
 ) -> Tensor:
     convert(model, config)
     try:

@@ -1,4 +1,5 @@
-"""Loss on a fixed last block while the context before it grows (the paper's sliding-window perplexity, Figure 2)."""
+"""Loss on a fixed last block while the context before it grows (the paper's sliding-window perplexity, Figure
+2)."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ def growing_context(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """For each number of context tokens: mean loss (nats) and perplexity on the block after it, TTT on, off, base.
+    """For each number of context tokens: mean loss (nats) and perplexity on the block after it, TTT on, off,
+    base.
 
-    The block is the same for every context: the `block` tokens that follow the longest one in each document of token ids
-    [T]; a shorter context begins as every text does. Raises InPlaceTTTError as `require_contexts`.
+    The block is the same for every context: the `block` tokens that follow the longest one in each document
+    of token ids [T]; a shorter context begins as every text does. Raises InPlaceTTTError as
+    `require_contexts`.
     """
     require_contexts(documents, contexts, block)
     longest = max(contexts)
@@ -57,9 +60,12 @@ def require_contexts(documents: Sequence[Tensor], contexts: Sequence[int], block
     """Raises InPlaceTTTError when a document is shorter than the longest context and the block."""
     longest = max(contexts)
     if min(contexts) < 1 or block < 1:
-        raise InPlaceTTTError(f"contexts and block must be at least 1 token, got {min(contexts)} and {block}.")
+        raise InPlaceTTTError(
+            f"contexts and block must be at least 1 token, got {min(contexts)} and {block}."
+        )
     if short := [len(d) for d in documents if len(d) < longest + block]:
         raise InPlaceTTTError(
-            f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document has {min(short)}; give longer "
+            f"a context of {longest} tokens and a block of {block} take {longest + block}, and a document "
+            f"has {min(short)}; give longer "
             "documents, or a shorter context."
         )

@@ -35,7 +35,8 @@ def require_plots() -> None:
 
 
 def write_plots(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Draw what an evaluation's JSON object holds into PNG files; gives their names. Raises InPlaceTTTError without matplotlib."""
+    """Draw what an evaluation's JSON object holds into PNG files; gives their names. Raises InPlaceTTTError
+    without matplotlib."""
     require_plots()
     from matplotlib import pyplot
     from matplotlib.figure import Figure
@@ -62,13 +63,26 @@ def _positions(result: dict[str, Any]) -> Any:
     rows = result["positions"]
     middle = [(row["start"] + row["stop"]) / 2 for row in rows]
     for name in ("on", "mismatched", "base"):
-        points = [(x, height) for x, row in zip(middle, rows, strict=True) if (height := _beyond_off(row, name)) is not None]
+        points = [
+            (x, height)
+            for x, row in zip(middle, rows, strict=True)
+            if (height := _beyond_off(row, name)) is not None
+        ]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=_COLOURS[name], label=_NAMES[name])
-    low, high = ([row["difference"]["mean"] + sign * (row["difference"]["stderr"] or 0.0) for row in rows] for sign in (-1, 1))
+            axes.plot(
+                *zip(*points, strict=True), marker="o", markersize=3, color=_COLOURS[name], label=_NAMES[name]
+            )
+    low, high = (
+        [row["difference"]["mean"] + sign * (row["difference"]["stderr"] or 0.0) for row in rows]
+        for sign in (-1, 1)
+    )
     axes.fill_between(middle, low, high, color=_COLOURS["on"], alpha=0.15, linewidth=0)
     axes.axhline(0, color=_COLOURS["off"], linewidth=1)
-    axes.set(xlabel="position in the document (tokens)", ylabel="loss minus TTT off (nats a token)", title=_headline(result))
+    axes.set(
+        xlabel="position in the document (tokens)",
+        ylabel="loss minus TTT off (nats a token)",
+        title=_headline(result),
+    )
     axes.legend(frameon=False)
     return figure
 
@@ -82,7 +96,9 @@ def _beyond_off(row: dict[str, Any], name: str) -> float | None:
 
 def _headline(result: dict[str, Any]) -> str:
     difference, own = result["difference"], result["document_gain"]
-    return f"on − off {_with_error(difference)}" + ("" if own is None else f", of which the document's own {_with_error(own)}")
+    return f"on − off {_with_error(difference)}" + (
+        "" if own is None else f", of which the document's own {_with_error(own)}"
+    )
 
 
 def _with_error(value: dict[str, Any]) -> str:
@@ -100,35 +116,60 @@ def _documents(result: dict[str, Any]) -> Any:
         values = [d[key] for d in documents if d[key] is not None]
         if values:
             better = sum(value < 0 for value in values)
-            axes.plot(values, marker="o", markersize=4, color=colour, label=f"{label}: below zero in {better} of {len(values)}")
+            axes.plot(
+                values,
+                marker="o",
+                markersize=4,
+                color=colour,
+                label=f"{label}: below zero in {better} of {len(values)}",
+            )
     axes.axhline(0, color=_COLOURS["off"], linewidth=1)
     axes.locator_params(axis="x", integer=True)
-    axes.set(xlabel="documents, the most helped first", ylabel="difference (nats a token)", title="Is it the rule, or a few documents?")
+    axes.set(
+        xlabel="documents, the most helped first",
+        ylabel="difference (nats a token)",
+        title="Is it the rule, or a few documents?",
+    )
     axes.legend(frameon=False)
     return figure
 
 
 def _facts(facts: dict[str, Any]) -> Any:
-    """Shares with their intervals: what was told in the question's words, by distance; and every kind of question at the first distance."""
+    """Shares with their intervals: what was told in the question's words, by distance; and every kind of
+    question at the first distance."""
     from matplotlib import pyplot
 
-    figure, (said, chosen, kinds) = pyplot.subplots(1, 3, figsize=(15, 4), sharey=True, width_ratios=(1, 1, 1.5))
+    figure, (said, chosen, kinds) = pyplot.subplots(
+        1, 3, figsize=(15, 4), sharey=True, width_ratios=(1, 1, 1.5)
+    )
     first = next(iter(facts["readings"].values()))[0]
     names = [kind for kind, its in first["kinds"].items() if "multiple_choice" in its]
     for number, (name, rows) in enumerate(facts["readings"].items()):
         how = {"marker": "o", "markersize": 4, "capsize": 2, "color": _COLOURS[name]}
         for axes, measure in ((said, "exact_match"), (chosen, "multiple_choice")):
-            _with_intervals(axes, [row["distance"] for row in rows], [row["kinds"]["verbatim"][measure] for row in rows], **how)
+            _with_intervals(
+                axes,
+                [row["distance"] for row in rows],
+                [row["kinds"]["verbatim"][measure] for row in rows],
+                **how,
+            )
         places = [place + 0.12 * (number - 2) for place in range(len(names))]
         shares = [rows[0]["kinds"][kind]["multiple_choice"] for kind in names]
         _with_intervals(kinds, places, shares, label=_NAMES[name], **how, linestyle="none")
     chances = [1 / first["kinds"][kind]["options"] for kind in names]
     dotted = {"colors": "#b0b4ba", "linestyles": ":", "linewidth": 1}
     chosen.axhline(1 / first["kinds"]["verbatim"]["options"], color="#b0b4ba", linestyle=":", linewidth=1)
-    kinds.hlines(chances, [place - 0.4 for place in range(len(names))], [place + 0.4 for place in range(len(names))], **dotted)
+    kinds.hlines(
+        chances,
+        [place - 0.4 for place in range(len(names))],
+        [place + 0.4 for place in range(len(names))],
+        **dotted,
+    )
     for axes, measure in ((said, "exact_match"), (chosen, "multiple_choice")):
         axes.set_xscale("log", base=2)
-        axes.set(xlabel="tokens between facts and questions", title=f"{measure.replace('_', ' ')}, asked as told")
+        axes.set(
+            xlabel="tokens between facts and questions", title=f"{measure.replace('_', ' ')}, asked as told"
+        )
     said.set(ylabel="share of answers", ylim=(-0.02, 1.02))
     kinds.set_xticks(range(len(names)), names)
     kinds.set(title=f"multiple choice, after {first['distance']:,} tokens (dotted: chance)")
@@ -151,7 +192,11 @@ def _contexts(result: dict[str, Any]) -> Any:
         points = [(row["context"], row[f"{name}_perplexity"]) for row in rows if f"{name}_perplexity" in row]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", color=_COLOURS[name], label=_NAMES[name])
-    axes.set(xlabel="context before the block (tokens)", ylabel="perplexity of the block", title="The same block, with more before it")
+    axes.set(
+        xlabel="context before the block (tokens)",
+        ylabel="perplexity of the block",
+        title="The same block, with more before it",
+    )
     axes.set_xscale("log", base=2)
     axes.legend(frameon=False)
     return figure

@@ -22,7 +22,8 @@ class Protocol:
     """How documents are read.
 
     window, sinks: attention, all of the text without a window. skip: first tokens that do not count.
-    batch_size: documents at once. begins: special tokens that begin every text of this model, a BOS; a probe that cuts a text, or forgets
+    batch_size: documents at once. begins: special tokens that begin every text of this model, a BOS; a probe
+        that cuts a text, or forgets
     what was attended to, puts them first.
     """
 

@@ -1,7 +1,8 @@
-"""The repeated-passage probe: a passage stands twice in a document, the second time beyond the attention window.
+"""The repeated-passage probe: a passage stands twice in a document, the second time beyond the attention
+window.
 
-Only the fast weights can know the second copy. What the writes change on the unrelated text between the copies is
-the bias that recall has to beat.
+Only the fast weights can know the second copy. What the writes change on the unrelated text between the
+copies is the bias that recall has to beat.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ def repeated_passage(
     baseline: BaselineLosses | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Loss with TTT on minus off on the second copy and on the text between, paired over documents of token ids [T], one length.
+    """Loss with TTT on minus off on the second copy and on the text between, paired over documents of token
+    ids [T], one length.
 
-    `repeated_passage_off` and `between_off` are the losses without writes. Where a passage starts is drawn from what room there is, past
-    the tokens that begin every text. Raises InPlaceTTTError as `require_room`.
+    `repeated_passage_off` and `between_off` are the losses without writes. Where a passage starts is drawn
+    from what room there is, past the tokens that begin every text. Raises InPlaceTTTError as `require_room`.
     """
     passage = passage or Passage()
     require_room(documents, passage)
     length, generator = min(map(len, documents)), random.Random(seed)
     least = min(len(protocol.begins), length - passage.tokens)
     starts = [passage.random_start(length, generator, least) for _ in documents]
-    rows = torch.stack([passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)])
+    rows = torch.stack(
+        [passage.repeat(d[:length], start) for d, start in zip(documents, starts, strict=True)]
+    )
     with progress_bar("second copy", 2 * rows.numel(), progress) as bar:
         losses = on_and_off_losses(model, rows, protocol, baseline, progress=bar.update)
     with_writes, without = losses["on"].double(), losses["off"].double()
@@ -65,6 +69,7 @@ def require_room(documents: Sequence[Tensor], passage: Passage) -> None:
     length = min(map(len, documents))
     if length < passage.tokens:
         raise InPlaceTTTError(
-            f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} tokens, and the shortest document "
+            f"a passage of {passage.length} tokens twice, {passage.gap} apart, takes {passage.tokens} "
+            "tokens, and the shortest document "
             f"has {length}; give longer documents, or a shorter passage."
         )

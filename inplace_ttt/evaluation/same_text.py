@@ -1,4 +1,5 @@
-"""Whether two documents are one text, the same or a few tokens apart: then one's state is no control for the other."""
+"""Whether two documents are one text, the same or a few tokens apart: then one's state is no control for the
+other."""
 
 from __future__ import annotations
 
@@ -17,18 +18,21 @@ _MOST = 1 << 20
 
 
 def refuse_same_text(documents: Sequence[Tensor]) -> None:
-    """Raises InPlaceTTTError where half of a document's windows of 32 tokens stand in another one too, at whatever place."""
+    """Raises InPlaceTTTError where half of a document's windows of 32 tokens stand in another one too, at
+    whatever place."""
     size = min(_WINDOW, min(map(len, documents)))
     every = max(1, sum(map(len, documents)) // _MOST)
     first: dict[int, int] = {}
     for number, document in enumerate(documents):
         hashes = _window_hashes(document, size)
-        looked_at = hashes[hashes % every == 0].unique().tolist()  # chosen by what they hold, so that texts that are moved agree
+        # chosen by what they hold, so that texts that are moved agree
+        looked_at = hashes[hashes % every == 0].unique().tolist()
         shared = Counter(first[each] for each in looked_at if each in first)
         for other, count in shared.most_common(1):
             if 2 * count > len(looked_at):
                 raise InPlaceTTTError(
-                    f"documents {other + 1} and {number + 1} hold the same text, so that one's state is no control for the other; "
+                    f"documents {other + 1} and {number + 1} hold the same text, so that one's state is no "
+                    "control for the other; "
                     "give each text once."
                 )
         first.update((each, number) for each in looked_at if each not in first)

@@ -1,4 +1,5 @@
-"""Token losses of documents read piece by piece through a KV cache: the same function as one call (law L2), in fewer bytes."""
+"""Token losses of documents read piece by piece through a KV cache: the same function as one call (law L2),
+in fewer bytes."""
 
 from __future__ import annotations
 
@@ -37,15 +38,21 @@ def token_losses(
     before_piece: Callable[[Cache], Any] | None = None,
     progress: Progress = lambda tokens: None,
 ) -> Tensor:
-    """-log p of every next token, float32 [B, T - 1] on the CPU, for rows of token ids [B, T] without padding.
+    """-log p of every next token, float32 [B, T - 1] on the CPU, for rows of token ids [B, T] without
+    padding.
 
     What chunks write is read, also where the config has `prompt_write`: in a text no prompt ends.
     window, sinks: attention as in `attention_window`; all of the row without a window.
     lenders: rows in front of those B, which are read for the state that they write, and have no logits made.
-    before_piece: called with the cache before each piece of `piece` tokens. Raises InPlaceTTTError for losses that are not finite.
+    before_piece: called with the cache before each piece of `piece` tokens. Raises InPlaceTTTError for losses
+        that are not finite.
     """
     rows = rows.to(model.device)
-    cache = DynamicCache(config=model.config.get_text_config()) if window is None else window_cache(model, window, sinks)
+    cache = (
+        DynamicCache(config=model.config.get_text_config())
+        if window is None
+        else window_cache(model, window, sinks)
+    )
     base, found = locate(causal_lm(model)).base, []
     with attention_window(model, window, sinks), with_config(fast_weights(model).values(), prompt_write=None):
         for start in range(0, rows.shape[1], piece):
@@ -57,16 +64,23 @@ def token_losses(
             losses = torch.stack(list(_losses(logits, targets)))
             if not losses.isfinite().all():
                 first = start + 1 + int((~losses.isfinite()).any(0).int().argmax())
-                raise InPlaceTTTError(f"losses are not finite from token {first:,} of a text on; `inplace-ttt diagnose` says why.")
+                raise InPlaceTTTError(
+                    f"losses are not finite from token {first:,} of a text on; `inplace-ttt diagnose` says "
+                    "why."
+                )
             found.append(losses)
             progress(here.numel())
     return torch.cat(found, dim=1).cpu()
 
 
-def mismatched_losses(model: PreTrainedModel, rows: Tensor, lenders: Tensor, *, piece: int, **settings: Any) -> Tensor:
-    """Token losses [B, T - 1] of rows [B, T] that read, chunk by chunk, the state that the row at their place in `lenders` writes.
+def mismatched_losses(
+    model: PreTrainedModel, rows: Tensor, lenders: Tensor, *, piece: int, **settings: Any
+) -> Tensor:
+    """Token losses [B, T - 1] of rows [B, T] that read, chunk by chunk, the state that the row at their place
+    in `lenders` writes.
 
-    Each lender is in the batch and reads its own state, which has as many writes as the reader's would (cross-document state).
+    Each lender is in the batch and reads its own state, which has as many writes as the reader's would
+    (cross-document state).
     piece: the chunk size.
     """
     count = len(rows)
@@ -76,7 +90,9 @@ def mismatched_losses(model: PreTrainedModel, rows: Tensor, lenders: Tensor, *, 
         for stream in streams(cache).values():
             stream.lend(sources)
 
-    return token_losses(model, torch.cat([lenders, rows]), piece=piece, lenders=count, before_piece=lend, **settings)
+    return token_losses(
+        model, torch.cat([lenders, rows]), piece=piece, lenders=count, before_piece=lend, **settings
+    )
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Iterator[Tensor]:

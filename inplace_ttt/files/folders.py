@@ -1,4 +1,5 @@
-"""Outputs that are either whole or not there, written by one run at a time; no folder of anybody else's is ever replaced."""
+"""Outputs that are either whole or not there, written by one run at a time; no folder of anybody else's is
+ever replaced."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ from .manifest import MANIFEST, TEMPORARY, Sources, kind_in, refuse_file, refuse
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike[str], kind: str, *, overwrite: bool = False, sources: Sources = ()) -> Iterator[Path]:
-    """A temporary sibling to write into, which gets the name `path` at the end; an interruption or an error leaves nothing.
+def new_folder(
+    path: str | os.PathLike[str], kind: str, *, overwrite: bool = False, sources: Sources = ()
+) -> Iterator[Path]:
+    """A temporary sibling to write into, which gets the name `path` at the end; an interruption or an error
+    leaves nothing.
 
-    At every moment `path` is the old folder or the new one, whole, even if the process is killed; where the system cannot
-    exchange two names in one step, the next writer puts the old one back.
+    At every moment `path` is the old folder or the new one, whole, even if the process is killed; where the
+    system cannot exchange two names in one step, the next writer puts the old one back.
 
     Args:
         path: the folder to write.
@@ -41,7 +45,9 @@ def new_folder(path: str | os.PathLike[str], kind: str, *, overwrite: bool = Fal
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InPlaceTTTError(f"cannot write beside {path}: {error.strerror}; choose a place you may write to.") from None
+        raise InPlaceTTTError(
+            f"cannot write beside {path}: {error.strerror}; choose a place you may write to."
+        ) from None
     with output_lock(path), disk_errors(path):
         _restore(target)
         refuse_to_replace(path, kind, overwrite, sources)
@@ -53,7 +59,8 @@ def new_folder(path: str | os.PathLike[str], kind: str, *, overwrite: bool = Fal
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) -> Iterator[Path]:
-    """A temporary sibling to write, which takes the place of the file `path` at the end; else the old file stays as it is.
+    """A temporary sibling to write, which takes the place of the file `path` at the end; else the old file
+    stays as it is.
 
     Args:
         path: the file to write.
@@ -65,7 +72,8 @@ def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) ->
     """
     target = Path(os.path.realpath(path))
     refuse_file(path, ours)
-    with output_lock(path, wait=wait), disk_errors(path), _partial(target) as folder:  # writers may leave files beside theirs
+    # writers may leave files beside theirs
+    with output_lock(path, wait=wait), disk_errors(path), _partial(target) as folder:
         partial = folder / target.name
         yield partial
         partial.chmod(0o666 & ~_umask())
@@ -73,7 +81,8 @@ def new_file(path: str | os.PathLike[str], *, ours: bool, wait: bool = False) ->
 
 
 def require_writable(folder: Path, remedy: str) -> None:
-    """Refuse a folder that cannot be made or written into, and leave nothing behind: one that is missing is made once it is needed."""
+    """Refuse a folder that cannot be made or written into, and leave nothing behind: one that is missing is
+    made once it is needed."""
     there = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,14 +103,19 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason, file = getattr(error, "strerror", None) or one_line(error), getattr(error, "filename", None)
-        if isinstance(file, str) and not Path(os.path.realpath(file)).is_relative_to(Path(os.path.realpath(path)).parent):
+        if isinstance(file, str) and not Path(os.path.realpath(file)).is_relative_to(
+            Path(os.path.realpath(path)).parent
+        ):
             raise InPlaceTTTError(f"cannot write {path}, which takes {file}: {reason}.") from None
-        raise InPlaceTTTError(f"cannot write {path}: {reason}; free some space or choose another place.") from None
+        raise InPlaceTTTError(
+            f"cannot write {path}: {reason}; free some space or choose another place."
+        ) from None
 
 
 @contextmanager
 def _partial(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, marked as ours, that is gone afterwards; what a killed run left there goes first."""
+    """An empty folder beside `target`, marked as ours, that is gone afterwards; what a killed run left there
+    goes first."""
     partial = target.with_name(f".{target.name}.partial")
     remove_leftover(partial)
     partial.mkdir()
@@ -118,7 +132,9 @@ def remove_leftover(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir() or (kind_in(folder) is None and any(folder.iterdir())):
-        raise InPlaceTTTError(f"{folder} is in the way, and inplace-ttt did not write it; move it away, or choose another name.")
+        raise InPlaceTTTError(
+            f"{folder} is in the way, and inplace-ttt did not write it; move it away, or choose another name."
+        )
     _discard(folder)
 
 
@@ -134,7 +150,8 @@ def _discard(folder: Path) -> None:
 
 
 def _restore(target: Path) -> None:
-    """Undo half a replacement by a killed run: the old folder gets its name back, or goes where the new one has the name."""
+    """Undo half a replacement by a killed run: the old folder gets its name back, or goes where the new one
+    has the name."""
     replaced = _replaced(target)
     if os.path.lexists(target):
         remove_leftover(replaced)
@@ -147,7 +164,8 @@ def _replaced(target: Path) -> Path:
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Give a folder that has been written its name, in one step where the system can; the older output of that name goes."""
+    """Give a folder that has been written its name, in one step where the system can; the older output of
+    that name goes."""
     if not target.exists():
         partial.rename(target)
     elif exchange(partial, target):
@@ -183,7 +201,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
-    """A safetensors file that others may read as the umask says (the library leaves it to its owner alone)."""
+    """A safetensors file that others may read as the umask says (the library leaves it to its owner
+    alone)."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target, {"format": "pt"})
     target.chmod(0o666 & ~_umask())
 

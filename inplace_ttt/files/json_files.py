@@ -17,7 +17,8 @@ _DEEPEST = 100
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError with one line for whatever is none, is nested too deep or holds no proper Unicode."""
+    """The value of a JSON text. Raises ValueError with one line for whatever is none, is nested too deep or
+    holds no proper Unicode."""
     try:
         values = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except RecursionError:

@@ -18,19 +18,24 @@ except ImportError:  # Windows: writers are not kept apart
 
 @contextmanager
 def output_lock(path: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None]:
-    """Hold the output `path`, a file or folder that need not exist, in a folder that does; the lock goes with its process, however
-    that ends.
+    """Hold the output `path`, a file or folder that need not exist, in a folder that does; the lock goes with
+    its process, however that ends.
 
-    wait: for another writer. Without it Raises InPlaceTTTError while another process, or another thread, holds the output.
+    wait: for another writer. Without it Raises InPlaceTTTError while another process, or another thread,
+        holds the output.
     """
     target = Path(os.path.realpath(path))
     file = target.with_name(f".{target.name}.lock")
     try:
         handle = _locked(file, wait)
     except OSError as error:
-        raise InPlaceTTTError(f"cannot write beside {path}: {error.strerror}; choose a place you may write to.") from None
+        raise InPlaceTTTError(
+            f"cannot write beside {path}: {error.strerror}; choose a place you may write to."
+        ) from None
     if handle is None:
-        raise InPlaceTTTError(f"{path} is being written by another run; wait for its end, or choose another name.")
+        raise InPlaceTTTError(
+            f"{path} is being written by another run; wait for its end, or choose another name."
+        )
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
 """Which files this package wrote, and the one decision about what an output may replace.
 
-Every output folder holds a manifest: its kind, and its files with size and time of the last change. A file counts as ours while it is
-as the manifest has it. Everything else is somebody's own: it is never replaced and never removed.
+Every output folder holds a manifest: its kind, and its files with size and time of the last change. A file
+counts as ours while it is as the manifest has it. Everything else is somebody's own: it is never replaced and
+never removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from .paths import kind_of
 from .schema import Open, from_values
 
 MANIFEST = ".inplace-ttt.json"
-CHECKPOINT, TRAINED, DIAGNOSIS, EVALUATION, SAMPLES = "converted checkpoint", "trained checkpoint", "diagnosis", "evaluation", "samples"
+CHECKPOINT, TRAINED, DIAGNOSIS, EVALUATION, SAMPLES = (
+    "converted checkpoint",
+    "trained checkpoint",
+    "diagnosis",
+    "evaluation",
+    "samples",
+)
 """Kinds of output folders: each takes the place of its own kind alone."""
 STEP, TEMPORARY = "step of a training run", "temporary folder"
 
@@ -29,15 +36,21 @@ Sources = Iterable[str | os.PathLike[str] | None]
 
 @dataclass(frozen=True)
 class _Manifest(Open):
-    """kind: what the folder is. files: path in the folder -> `file_state` when it was written; None where any state will do."""
+    """kind: what the folder is. files: path in the folder -> `file_state` when it was written; None where any
+    state will do."""
 
     kind: str
     files: dict[str, list[int] | None]
 
 
 def write_manifest(folder: Path, kind: str) -> None:
-    """Record every file under `folder` as ours. A run's step is known by names alone: a damaged one is written again."""
-    _write(folder, kind, {name: None if kind == STEP else file_state(folder / name) for name in _files_under(folder)})
+    """Record every file under `folder` as ours. A run's step is known by names alone: a damaged one is
+    written again."""
+    _write(
+        folder,
+        kind,
+        {name: None if kind == STEP else file_state(folder / name) for name in _files_under(folder)},
+    )
 
 
 def update_manifest(file: Path) -> None:
@@ -66,7 +79,8 @@ def recorded(folder: Path) -> dict[str, list[int] | None]:
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """Return the first entry of `folder` that this package did not write or that was changed since, None where there is none.
+    """Return the first entry of `folder` that this package did not write or that was changed since, None
+    where there is none.
 
     Folders are entries, too, unless they hold files of the manifest.
     """
@@ -84,7 +98,8 @@ def foreign_entry(folder: Path) -> str | None:
 
 
 def remove_written(folder: Path) -> str | None:
-    """Remove what this package wrote in `folder`, and the folder where nothing else is in it. Returns an entry that stays, if any."""
+    """Remove what this package wrote in `folder`, and the folder where nothing else is in it. Returns an
+    entry that stays, if any."""
     for name, known in recorded(folder).items():
         if _is_as_known(folder / name, known):
             (folder / name).unlink()
@@ -97,14 +112,18 @@ def remove_written(folder: Path) -> str | None:
     return left
 
 
-def refuse_to_replace(path: str | os.PathLike[str], kind: str, overwrite: bool = False, sources: Sources = ()) -> None:
-    """Refuse an output folder whose place is taken: by a file, by a source, or by a folder that is not wholly our output of this kind.
+def refuse_to_replace(
+    path: str | os.PathLike[str], kind: str, overwrite: bool = False, sources: Sources = ()
+) -> None:
+    """Refuse an output folder whose place is taken: by a file, by a source, or by a folder that is not wholly
+    our output of this kind.
 
     Args:
         path: the folder to write.
         kind: of output.
         overwrite: True where the user asked to replace an earlier output.
-        sources: files and folders that the command reads; an output is not one of them, not in one, and not around one.
+        sources: files and folders that the command reads; an output is not one of them, not in one, and not
+            around one.
     """
     target = Path(os.path.realpath(path))
     refuse_sources(path, sources)
@@ -113,25 +132,37 @@ def refuse_to_replace(path: str | os.PathLike[str], kind: str, overwrite: bool =
     if not target.is_dir():
         raise InPlaceTTTError(f"{path} is {_kind(target)}, not a folder; choose another name.")
     if not overwrite:
-        raise InPlaceTTTError(f"{path} exists already; choose another name, or pass --overwrite to replace it.")
+        raise InPlaceTTTError(
+            f"{path} exists already; choose another name, or pass --overwrite to replace it."
+        )
     if target in (Path.cwd(), *Path.cwd().parents):
-        raise InPlaceTTTError(f"{path} is the folder you are in, or one above it, so it is not replaced; choose another name.")
+        raise InPlaceTTTError(
+            f"{path} is the folder you are in, or one above it, so it is not replaced; choose another name."
+        )
     refuse_foreign(path, kind)
     for root, _, _ in os.walk(target):
         _refuse_read_only(root)
 
 
 def refuse_foreign(path: str | os.PathLike[str], kind: str) -> None:
-    """Refuse a folder that is another kind of output, or holds anything that this package did not write. An empty one passes."""
+    """Refuse a folder that is another kind of output, or holds anything that this package did not write. An
+    empty one passes."""
     folder = Path(path)
     found, entry = kind_in(folder), foreign_entry(folder)
     if found is None and entry is not None:
-        raise InPlaceTTTError(f"{path} is not an output of inplace-ttt, so it is not replaced; choose another name, or remove it yourself.")
+        raise InPlaceTTTError(
+            f"{path} is not an output of inplace-ttt, so it is not replaced; choose another name, or "
+            "remove it yourself."
+        )
     if found not in (None, kind):
-        raise InPlaceTTTError(f"{path} is a {found}, not a {kind}, so it is not replaced; choose another name, or remove it yourself.")
+        raise InPlaceTTTError(
+            f"{path} is a {found}, not a {kind}, so it is not replaced; choose another name, or remove it "
+            "yourself."
+        )
     if entry is not None:
         raise InPlaceTTTError(
-            f"{path} holds {entry}, which inplace-ttt did not write or which was changed since; move it away, or choose another name."
+            f"{path} holds {entry}, which inplace-ttt did not write or which was changed since; move it "
+            "away, or choose another name."
         )
 
 
@@ -143,19 +174,26 @@ def refuse_sources(path: str | os.PathLike[str], sources: Sources) -> None:
             continue
         read = Path(os.path.realpath(source))
         if target == read:
-            raise InPlaceTTTError(f"{path} is what the command reads, so it is not written; choose another name.")
+            raise InPlaceTTTError(
+                f"{path} is what the command reads, so it is not written; choose another name."
+            )
         if target.is_relative_to(read) or read.is_relative_to(target):
             where = "lies in" if target.is_relative_to(read) else "holds"
-            raise InPlaceTTTError(f"{path} {where} {source}, which the command reads; choose a place outside it.")
+            raise InPlaceTTTError(
+                f"{path} {where} {source}, which the command reads; choose a place outside it."
+            )
 
 
 def refuse_file(path: str | os.PathLike[str], ours: bool) -> None:
-    """Refuse an output file whose place is taken by anything but an empty file or an earlier output (`ours`)."""
+    """Refuse an output file whose place is taken by anything but an empty file or an earlier output
+    (`ours`)."""
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
         raise InPlaceTTTError(f"cannot write {path}: it is {_kind(target)}, not a file; choose another name.")
     if target.exists() and target.stat().st_size and not ours:
-        raise InPlaceTTTError(f"{path} is a file that this command did not write, so it is not replaced; choose another name.")
+        raise InPlaceTTTError(
+            f"{path} is a file that this command did not write, so it is not replaced; choose another name."
+        )
     if target.exists():
         _refuse_read_only(path)
 
@@ -164,14 +202,17 @@ def refuse_changed_link(file: Path, known: list[int] | None) -> None:
     """Refuse a hard link, whose state was recorded when it was made, that was written through."""
     if known is not None and file.stat().st_nlink > 1 and file_state(file) != known:
         raise InPlaceTTTError(
-            f"{file} was changed after it was linked here: the file that it shares with another folder was written over; convert again."
+            f"{file} was changed after it was linked here: the file that it shares with another folder was "
+            "written over; convert again."
         )
 
 
 def _refuse_read_only(path: str | os.PathLike[str]) -> None:
     """Refuse what somebody has protected: no write bit at all, or none for this user."""
     if not os.stat(path).st_mode & 0o222 or not os.access(path, os.W_OK):
-        raise InPlaceTTTError(f"{path} is read-only, so it is not replaced; choose another name, or make it writable.")
+        raise InPlaceTTTError(
+            f"{path} is read-only, so it is not replaced; choose another name, or make it writable."
+        )
 
 
 def _write(folder: Path, kind: str, files: dict[str, list[int] | None]) -> None:
@@ -187,8 +228,13 @@ def _read(folder: Path) -> _Manifest | None:
 
 
 def _is_as_known(file: Path, known: list[int] | None) -> bool:
-    """True for a file as it was written. A hard link counts whatever was written through it: removing it loses nothing."""
-    return file.is_file() and not file.is_symlink() and (known is None or file.stat().st_nlink > 1 or file_state(file) == known)
+    """True for a file as it was written. A hard link counts whatever was written through it: removing it
+    loses nothing."""
+    return (
+        file.is_file()
+        and not file.is_symlink()
+        and (known is None or file.stat().st_nlink > 1 or file_state(file) == known)
+    )
 
 
 def _files_under(folder: Path) -> Iterator[str]:

@@ -11,7 +11,9 @@ from ..errors import InPlaceTTTError
 def available_memory() -> int | None:
     """Bytes that a process can have without swapping; None where the system does not say."""
     try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        fields = dict(
+            line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        )
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         try:
@@ -21,7 +23,11 @@ def available_memory() -> int | None:
 
 
 def require_memory(needed: int, what: str, available: int | None = None) -> None:
-    """Refuse what needs more bytes than there are (None: than this machine's): asking for them may end the process without a word."""
+    """Refuse what needs more bytes than there are (None: than this machine's): asking for them may end the
+    process without a word."""
     available = available_memory() if available is None else available
     if available is not None and needed > available:
-        raise InPlaceTTTError(f"{what} needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} are free; take smaller sizes.")
+        raise InPlaceTTTError(
+            f"{what} needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} are free; take "
+            "smaller sizes."
+        )

@@ -23,7 +23,8 @@ def name_problem(name: str) -> str | None:
 
 
 def require_regular(path: str | os.PathLike[str], problem: str) -> None:
-    """Refuse what is there and no file: a folder, a device, or a pipe, which may never end. What is missing is left to the reader."""
+    """Refuse what is there and no file: a folder, a device, or a pipe, which may never end. What is missing
+    is left to the reader."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -41,7 +42,9 @@ def refuse_pipes_in(folder: Path) -> None:
             except OSError:  # a link to nothing is as good as no file
                 continue
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                raise InPlaceTTTError(f"{entry.path} is {kind_of(mode)}, not a file; remove it from the folder.")
+                raise InPlaceTTTError(
+                    f"{entry.path} is {kind_of(mode)}, not a file; remove it from the folder."
+                )
 
 
 def kind_of(mode: int) -> str:

@@ -27,14 +27,21 @@ class Results:
     def get(self, name: str, **same: Any) -> dict[str, Any] | None:
         """The result if there is one.
 
-        Raises InPlaceTTTError where a value of `same`, or of a table in it, is another there, or a value there is not asked for.
+        Raises InPlaceTTTError where a value of `same`, or of a table in it, is another there, or a value
+        there is not asked for.
         """
-        if name not in self.known and self.folder is not None and (file := self.folder / f"{name}.json").exists():
+        if (
+            name not in self.known
+            and self.folder is not None
+            and (file := self.folder / f"{name}.json").exists()
+        ):
             try:
                 result = read_json(file, "it holds no result")
                 known = {key: result[key] for key in same}
             except (InPlaceTTTError, KeyError):
-                raise InPlaceTTTError(f"{file} is not a result of this command; delete it or {self.remedy}.") from None
+                raise InPlaceTTTError(
+                    f"{file} is not a result of this command; delete it or {self.remedy}."
+                ) from None
             for key, wanted in json.loads(json.dumps(same)).items():
                 for difference in _differing("" if isinstance(wanted, dict) else key, known[key], wanted):
                     raise InPlaceTTTError(f"{file} was made with {difference}; {self.remedy}.")
@@ -46,7 +53,8 @@ class Results:
         if self.folder is not None:
             text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
             self.folder.mkdir(parents=True, exist_ok=True)
-            with new_file(self.folder / f"{name}.json", ours=True, wait=True) as file:  # `get` has refused another's file
+            # `get` has refused another's file
+            with new_file(self.folder / f"{name}.json", ours=True, wait=True) as file:
                 file.write_text(text, encoding="utf-8")
 
 

@@ -38,17 +38,22 @@ def require(holds: bool, key: str, message: str) -> None:
 def at_least(least: int, settings: Any, *names: str) -> None:
     """Each of these numbers that is given."""
     for name in names:
-        require((value := getattr(settings, name)) is None or value >= least, name, f"must be at least {least}")
+        require(
+            (value := getattr(settings, name)) is None or value >= least, name, f"must be at least {least}"
+        )
 
 
 def at_most(most: int, settings: Any, *names: str) -> None:
     """Each of these numbers that is given."""
     for name in names:
-        require((value := getattr(settings, name)) is None or value <= most, name, f"must be at most {most:,}")
+        require(
+            (value := getattr(settings, name)) is None or value <= most, name, f"must be at most {most:,}"
+        )
 
 
 def from_values(cls: type[T], values: Any, where: str) -> T:
-    """A dataclass from the values of a file; `where` names it. Raises InPlaceTTTError with the path of the key that is wrong."""
+    """A dataclass from the values of a file; `where` names it. Raises InPlaceTTTError with the path of the
+    key that is wrong."""
 
     def refuse(keys: Keys, message: str) -> InPlaceTTTError:
         return InPlaceTTTError(f"{where}, {'.'.join(keys)}: {message}." if keys else f"{where}: {message}.")
@@ -57,7 +62,8 @@ def from_values(cls: type[T], values: Any, where: str) -> T:
 
 
 def build(cls: Any, values: Any, keys: Keys, refuse: Refuse, **internal: Any) -> Any:
-    """A dataclass from a table. A class of presets fills in the rest from the one named `preset`; `internal` fills fields marked so."""
+    """A dataclass from a table. A class of presets fills in the rest from the one named `preset`; `internal`
+    fills fields marked so."""
     if not isinstance(values, Mapping):
         raise refuse(keys, f"must be a table of settings, got {shown(values)}")
     hints = get_type_hints(cls)
@@ -66,11 +72,19 @@ def build(cls: Any, values: Any, keys: Keys, refuse: Refuse, **internal: Any) ->
     known = {key: value for key, value in values.items() if key in fields or key in presets}
     if len(known) < len(values) and not issubclass(cls, Open):
         key = next(key for key in values if key not in known)
-        raise refuse((*keys, _short(key)), f"there is no such setting; known here: {', '.join((*presets, *fields))}")
+        raise refuse(
+            (*keys, _short(key)), f"there is no such setting; known here: {', '.join((*presets, *fields))}"
+        )
     for name, f in fields.items():
-        if name not in known and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+        if (
+            name not in known
+            and f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+        ):
             raise refuse((*keys, name), "this setting is missing")
-    built = {name: checked((hints | presets)[name], value, (*keys, name), refuse) for name, value in known.items()}
+    built = {
+        name: checked((hints | presets)[name], value, (*keys, name), refuse) for name, value in known.items()
+    }
     try:
         preset = cls.preset(built.pop("preset")) if presets and "preset" in built else None
         rest = {} if preset is None else {name: getattr(preset, name) for name in fields}
@@ -82,7 +96,8 @@ def build(cls: Any, values: Any, keys: Keys, refuse: Refuse, **internal: Any) ->
 
 
 def checked(hint: Any, value: Any, keys: Keys, refuse: Refuse) -> Any:
-    """The value as its type wants it; an integer passes for a float, a round float for an integer, one item for a list."""
+    """The value as its type wants it; an integer passes for a float, a round float for an integer, one item
+    for a list."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
@@ -94,8 +109,12 @@ def checked(hint: Any, value: Any, keys: Keys, refuse: Refuse) -> Any:
         items = value if isinstance(value, (list, tuple)) else [value]
         return origin(checked(arguments[0], item, (*keys, str(i)), refuse) for i, item in enumerate(items))
     if origin is dict and isinstance(value, dict):
-        return {name: checked(arguments[1], held, (*keys, _short(name)), refuse) for name, held in value.items()}
-    if origin is Literal and any(value is option or (type(value) is type(option) and value == option) for option in arguments):
+        return {
+            name: checked(arguments[1], held, (*keys, _short(name)), refuse) for name, held in value.items()
+        }
+    if origin is Literal and any(
+        value is option or (type(value) is type(option) and value == option) for option in arguments
+    ):
         return value
     if hint is float and (number := _number(value)) is not None:
         return number
@@ -151,5 +170,12 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if origin in (list, tuple):
         return f"a list ({_describe(get_args(hint)[0])})"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a table", type(None): "nothing"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        dict: "a table",
+        type(None): "nothing",
+    }
     return names.get(origin or hint, "a table")

@@ -18,7 +18,8 @@ _MOST_NODES = 100_000
 
 
 def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **internal: Any) -> T:
-    """A dataclass from a YAML file and `a.b=value` overrides; `internal` fills fields marked so. Raises InPlaceTTTError."""
+    """A dataclass from a YAML file and `a.b=value` overrides; `internal` fills fields marked so. Raises
+    InPlaceTTTError."""
     import yaml
 
     require_regular(file, "cannot read the settings")
@@ -27,11 +28,15 @@ def read_settings(cls: type[T], file: Path, overrides: Sequence[str] = (), **int
     except UnicodeDecodeError:
         raise InPlaceTTTError(f"{file} is not UTF-8 text; give the path of a YAML file.") from None
     except (OSError, ValueError) as error:
-        raise InPlaceTTTError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}; give the path of a YAML file.") from None
+        raise InPlaceTTTError(
+            f"cannot read {file}: {getattr(error, 'strerror', None) or error}; give the path of a YAML file."
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise InPlaceTTTError(f"{file}{where} is not YAML: {getattr(error, 'problem', None) or one_line(error)}.") from None
+        raise InPlaceTTTError(
+            f"{file}{where} is not YAML: {getattr(error, 'problem', None) or one_line(error)}."
+        ) from None
     except RecursionError:
         raise InPlaceTTTError(f"{file} is nested too deep to be a table of settings.") from None
     if not isinstance(root, yaml.MappingNode):
@@ -64,7 +69,10 @@ class _Reader:
 
         self._nodes += 1
         if self._nodes > _MOST_NODES or len(keys) > 50:
-            raise InPlaceTTTError(f"{self.name} stands for more values, or deeper ones, than settings have; write its aliases out.")
+            raise InPlaceTTTError(
+                f"{self.name} stands for more values, or deeper ones, than settings have; write its "
+                "aliases out."
+            )
         if isinstance(node, yaml.MappingNode):
             table: dict[str, Any] = {}
             for key, value in node.value:
@@ -73,7 +81,9 @@ class _Reader:
                     raise InPlaceTTTError(f"{self.name} line {line}: the name of a setting must be text.")
                 below = (*keys, name)
                 if name in table:
-                    raise InPlaceTTTError(f"{self.name} line {line}, {'.'.join(below)}: the key stands there twice; remove one.")
+                    raise InPlaceTTTError(
+                        f"{self.name} line {line}, {'.'.join(below)}: the key stands there twice; remove one."
+                    )
                 self.lines[below] = line
                 table[name] = self.plain(value, below)
             return table
@@ -104,7 +114,8 @@ def _number(value: Any, text: str) -> Any:
 
 
 def override(values: dict[str, Any], text: str, lines: dict[Keys, int] | None = None) -> None:
-    """Put the value of `a.b=value` into nested tables, and note 0 as the line of its path. Raises InPlaceTTTError."""
+    """Put the value of `a.b=value` into nested tables, and note 0 as the line of its path. Raises
+    InPlaceTTTError."""
     import yaml
 
     path, equals, value = text.partition("=")

@@ -1,4 +1,5 @@
-"""Triton kernels of the fast weight; `inplace_ttt.ops` binds what is here. Importing it needs torch and Triton."""
+"""Triton kernels of the fast weight; `inplace_ttt.ops` binds what is here. Importing it needs torch and
+Triton."""
 
 from .factor import inverse_factor
 from .halves import halves

@@ -1,9 +1,11 @@
-"""The chunk-isolated depthwise convolution and its backward: each reads its input once and writes its result once.
+"""The chunk-isolated depthwise convolution and its backward: each reads its input once and writes its result
+once.
 
-    out_t = Σ_j conv_j ∘ x_{t+f+j}      over the taps whose token lies in t's own chunk; f the first tap's place
+    out_t = Σ_j conv_j ∘ x_{t+f+j}      over the taps whose token lies in t's own chunk; f the first tap's
+    place
 
-Moving 2 · N · d numbers, against 5 to 6 passes over them for each tap in plain torch. The gradient of x is the same
-convolution with the taps reversed; that of conv adds up in float32, block by block, in one order.
+Moving 2 · N · d numbers, against 5 to 6 passes over them for each tap in plain torch. The gradient of x is
+the same convolution with the taps reversed; that of conv adds up in float32, block by block, in one order.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def convolve_kernel(
     x, conv, ids, out, length, d, first_tap, x_row, x_token, conv_stride,
     REVERSED: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One program: BT tokens by BC channels of one row. REVERSED: tap j reads t - first_tap - j, the transpose."""
+    """One program: BT tokens by BC channels of one row. REVERSED: tap j reads t - first_tap - j, the
+    transpose."""
     row = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -43,7 +46,9 @@ def convolve_kernel(
         there = t - first_tap - j if REVERSED else t + first_tap + j
         inside = (mine >= 0) & (_chunk_of(ids, there, length) == mine)
         source = tl.load(
-            x + row * x_row + there.to(tl.int64)[:, None] * x_token + c[None, :], mask=inside[:, None] & (c < d)[None, :], other=0.0
+            x + row * x_row + there.to(tl.int64)[:, None] * x_token + c[None, :],
+            mask=inside[:, None] & (c < d)[None, :],
+            other=0.0,
         ).to(tl.float32)
         sums += source * tl.load(conv + c * conv_stride + j, mask=c < d, other=0.0).to(tl.float32)[None, :]
     out += (row * length + t.to(tl.int64))[:, None] * d + c[None, :]
@@ -55,7 +60,8 @@ def taps_gradient_kernel(
     d_out, x, ids, parts, length, d, first_tap, g_row, g_token, x_row, x_token,
     TAPS: tl.constexpr, TAPS_ROOM: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: Σ_t d_out_t ∘ x_{t+f+j} over BLOCKS · BT tokens of one row, by BC channels; parts [programs, TAPS, d]."""
+    """One program: Σ_t d_out_t ∘ x_{t+f+j} over BLOCKS · BT tokens of one row, by BC channels; parts
+    [programs, TAPS, d]."""
     row = tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     ids += row * length
@@ -66,11 +72,16 @@ def taps_gradient_kernel(
         t = (tl.program_id(0) * BLOCKS + block) * BT + tl.arange(0, BT)
         mine = _chunk_of(ids, t, length)
         real = (mine >= 0)[:, None] & (c < d)[None, :]
-        grad = tl.load(d_out + row * g_row + t.to(tl.int64)[:, None] * g_token + c[None, :], mask=real, other=0.0).to(tl.float32)
-        for j in tl.static_range(TAPS):  # rows of x that one tap reads are the next one's but for one, and come from the cache
+        grad = tl.load(
+            d_out + row * g_row + t.to(tl.int64)[:, None] * g_token + c[None, :], mask=real, other=0.0
+        ).to(tl.float32)
+        # rows of x that one tap reads are the next one's but for one, and come from the cache
+        for j in tl.static_range(TAPS):
             there = t + first_tap + j
             inside = ((mine >= 0) & (_chunk_of(ids, there, length) == mine))[:, None] & (c < d)[None, :]
-            source = tl.load(x + row * x_row + there.to(tl.int64)[:, None] * x_token + c[None, :], mask=inside, other=0.0)
+            source = tl.load(
+                x + row * x_row + there.to(tl.int64)[:, None] * x_token + c[None, :], mask=inside, other=0.0
+            )
             # what is outside of the tap may be NaN in the gradient too
             part = tl.sum(tl.where(inside, grad, 0.0) * source.to(tl.float32), axis=0)
             sums += tl.where(taps == j, part[None, :], 0.0)
@@ -78,7 +89,8 @@ def taps_gradient_kernel(
 
 
 def convolve(x: Tensor, conv: Tensor, ids: Tensor, first_tap: int, reverse: bool = False) -> Tensor:
-    """The convolution of x [B, T, d] (its transpose with `reverse`) in x's dtype; conv [d, 1, k], ids [B, T] int32."""
+    """The convolution of x [B, T, d] (its transpose with `reverse`) in x's dtype; conv [d, 1, k], ids [B, T]
+    int32."""
     batch, length, d = x.shape
     out = torch.empty(batch, length, d, dtype=x.dtype, device=x.device)
     if out.numel() == 0:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 _LONGEST_PIECE = 4096
-"""Tokens outside of the walked documents that one program goes through for W0's gradient, before another takes over."""
+"""Tokens outside of the walked documents that one program goes through for W0's gradient, before another
+takes over."""
 
 
 @dataclass(frozen=True)
 class Document:
     """A walked document: tokens start:stop of the flat batch [B · T], in `row`; its chunks, counted from 0.
 
-    begins: it starts from the row's initial state. ends: its last state is handed on. writes: the first chunks, whose
+    begins: it starts from the row's initial state. ends: its last state is handed on. writes: the first
+        chunks, whose
     delta something reads. read_from: the first chunk that reads more than W0.
     """
 
@@ -49,8 +51,10 @@ class Document:
 class Plan:
     """One object for all calls of a kind over the same documents, which caches know it by.
 
-    documents: the walked ones, in order, an empty one for a row without any that has a state; short: those that take the
-    dual form. plain: spans whose product with W0 no walk makes, merged. outside: those of no walked document, in pieces."""
+    documents: the walked ones, in order, an empty one for a row without any that has a state; short: those
+        that take the
+    dual form. plain: spans whose product with W0 no walk makes, merged. outside: those of no walked document,
+    in pieces."""
 
     batch: int
     chunk: int
@@ -68,17 +72,26 @@ class Plan:
         return tuple(numbers)
 
 
-def plan_of(spans: Tensor, batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool) -> Plan:
+def plan_of(
+    spans: Tensor, batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool
+) -> Plan:
     """The plan for the documents `spans` [n, 3] int64 on the CPU: row, start, stop, in order.
 
-    longest: the tokens up to which a document is short. One that starts from a state or hands it on is walked.
+    longest: the tokens up to which a document is short. One that starts from a state or hands it on is
+        walked.
     """
     return _plan(tuple(map(tuple, spans.tolist())), batch, length, chunk, longest, has_start, hands_on)
 
 
 @functools.lru_cache(maxsize=64)
 def _plan(
-    spans: tuple[tuple[int, int, int], ...], batch: int, length: int, chunk: int, longest: int, has_start: bool, hands_on: bool
+    spans: tuple[tuple[int, int, int], ...],
+    batch: int,
+    length: int,
+    chunk: int,
+    longest: int,
+    has_start: bool,
+    hands_on: bool,
 ) -> Plan:
     documents: list[Document] = []
     short: list[Document] = []

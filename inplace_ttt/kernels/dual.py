@@ -6,8 +6,9 @@ With A the scores Z Zᵀ of each chunk with the chunks before it, zero elsewhere
 
     O += η A V      dZ += η (B + Bᵀ) Z      dV = η Aᵀ dO
 
-Half of the scores are zero, and their tiles are skipped. A document is short where the others are less work than its walk: forward
-T²(d + h) / 2 multiply-adds against T·d·h, backward T²(d + h) against 3T·d·h. All short documents take one launch a product.
+Half of the scores are zero, and their tiles are skipped. A document is short where the others are less work
+than its walk: forward T²(d + h) / 2 multiply-adds against T·d·h, backward T²(d + h) against 3T·d·h. All short
+documents take one launch a product.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def add_reads(z: Tensor, v: Tensor, plan: Plan, eta: float, out: Tensor) -> None
         combine(scores(z, z, which, "earlier", chunk=plan.chunk, alpha=eta), v, which, out, "earlier")
 
 
-def add_gradients(z: Tensor, v: Tensor, d_out: Tensor, plan: Plan, eta: float, dz: Tensor, dv: Tensor) -> None:
+def add_gradients(
+    z: Tensor, v: Tensor, d_out: Tensor, plan: Plan, eta: float, dz: Tensor, dv: Tensor
+) -> None:
     """Add to dz [N, h] and set dv [N, d] in the short documents; d_out [N, d]."""
     if which := _short(plan, z):
         read = scores(z, z, which, "earlier", chunk=plan.chunk, alpha=eta)
@@ -39,4 +42,8 @@ def add_gradients(z: Tensor, v: Tensor, d_out: Tensor, plan: Plan, eta: float, d
 
 
 def _short(plan: Plan, z: Tensor) -> Problems | None:
-    return packed(tuple((document.start, document.stop - document.start) for document in plan.short), z) if plan.short else None
+    return (
+        packed(tuple((document.start, document.stop - document.start) for document in plan.short), z)
+        if plan.short
+        else None
+    )

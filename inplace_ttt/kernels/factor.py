@@ -1,10 +1,12 @@
-"""The inverse L⁻¹ of the Cholesky factor of many matrices at once, A = L Lᵀ, by products of halves; a kernel takes what is left.
+"""The inverse L⁻¹ of the Cholesky factor of many matrices at once, A = L Lᵀ, by products of halves; a kernel
+takes what is left.
 
 With L₁ that of A's first half, L₂ that of A₂₂ - L₂₁L₂₁ᵀ:
 
     L₂₁ = A₂₁L₁⁻ᵀ        L⁻¹ = [L₁⁻¹, 0; -L₂⁻¹L₂₁L₁⁻¹, L₂⁻¹]
 
-which is 4/3 r³ multiply-adds in plain products where a factor and its solves take r³/3 of them in steps that wait for each other.
+which is 4/3 r³ multiply-adds in plain products where a factor and its solves take r³/3 of them in steps that
+wait for each other.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ _LEAF = 2 * _BLOCK
 
 @triton.jit
 def _inverted(a, n, B: tl.constexpr):
-    """L⁻¹ (B, B) of the first n rows of A (B, B), of which the lower triangle is read, and one on the diagonal after them."""
+    """L⁻¹ (B, B) of the first n rows of A (B, B), of which the lower triangle is read, and one on the
+    diagonal after them."""
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
     x = tl.where(rows == columns, 1.0, 0.0)
     for j in range(n):
         column = tl.sum(tl.where(columns == j, a, 0.0), axis=1)
         scale = 1.0 / tl.sqrt(tl.sum(tl.where(tl.arange(0, B) == j, column, 0.0)))
-        below = tl.where((tl.arange(0, B) > j) & (tl.arange(0, B) < n), column * scale, 0.0)[:, None]  # L's column under its diagonal
+        # L's column under its diagonal
+        below = tl.where((tl.arange(0, B) > j) & (tl.arange(0, B) < n), column * scale, 0.0)[:, None]
         row = tl.sum(tl.where(rows == j, x, 0.0), axis=0)[None, :] * scale
         x = tl.where(rows == j, row, x - below * row)
         a -= below * tl.trans(below)
@@ -38,7 +42,9 @@ def _inverted(a, n, B: tl.constexpr):
 
 
 @triton.jit
-def leaf_kernel(matrices, inverses, n, a_matrix, a_row, x_matrix, x_row, HALVES: tl.constexpr, B: tl.constexpr):
+def leaf_kernel(
+    matrices, inverses, n, a_matrix, a_row, x_matrix, x_row, HALVES: tl.constexpr, B: tl.constexpr
+):
     """One program: L⁻¹ of one matrix of n ≤ B rows, or of two times as many by its HALVES."""
     rows, columns = tl.arange(0, B)[:, None], tl.arange(0, B)[None, :]
     a = matrices + tl.program_id(0).to(tl.int64) * a_matrix + rows * a_row + columns
@@ -49,7 +55,9 @@ def leaf_kernel(matrices, inverses, n, a_matrix, a_row, x_matrix, x_row, HALVES:
     if HALVES:
         rest = n - B
         in_corner, in_second = rows < rest, (rows < rest) & (columns < rest)
-        below = tl.dot(tl.load(a + B * a_row, mask=in_corner, other=0.0), tl.trans(x_first), input_precision="ieee")
+        below = tl.dot(
+            tl.load(a + B * a_row, mask=in_corner, other=0.0), tl.trans(x_first), input_precision="ieee"
+        )
         second = tl.load(a + B * a_row + B, mask=in_second, other=0.0)
         x_second = _inverted(second - tl.dot(below, tl.trans(below), input_precision="ieee"), rest, B)
         tl.store(x + B * x_row + B, x_second, mask=in_second & (rows >= columns))
@@ -58,7 +66,8 @@ def leaf_kernel(matrices, inverses, n, a_matrix, a_row, x_matrix, x_row, HALVES:
 
 
 def inverse_factor(matrices: Tensor) -> Tensor:
-    """L⁻¹ [n, r, r] float32, lower, of positive definite matrices [n, r, r], which are overwritten; NaN where one is not.
+    """L⁻¹ [n, r, r] float32, lower, of positive definite matrices [n, r, r], which are overwritten; NaN where
+    one is not.
 
     Products are of full float32 only where torch is told so.
     """
@@ -74,7 +83,9 @@ def _fill(inverse: Tensor, matrix: Tensor) -> None:
     if r <= _LEAF:
         strides = (*matrix.stride()[:2], *inverse.stride()[:2])
         halves = r > _BLOCK
-        leaf_kernel[(len(matrix),)](matrix, inverse, r, *strides, HALVES=halves, B=_BLOCK, num_warps=8 if halves else 4)
+        leaf_kernel[(len(matrix),)](
+            matrix, inverse, r, *strides, HALVES=halves, B=_BLOCK, num_warps=8 if halves else 4
+        )
         return
     half = -(-r // (2 * _LEAF)) * _LEAF  # of whole leaves
     first, second, corner = inverse[:, :half, :half], inverse[:, half:, half:], inverse[:, half:, :half]

@@ -1,6 +1,7 @@
 """‖AᵀB‖_F² of each chunk from its Gram matrices, ⟨AAᵀ, BBᵀ⟩, so that no delta is made to be measured.
 
-The C × C matrices are symmetric: half their tiles are computed, C²(d + h) / 2 multiply-adds a chunk against C·d·h for the delta.
+The C × C matrices are symmetric: half their tiles are computed, C²(d + h) / 2 multiply-adds a chunk against
+C·d·h for the delta.
 """
 
 from __future__ import annotations
@@ -15,14 +16,29 @@ from .tuning import Tile, capability, run_tuned, tiles
 
 
 @triton.jit
-def _gram(x, first, second, in_first, in_second, width, stride, PRECISION: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
+def _gram(
+    x,
+    first,
+    second,
+    in_first,
+    in_second,
+    width,
+    stride,
+    PRECISION: tl.constexpr,
+    B: tl.constexpr,
+    BK: tl.constexpr,
+):
     """The (B, B) tile x[first] x[second]ᵀ, float32; first, second int64 tokens."""
     deep = tl.arange(0, BK)
     sums = tl.zeros((B, B), tl.float32)
     for k in range(0, width, BK):
         inside = (k + deep < width)[None, :]
-        left = tl.load(x + first[:, None] * stride + (k + deep)[None, :], mask=in_first[:, None] & inside, other=0.0)
-        right = tl.load(x + second[:, None] * stride + (k + deep)[None, :], mask=in_second[:, None] & inside, other=0.0)
+        left = tl.load(
+            x + first[:, None] * stride + (k + deep)[None, :], mask=in_first[:, None] & inside, other=0.0
+        )
+        right = tl.load(
+            x + second[:, None] * stride + (k + deep)[None, :], mask=in_second[:, None] & inside, other=0.0
+        )
         sums = tl.dot(left, right.T, sums, input_precision=PRECISION)
     return sums
 
@@ -31,7 +47,8 @@ def _gram(x, first, second, in_first, in_second, width, stride, PRECISION: tl.co
 def squared_norms_kernel(
     a, b, starts, out, chunk, d, h, a_stride, b_stride, PRECISION: tl.constexpr, B: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """One program: tile (i, j), i ≥ j, of one chunk's two Gram matrices; out [chunks, tiles · tiles], 0 above the diagonal."""
+    """One program: tile (i, j), i ≥ j, of one chunk's two Gram matrices; out [chunks, tiles · tiles], 0 above
+    the diagonal."""
     count = tl.cdiv(chunk, B)
     number, place = tl.program_id(0) // (count * count), tl.program_id(0) % (count * count)
     i, j = place // count, place % count
@@ -47,7 +64,8 @@ def squared_norms_kernel(
 
 
 def squared_norms(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
-    """‖AᵀB‖_F² [n] float32 of the chunks of a [N, d] and b [N, h] that start at the tokens `starts` [n] int32 or int64."""
+    """‖AᵀB‖_F² [n] float32 of the chunks of a [N, d] and b [N, h] that start at the tokens `starts` [n] int32
+    or int64."""
     assert a.stride(1) == b.stride(1) == 1 and not starts.is_floating_point()
 
     def launch(tile: Tile) -> Tensor:
@@ -66,7 +84,9 @@ def squared_norms(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["chunk"])
-def inner_products_kernel(a, b, starts, out, chunk, n, a_stride, b_stride, BT: tl.constexpr, BC: tl.constexpr):
+def inner_products_kernel(
+    a, b, starts, out, chunk, n, a_stride, b_stride, BT: tl.constexpr, BC: tl.constexpr
+):
     """One program: Σ a ∘ b over BT tokens of one chunk; out [chunks, ⌈chunk / BT⌉]."""
     count = tl.cdiv(chunk, BT)
     t = tl.program_id(0) % count * BT + tl.arange(0, BT)
@@ -85,5 +105,7 @@ def inner_products(a: Tensor, b: Tensor, starts: Tensor, chunk: int) -> Tensor:
     assert a.stride(1) == b.stride(1) == 1
     tokens, columns = (8, 32) if INTERPRETED else (16, 128)
     out = torch.empty(len(starts), triton.cdiv(chunk, tokens), dtype=torch.float32, device=a.device)
-    inner_products_kernel[(out.numel(),)](a, b, starts, out, chunk, a.shape[1], a.stride(0), b.stride(0), BT=tokens, BC=columns)
+    inner_products_kernel[(out.numel(),)](
+        a, b, starts, out, chunk, a.shape[1], a.stride(0), b.stride(0), BT=tokens, BC=columns
+    )
     return out.sum(dim=1)

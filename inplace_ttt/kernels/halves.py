@@ -1,4 +1,5 @@
-"""float32 as the sum of two of bfloat16, which keeps 16 of its 24 bits: what tensor cores multiply and add up in float32."""
+"""float32 as the sum of two of bfloat16, which keeps 16 of its 24 bits: what tensor cores multiply and add up
+in float32."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ def halves_kernel(x, high, low, numbers, x_matrix, B: tl.constexpr):
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low part [n, a, b] bfloat16 of x [n, a, b] float32; copied first where a matrix of it does not lie in one piece."""
+    """High and low part [n, a, b] bfloat16 of x [n, a, b] float32; copied first where a matrix of it does not
+    lie in one piece."""
     assert x.dim() == 3 and x.dtype == torch.float32
     x = x if x[:1].is_contiguous() else x.contiguous()
     numbers = x.shape[1] * x.shape[2]
     high, low = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in range(2))
     with on_device_of(x):
-        halves_kernel[(triton.cdiv(numbers, _NUMBERS), len(x))](x, high, low, numbers, x.stride(0), B=_NUMBERS)
+        halves_kernel[(triton.cdiv(numbers, _NUMBERS), len(x))](
+            x, high, low, numbers, x.stride(0), B=_NUMBERS
+        )
     return high, low

@@ -1,4 +1,5 @@
-"""Mends of Triton's interpreter, without which it cannot run these kernels, or not as a GPU does, or in 1.4 times the time."""
+"""Mends of Triton's interpreter, without which it cannot run these kernels, or not as a GPU does, or in 1.4
+times the time."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ import triton.language as tl
 
 
 def mend() -> None:
-    """Loops up to a kernel's argument under numpy 2.4 and later (triton issue 9171), products of bfloat16 (11584: of its bit
-    patterns), bfloat16 rounded to nearest (cut off), and the language made ready once a launch (again at each call of a function)."""
+    """Loops up to a kernel's argument under numpy 2.4 and later (triton issue 9171), products of bfloat16
+    (11584: of its bit patterns), bfloat16 rounded to nearest (cut off), and the language made ready once a
+    launch (again at each call of a function)."""
     from triton.runtime import interpreter
 
-    patch, patch_language, builder = interpreter._patch_lang_tensor, interpreter._patch_lang, interpreter.InterpreterBuilder
+    patch, patch_language, builder = (
+        interpreter._patch_lang_tensor,
+        interpreter._patch_lang,
+        interpreter.InterpreterBuilder,
+    )
     dot, cast = builder.create_dot, builder.cast_impl
 
     def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:

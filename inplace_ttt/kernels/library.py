@@ -27,10 +27,12 @@ def fast_weight(
     eta: float,
     return_state: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, d] in z's dtype and S after each row's last document [B, d, h] float32, empty unless asked for.
+    """Outputs [B, T, d] in z's dtype and S after each row's last document [B, d, h] float32, empty unless
+    asked for.
 
-    z [B, T, h], v [B, T, d], weight [d, h] or None of one dtype; initial_state [B, d, h] float32 or None; tau [] float32,
-    the largest norm of a chunk's delta, or None; spans [n, 3] int64 on the CPU: row, start and stop of each document, in order.
+    z [B, T, h], v [B, T, d], weight [d, h] or None of one dtype; initial_state [B, d, h] float32 or None; tau
+    [] float32, the largest norm of a chunk's delta, or None; spans [n, 3] int64 on the CPU: row, start and
+    stop of each document, in order.
     """
     with on_device_of(z):
         given = operands_of(z, v, weight, initial_state, tau, spans, chunk_size, eta, return_state)
@@ -41,7 +43,9 @@ def fast_weight(
 @fast_weight.register_fake
 def _(z: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return_state = rest[-1]
-    return _like(v), z.new_empty(z.shape[0] if return_state else 0, v.shape[-1], z.shape[-1], dtype=torch.float32)
+    return _like(v), z.new_empty(
+        z.shape[0] if return_state else 0, v.shape[-1], z.shape[-1], dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("inplace_ttt::fast_weight_backward", mutates_args=())
@@ -75,7 +79,13 @@ def fast_weight_backward(
 
 @fast_weight_backward.register_fake
 def _(
-    d_out: Tensor, d_state: Tensor | None, z: Tensor, v: Tensor, weight: Tensor | None, initial_state: Tensor | None, *rest: Any
+    d_out: Tensor,
+    d_state: Tensor | None,
+    z: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    initial_state: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     needs_weight = rest[-1]
     matrix = (v.shape[-1], z.shape[-1]) if needs_weight else (0,)
@@ -100,9 +110,30 @@ def _fast_weight_gradients(ctx: Any, d_out: Tensor | None, d_state: Tensor | Non
     d_out = torch.zeros_like(v) if d_out is None else d_out
     d_state = d_state if ctx.return_state else None
     dz, dv, d_weight, d_start = fast_weight_backward(
-        d_out, d_state, z, v, weight, initial_state, tau, spans, ctx.chunk_size, ctx.eta, ctx.return_state, needs_weight
+        d_out,
+        d_state,
+        z,
+        v,
+        weight,
+        initial_state,
+        tau,
+        spans,
+        ctx.chunk_size,
+        ctx.eta,
+        ctx.return_state,
+        needs_weight,
     )
-    return dz, dv, d_weight if needs_weight else None, None if initial_state is None else d_start, None, None, None, None, None
+    return (
+        dz,
+        dv,
+        d_weight if needs_weight else None,
+        None if initial_state is None else d_start,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 fast_weight.register_autograd(_fast_weight_gradients, setup_context=_keep_for_backward)
@@ -110,7 +141,8 @@ fast_weight.register_autograd(_fast_weight_gradients, setup_context=_keep_for_ba
 
 @torch.library.custom_op("inplace_ttt::chunk_conv", mutates_args=())
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """Depthwise correlation of x [B, T, d] with conv [d, 1, k], taps inside the token's chunk; chunk_ids [B, T] int32."""
+    """Depthwise correlation of x [B, T, d] with conv [d, 1, k], taps inside the token's chunk; chunk_ids [B,
+    T] int32."""
     with on_device_of(x):
         return convolution.convolve(_with_dense_rows(x), conv.contiguous(), chunk_ids.contiguous(), first_tap)
 
@@ -121,7 +153,9 @@ def _(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
 
 
 @torch.library.custom_op("inplace_ttt::chunk_conv_backward", mutates_args=())
-def chunk_conv_backward(d_out: Tensor, x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> tuple[Tensor, Tensor]:
+def chunk_conv_backward(
+    d_out: Tensor, x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and conv."""
     d_out, x, chunk_ids = _with_dense_rows(d_out), _with_dense_rows(x), chunk_ids.contiguous()
     with on_device_of(x):

@@ -1,4 +1,5 @@
-"""What forward and backward share: the flat inputs of a call, its plan, and the room that its slots may take."""
+"""What forward and backward share: the flat inputs of a call, its plan, and the room that its slots may
+take."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .support import multiprocessors
 from .walk import walk
 
 SLOTS_BYTES = 1 << 30
-"""Extra memory of a call for slots; more makes larger groups of chunks, and fewer launches and round trips of the sum."""
+"""Extra memory of a call for slots; more makes larger groups of chunks, and fewer launches and round trips of
+the sum."""
 
 _READING_TILE = (128, 256)
 _WALKING_TILE = 128 * 256
@@ -63,10 +65,14 @@ class Operands:
     def readers(self, final: Tensor | None = None) -> Iterator[tuple[Tensor, tuple[Run, ...]]]:
         """Groups of what chunks read, W0 + ηS_i or ηS_i: (slots [n, d, h], which chunks use them).
 
-        final [B, d, h]: where to leave S after each row's last write. A group's slots are overwritten by the next.
+        final [B, d, h]: where to leave S after each row's last write. A group's slots are overwritten by the
+        next.
         """
         launches = reads(self.plan, final is not None, *self.limits())
-        slots, carry = self.slots(launches), self.matrices(max((launch.carries for launch in launches), default=0))
+        slots, carry = (
+            self.slots(launches),
+            self.matrices(max((launch.carries for launch in launches), default=0)),
+        )
         for launch in launches:
             walk(
                 self.v, self.z, launch, chunk=self.plan.chunk, shape=self.shape, slots=slots if launch.slots else None, carry=carry,
@@ -107,7 +113,8 @@ def operands_of(
 
 @lru_cache(maxsize=256)
 def _room(slots: int, fit: int, chunk: int, d: int, h: int, programs: int) -> int:
-    """Slots of a group: of the sizes that fit, the one whose products leave the least of the GPU idle, and the largest such."""
+    """Slots of a group: of the sizes that fit, the one whose products leave the least of the GPU idle, and
+    the largest such."""
     fit = max(fit, 1)
     if slots <= fit:
         return slots

@@ -1,11 +1,14 @@
-"""Forward and backward of the op: walks make the matrices that chunks read, products read them, a group of chunks at a time.
+"""Forward and backward of the op: walks make the matrices that chunks read, products read them, a group of
+chunks at a time.
 
-O_i = Z_i E_iᵀ with E_i = W0 + ηS_i, and backward, with R_j the gradient of S_{j+1} that reaches a chunk's write,
+O_i = Z_i E_iᵀ with E_i = W0 + ηS_i, and backward, with R_j the gradient of S_{j+1} that reaches a chunk's
+write,
 
-    dZ_i = dO_i E_i + c_i V_i R_i      dV_i = c_i Z_i R_iᵀ      R_j = η Σ_{i>j} dO_iᵀZ_i + dS      dW0 = Σ_i dO_iᵀZ_i
+    dZ_i = dO_i E_i + c_i V_i R_i      dV_i = c_i Z_i R_iᵀ      R_j = η Σ_{i>j} dO_iᵀZ_i + dS      dW0 = Σ_i
+    dO_iᵀZ_i
 
-The walk over S is made again, that over R from the last chunk to the first; dW0 is where the latter ends. Short documents
-take the dual form beside a product with W0 alone.
+The walk over S is made again, that over R from the last chunk to the first; dW0 is where the latter ends.
+Short documents take the dual form beside a product with W0 alone.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def forward(given: Operands, batch: int, hands_on: bool) -> tuple[Tensor, Tensor
 def backward(
     given: Operands, d_out: Tensor, d_state: Tensor | None, batch: int, needs_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of z, v [N, …], of W0 [d, h] float32 if needed and of the start states [B, d, h]; d_out [N, d]."""
+    """Gradients of z, v [N, …], of W0 [d, h] float32 if needed and of the start states [B, d, h]; d_out [N,
+    d]."""
     dz = torch.empty(given.z.shape, dtype=given.z.dtype, device=given.z.device)
     given.read_plain(d_out, given.weight, dz)
     for slots, runs in given.readers():
@@ -54,11 +58,21 @@ def backward(
 
 
 def _through_writes(
-    given: Operands, d_out: Tensor, d_state: Tensor | None, batch: int, needs_weight: bool, dz: Tensor, dv: Tensor
+    given: Operands,
+    d_out: Tensor,
+    d_state: Tensor | None,
+    batch: int,
+    needs_weight: bool,
+    dz: Tensor,
+    dv: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill dv and add to dz through each write, cR at a time; gives dW0 if needed and the start states' gradients."""
+    """Fill dv and add to dz through each write, cR at a time; gives dW0 if needed and the start states'
+    gradients."""
     launches = writes(given.plan, needs_weight, *given.limits())
-    slots, carry = given.slots(launches), given.matrices(max((launch.carries for launch in launches), default=0))
+    slots, carry = (
+        given.slots(launches),
+        given.matrices(max((launch.carries for launch in launches), default=0)),
+    )
     begun = None if given.start is None else given.matrices(batch)
     splits = max((launch.splits for launch in launches), default=1)
     total = given.matrices(splits).zero_() if needs_weight else None
@@ -75,7 +89,8 @@ def _through_writes(
 
 
 def _starts(given: Operands, begun: Tensor, d_state: Tensor | None) -> Tensor:
-    """The start states' gradients from the sums over each row's first document, [B, d, h]; a row's one document hands dS on."""
+    """The start states' gradients from the sums over each row's first document, [B, d, h]; a row's one
+    document hands dS on."""
     begun.mul_(given.eta)
     if d_state is not None:
         through, others = _undivided(given.plan, given.z.device)
@@ -85,7 +100,8 @@ def _starts(given: Operands, begun: Tensor, d_state: Tensor | None) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _undivided(plan: Plan, device: torch.device) -> tuple[tuple[bool, ...], Tensor]:
-    """For each row whether its last state goes on from its first, which it does through at most one document; on the device whether not."""
+    """For each row whether its last state goes on from its first, which it does through at most one document;
+    on the device whether not."""
     rows = {document.row for document in plan.documents if document.begins and document.ends}
     through = tuple(row in rows for row in range(plan.batch))
     return through, to_device([not is_through for is_through in through], device)

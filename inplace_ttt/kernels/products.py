@@ -4,7 +4,8 @@
     scores    out[i] = x[t_i] · y[t_j] over its tokens    [T, T] in rows of the longest
     combine   out[t_i] = Σ_j scores[i, j] rows[t_j]
 
-Chunks that follow each other in one document are a batched product, which cuBLAS does faster where it fills the GPU.
+Chunks that follow each other in one document are a batched product, which cuBLAS does faster where it fills
+the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .support import INTERPRETED, multiprocessors
 
 _CUBLAS_TILE = (128, 256)
 _WASTE = 1.25
-"""Waves of cuBLAS products, of the waves that one launch for all would take, from which on one launch is taken."""
+"""Waves of cuBLAS products, of the waves that one launch for all would take, from which on one launch is
+taken."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def shape_for(dtype: torch.dtype, interpreted: bool = INTERPRETED) -> Shape:
 
 @dataclass(frozen=True)
 class Problems:
-    """tiles [row tiles, 4] int32 on the device: first token, its matrix or its first row of scores, tokens, which row tile.
+    """tiles [row tiles, 4] int32 on the device: first token, its matrix or its first row of scores, tokens,
+    which row tile.
 
     longest: tokens of the longest. total: of all together.
     """
@@ -59,7 +62,9 @@ class Problems:
 @lru_cache(maxsize=256)
 def problems(spans: tuple[tuple[int, int, int], ...], side: int, device: torch.device) -> Problems:
     """For (first token, tokens, matrix) of each."""
-    rows = [(start, matrix, length, tile) for start, length, matrix in spans for tile in range(-(-length // side))]
+    rows = [
+        (start, matrix, length, tile) for start, length, matrix in spans for tile in range(-(-length // side))
+    ]
     numbers = to_device([number for row in rows for number in row], device).view(-1, 4)
     return Problems(numbers, max(length for _, length, _ in spans), sum(length for _, length, _ in spans))
 
@@ -72,8 +77,8 @@ def products_kernel(
 ):  # fmt: skip
     """One program: a (B, B) tile of one problem. MODE: read 0, scores 1, combine 2.
 
-    REACH of a row tile along the tokens it sums: all 0, up to its own 1, from its own on 2. EARLIER: a score stays only where the
-    column's chunk comes before the row's. MIRRORED: such scores and their transpose.
+    REACH of a row tile along the tokens it sums: all 0, up to its own 1, from its own on 2. EARLIER: a score
+    stays only where the column's chunk comes before the row's. MIRRORED: such scores and their transpose.
     """
     columns_of = tl.cdiv(columns, B)
     entry = tiles + tl.program_id(0) // columns_of * 4
@@ -127,7 +132,11 @@ def products_kernel(
                 sums += turned
             else:
                 there = c + (c_row + cols.to(tl.int64))[:, None] * c_lead + rows[None, :]
-                tl.store(there, turned.to(c.dtype.element_ty), mask=(cols < length)[:, None] & (rows < width)[None, :])
+                tl.store(
+                    there,
+                    turned.to(c.dtype.element_ty),
+                    mask=(cols < length)[:, None] & (rows < width)[None, :],
+                )
         if ADD:
             sums += tl.load(out, mask=kept, other=0.0).to(tl.float32)
         tl.store(out, sums.to(c.dtype.element_ty), mask=kept)
@@ -146,7 +155,8 @@ def _launch(
 
 
 def multiply(rows: Tensor, matrices: Tensor, runs: Sequence[Run], out: Tensor, *, add: bool = False) -> None:
-    """out[t] = rows[t] · matrices[slot] for the tokens of the runs, or added to it; rows [N, K], matrices [n, K, M], out [N, M]."""
+    """out[t] = rows[t] · matrices[slot] for the tokens of the runs, or added to it; rows [N, K], matrices [n,
+    K, M], out [N, M]."""
     if not runs:
         return
     if _fills(runs, matrices.shape[-1], multiprocessors(rows.device)):
@@ -172,14 +182,20 @@ def _chunks(runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
 def _fills(runs: Sequence[Run], columns: int, programs: int) -> bool:
     """Whether a product for each run leaves little of the GPU idle."""
     rows, across = _CUBLAS_TILE
-    tiles = [run.count * -(-(run.stop - run.start) // run.count // rows) * -(-columns // across) for run in runs]
+    tiles = [
+        run.count * -(-(run.stop - run.start) // run.count // rows) * -(-columns // across) for run in runs
+    ]
     return len(runs) == 1 or sum(-(-n // programs) for n in tiles) <= _WASTE * sum(tiles) / programs
 
 
 def packed(spans: tuple[tuple[int, int], ...], like: Tensor) -> Problems:
     """Problems of (first token, tokens) each, whose scores lie one after the other."""
     ends = itertools.accumulate((length for _, length in spans), initial=0)
-    return problems(tuple((*span, first) for span, first in zip(spans, ends, strict=False)), shape_for(like.dtype).side, like.device)
+    return problems(
+        tuple((*span, first) for span, first in zip(spans, ends, strict=False)),
+        shape_for(like.dtype).side,
+        like.device,
+    )
 
 
 Kind = Literal["all", "earlier", "earlier and later"]
@@ -190,8 +206,8 @@ def scores(
 ) -> Tensor:  # fmt: skip
     """alpha · x yᵀ of each problem's tokens, in rows [total, longest] of x's dtype; x, y [N, n].
 
-    "earlier": zero unless the column's chunk comes before the row's, and not set beyond the row's own tile; "earlier and later":
-    that and its transpose. factors: times the problem's own, where each is one chunk.
+    "earlier": zero unless the column's chunk comes before the row's, and not set beyond the row's own tile;
+    "earlier and later": that and its transpose. factors: times the problem's own, where each is one chunk.
     """
     out = torch.empty(which.total, -(-which.longest // 16) * 16, dtype=x.dtype, device=x.device)
     strides = (x.stride(0), x.stride(0), 1, y.stride(0), 1, y.stride(0))
@@ -202,8 +218,18 @@ def scores(
     return out
 
 
-def combine(table: Tensor, rows: Tensor, which: Problems, out: Tensor, kind: Kind, *, transposed: bool = False, add: bool = True) -> None:
-    """Add to `out` [N, n], or set, the scores (or their transpose) of each problem times its tokens' rows [N, n]."""
+def combine(
+    table: Tensor,
+    rows: Tensor,
+    which: Problems,
+    out: Tensor,
+    kind: Kind,
+    *,
+    transposed: bool = False,
+    add: bool = True,
+) -> None:
+    """Add to `out` [N, n], or set, the scores (or their transpose) of each problem times its tokens' rows [N,
+    n]."""
     reach = (2 if transposed else 1) if kind == "earlier" else 0
     along = (1, table.stride(0)) if transposed else (table.stride(0), 1)
     strides = (table.stride(0), *along, rows.stride(0), rows.stride(0), 1)

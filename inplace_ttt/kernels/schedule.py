@@ -1,8 +1,8 @@
 """Which stretch of which document each launch of a walk takes, and the tables in which the kernels find them.
 
-The slots of a call are filled in groups, as many as there is room for: one launch fills a group, of however many
-documents, and what reads it follows before the next launch overwrites it. A document that a group cuts in two goes on
-from a sum in memory. Tables reach the device once for a plan, without the host waiting.
+The slots of a call are filled in groups, as many as there is room for: one launch fills a group, of however
+many documents, and what reads it follows before the next launch overwrites it. A document that a group cuts
+in two goes on from a sum in memory. Tables reach the device once for a plan, without the host waiting.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from .documents import Document, Plan
 from .support import on_device
 
 FIELDS = 11
-"""Numbers of a stretch: first token, document's end, steps, first slot, slots, number of the chunk that reads the first slot, number of
-the first factor, what it starts from and what it leaves (below), its base's row, whether its sum counts for W0's gradient."""
+"""Numbers of a stretch: first token, document's end, steps, first slot, slots, number of the chunk that reads
+the first slot, number of the first factor, what it starts from and what it leaves (below), its base's row,
+whether its sum counts for W0's gradient."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a pass asks of a document: `slots` slots, a step each but none for the first one if it `leads`; `steps` steps in all.
+    """What a pass asks of a document: `slots` slots, a step each but none for the first one if it `leads`;
+    `steps` steps in all.
 
     number: of its first write in the call. keeps: the row wants the sum after the last step.
     """
@@ -40,7 +42,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Slots first : first + count of a line, at `slot` and after in the group: `steps` steps after the `done` ones."""
+    """Slots first : first + count of a line, at `slot` and after in the group: `steps` steps after the `done`
+    ones."""
 
     line: Line
     first: int
@@ -67,10 +70,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Launch:
-    """One group. table [stretches, FIELDS], bounds [splits + 1] and leads [n, 5] int32 on the device; steps: of all stretches.
+    """One group. table [stretches, FIELDS], bounds [splits + 1] and leads [n, 5] int32 on the device; steps:
+    of all stretches.
 
-    What a stretch starts from and leaves has a number: below `batch` the row's own state, from there on one of the `carries`.
-    moves: whether a stretch starts from or leaves something. has_tail: whether its first step may be cut short.
+    What a stretch starts from and leaves has a number: below `batch` the row's own state, from there on one
+    of the `carries`.
+    moves: whether a stretch starts from or leaves something. has_tail: whether its first step may be cut
+        short.
     """
 
     table: Tensor
@@ -95,16 +101,26 @@ def _reading(plan: Plan, hands_on: bool) -> Iterator[Line]:
         if hands_on and document.ends:
             yield Line(document, number, reads, document.begins and reads > 0, document.writes, True)
         elif reads:
-            yield Line(document, number, reads, document.begins, min(document.writes, document.chunks - 1), False)
+            yield Line(
+                document, number, reads, document.begins, min(document.writes, document.chunks - 1), False
+            )
 
 
 def _writing(plan: Plan, needs_weight: bool) -> Iterator[Line]:
-    """What reaches each write, from the last chunk of a document to the first; for W0's gradient the tokens outside too."""
+    """What reaches each write, from the last chunk of a document to the first; for W0's gradient the tokens
+    outside too."""
     for document, number in zip(plan.documents, plan.written, strict=False):
         # the sum leaves out a first chunk that read W0 alone, unless W0's gradient is needed
         steps = document.chunks - (0 if needs_weight or document.begins else min(1, document.chunks))
         if steps or document.writes or document.begins:
-            yield Line(document, number, document.writes, 0 < document.writes == document.chunks, steps, document.begins)
+            yield Line(
+                document,
+                number,
+                document.writes,
+                0 < document.writes == document.chunks,
+                steps,
+                document.begins,
+            )
     if needs_weight:
         for start, stop in plan.outside:
             document = Document(0, start, stop, plan.chunk, False, False)
@@ -140,7 +156,9 @@ def reads(plan: Plan, hands_on: bool, room: int, splits: int, device: torch.devi
 
 
 @lru_cache(maxsize=128)
-def writes(plan: Plan, needs_weight: bool, room: int, splits: int, device: torch.device) -> tuple[Launch, ...]:
+def writes(
+    plan: Plan, needs_weight: bool, room: int, splits: int, device: torch.device
+) -> tuple[Launch, ...]:
     """The launches that make what reaches the writes."""
     return _launches(_writing(plan, needs_weight), True, plan.batch, room, splits, device)
 
@@ -148,11 +166,15 @@ def writes(plan: Plan, needs_weight: bool, room: int, splits: int, device: torch
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """int32, copied once for a plan."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the kernels meet these documents for the first time while a CUDA graph is captured; run them once before.")
+        raise RuntimeError(
+            "the kernels meet these documents for the first time while a CUDA graph is captured; run them once before."
+        )
     return on_device(torch.tensor(numbers, dtype=torch.int32), device)
 
 
-def _launches(lines: Iterator[Line], backward: bool, batch: int, room: int, splits: int, device: torch.device) -> tuple[Launch, ...]:
+def _launches(
+    lines: Iterator[Line], backward: bool, batch: int, room: int, splits: int, device: torch.device
+) -> tuple[Launch, ...]:
     found = [_Group(group, number == 0, splits) for number, group in enumerate(groups(lines, room))]
     carried, carries = -1, 0
     for one in found:
@@ -190,9 +212,11 @@ class _Group:
         self.leads: list[int] = []
 
     def number_sums(self, batch: int, carried: int, backward: bool) -> int:
-        """Make the rows; carried: the number of the carry that the group before left, or -1; gives that of this one.
+        """Make the rows; carried: the number of the carry that the group before left, or -1; gives that of
+        this one.
 
-        Stretches of one launch run at a time, so one that leaves a carry does not overwrite what another starts from.
+        Stretches of one launch run at a time, so one that leaves a carry does not overwrite what another
+        starts from.
         """
         left = -1
         for stretch in self.stretches:
@@ -208,18 +232,36 @@ class _Group:
             base = 0 if not backward else document.row if document.ends else -1
             if backward:
                 first = document.start + (document.chunks - 1 - stretch.done) * document.chunk
-                slot, factor = stretch.slot + stretch.count - 1, stretch.line.number + document.writes - 1 - stretch.first
+                slot, factor = (
+                    stretch.slot + stretch.count - 1,
+                    stretch.line.number + document.writes - 1 - stretch.first,
+                )
                 lead = [slot, -1, base, 0, factor]
                 slot, factor = slot - leads, factor - leads
             else:
-                first, factor = document.start + stretch.done * document.chunk, stretch.line.number + stretch.done
+                first, factor = (
+                    document.start + stretch.done * document.chunk,
+                    stretch.line.number + stretch.done,
+                )
                 lead = [stretch.slot, source, 0, 0, 0]
                 slot = stretch.slot + leads
             if leads:
                 self.leads += lead
             fills = stretch.count - leads
             self.rows.append(
-                [first, document.stop, stretch.steps, slot, fills, stretch.done + 1, factor, source, target, base, int(stretch.is_last)]
+                [
+                    first,
+                    document.stop,
+                    stretch.steps,
+                    slot,
+                    fills,
+                    stretch.done + 1,
+                    factor,
+                    source,
+                    target,
+                    base,
+                    int(stretch.is_last),
+                ]
             )
         return left
 
@@ -229,7 +271,11 @@ class _Group:
     def runs(self, backward: bool) -> Iterator[Run]:
         for stretch in self.stretches:
             document = stretch.line.document
-            first = document.writes - stretch.first - stretch.count if backward else document.read_from + stretch.first
+            first = (
+                document.writes - stretch.first - stretch.count
+                if backward
+                else document.read_from + stretch.first
+            )
             last = first + stretch.count
             complete = min(last, (document.stop - document.start) // document.chunk)
             if first < complete:

@@ -13,7 +13,8 @@ from torch import Tensor
 from . import interpreter
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, on any device, slowly; decided by TRITON_INTERPRET=1 at import."""
+"""Whether Triton's interpreter runs the kernels, on any device, slowly; decided by TRITON_INTERPRET=1 at
+import."""
 
 if INTERPRETED:
     interpreter.mend()
@@ -22,7 +23,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they do."""
+    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they
+    do."""
     if dtype not in DTYPES:
         return f"they take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if INTERPRETED:
@@ -49,13 +51,18 @@ def multiprocessors(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def on_device_of(x: Tensor) -> Iterator[None]:
-    """Launch where x lies, also when another GPU is current, and multiply in the dtypes given, also under autocast."""
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(), torch.autocast(x.device.type, enabled=False):
+    """Launch where x lies, also when another GPU is current, and multiply in the dtypes given, also under
+    autocast."""
+    with (
+        torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext(),
+        torch.autocast(x.device.type, enabled=False),
+    ):
         yield
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of host memory that every stream may read; the host waits for the copy alone, not for what the device has to do."""
+    """A copy of host memory that every stream may read; the host waits for the copy alone, not for what the
+    device has to do."""
     if device.type != "cuda":
         return host
     with torch.cuda.stream(_copies(device)):

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows, columns and depth of a product's tile, in how many column parts its result is written, warps, stages."""
+    """Rows, columns and depth of a product's tile, in how many column parts its result is written, warps,
+    stages."""
 
     rows: int
     columns: int
@@ -30,7 +31,8 @@ class Tile:
     stages: int = 3
 
 
-# Of Hopper's, those of 4 warps and 3 stages are for two programs a multiprocessor: one multiplies while the other writes.
+# Of Hopper's, those of 4 warps and 3 stages are for two programs a multiprocessor: one multiplies while the
+# other writes.
 _HOPPER = (Tile(128, 256, 64, 2, 8, 3), Tile(128, 128, 64, 4, 4, 3), Tile(64, 128, 64, 1, 4, 4))
 _HOPPER_TWO_SUMS = (Tile(128, 128, 64, 2, 8, 3), Tile(64, 128, 64, 2, 4, 3))
 # By pointer, which is Ampere's way, addresses take registers too.
@@ -42,11 +44,16 @@ _INTERPRETER = (Tile(32, 64, 16, 4),)
 
 
 def tiles(
-    dtype: torch.dtype, capability: tuple[int, int] | None, two_sums: bool = False, square: bool = False, by_pointer: bool = False
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    two_sums: bool = False,
+    square: bool = False,
+    by_pointer: bool = False,
 ) -> tuple[Tile, ...]:
     """The candidates, the first one the default. None: the interpreter.
 
-    two_sums: a program holds two float32 tiles. square: rows = columns, and few enough for two. by_pointer: no copies by descriptor.
+    two_sums: a program holds two float32 tiles. square: rows = columns, and few enough for two. by_pointer:
+        no copies by descriptor.
     """
     if capability is None:
         return _INTERPRETER
@@ -82,9 +89,11 @@ def run_tuned(
     device: torch.device,
     restore: Callable[[], object] | None = None,
 ) -> T:
-    """Run with the best tile for `key`, finding it first where that is allowed: `run` may be called again and again.
+    """Run with the best tile for `key`, finding it first where that is allowed: `run` may be called again and
+    again.
 
-    restore: undoes what runs leave, where it is not the same each time. Tiles of one depth add in one order, so the choice
+    restore: undoes what runs leave, where it is not the same each time. Tiles of one depth add in one order,
+        so the choice
     does not change a result's bits; still, deterministic mode takes the default.
     """
     if key not in _chosen:
@@ -100,8 +109,11 @@ def run_tuned(
     return run(_chosen[key])
 
 
-def _milliseconds(candidates: Sequence[Tile], run: Callable[[Tile], object], device: torch.device) -> dict[Tile, float]:
-    """Median time of each, in turn so that a clock that moves moves all; infinite where the device has no room for it."""
+def _milliseconds(
+    candidates: Sequence[Tile], run: Callable[[Tile], object], device: torch.device
+) -> dict[Tile, float]:
+    """Median time of each, in turn so that a clock that moves moves all; infinite where the device has no
+    room for it."""
     times: dict[Tile, list[float]] = {tile: [] for tile in candidates}
     with torch.cuda.device(device):
         for tile in candidates:

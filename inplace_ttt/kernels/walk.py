@@ -1,14 +1,15 @@
-"""The walk: a running sum of one product per chunk, held in registers, of which every intermediate value is written once.
+"""The walk: a running sum of one product per chunk, held in registers, of which every intermediate value is
+written once.
 
 For A [N, d] and B [N, h] over the chunks j of one document,
 
     S_{j+1} = S_j + c_j A_jᵀ B_j           float32, one (d, h) tile a program from the first chunk to the last
     slot_q  = base + scale · S_q           in the dtype of the inputs
 
-Forward A is the targets, B the keys: S is the state and a slot is the weight that a chunk reads. Backward, from the last
-chunk to the first, A is the outputs' gradient: S is the gradient of the state and a slot what a chunk's write gets, times
-the write's c_j. A delta never reaches memory, and S only where a walk stops. One launch walks a list of stretches of
-documents, each program the same tile of one after the other.
+Forward A is the targets, B the keys: S is the state and a slot is the weight that a chunk reads. Backward,
+from the last chunk to the first, A is the outputs' gradient: S is the gradient of the state and a slot what a
+chunk's write gets, times the write's c_j. A delta never reaches memory, and S only where a walk stops. One
+launch walks a list of stretches of documents, each program the same tile of one after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _places(matrix, rows, columns, d, h):
 
 @triton.jit
 def _threshold(number, row, column, BD: tl.constexpr, BH: tl.constexpr):
-    """A number in [0, 2^16) for each entry of a tile, from its place and the chunk's number alone: multiply-shift hashing."""
+    """A number in [0, 2^16) for each entry of a tile, from its place and the chunk's number alone:
+    multiply-shift hashing."""
     rows = (row + tl.arange(0, BD)).to(tl.uint32) * 0x9E3779B1 + number.to(tl.uint32) * 0x85EBCA77
     rows = (rows ^ (rows >> 15)) * 0xC2B2AE3D
     rows = (rows ^ (rows >> 13)) | 1
@@ -43,9 +45,11 @@ def _threshold(number, row, column, BD: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def _dithered(x, threshold, DTYPE: tl.constexpr):
-    """float32 rounded to the grid of DTYPE, up with the probability of the part that is cut off: right on average.
+    """float32 rounded to the grid of DTYPE, up with the probability of the part that is cut off: right on
+    average.
 
-    What lies on the grid stays, as do infinities and NaN. float16 below its normal range is rounded to nearest.
+    What lies on the grid stays, as do infinities and NaN. float16 below its normal range is rounded to
+    nearest.
     """
     bits = x.to(tl.uint32, bitcast=True)
     if DTYPE.is_bf16():  # noqa: SIM108
@@ -95,12 +99,31 @@ def _put(
     HAS_BASE: tl.constexpr, BASE_BY_TILE: tl.constexpr, DITHER: tl.constexpr, SCALED: tl.constexpr, BY_TILE: tl.constexpr,
     DTYPE: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write base + scale · sums to a slot in column parts, each of which needs registers and shared memory for itself alone.
+    """Write base + scale · sums to a slot in column parts, each of which needs registers and shared memory
+    for itself alone.
 
     part: the base's first part, loaded before.
     """
     if PARTS == 1:
-        _put_part(sums, part, slots, slot, number, row, column, d, h, scale, factor, DITHER, SCALED, BY_TILE, DTYPE, BD, BH)
+        _put_part(
+            sums,
+            part,
+            slots,
+            slot,
+            number,
+            row,
+            column,
+            d,
+            h,
+            scale,
+            factor,
+            DITHER,
+            SCALED,
+            BY_TILE,
+            DTYPE,
+            BD,
+            BH,
+        )
     else:
         HALF: tl.constexpr = BH // 2
         left, right = sums.reshape(BD, 2, HALF).permute(0, 2, 1).split()
@@ -108,7 +131,9 @@ def _put(
             left, part, slots, base, slot, base_row, number, row, column, d, h, scale, factor,
             HAS_BASE, BASE_BY_TILE, DITHER, SCALED, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
         )  # fmt: skip
-        later = _base_part(base, base_row, row, column + HALF, d, h, HAS_BASE, BASE_BY_TILE, BD, HALF // (PARTS // 2))
+        later = _base_part(
+            base, base_row, row, column + HALF, d, h, HAS_BASE, BASE_BY_TILE, BD, HALF // (PARTS // 2)
+        )
         _put(
             right, later, slots, base, slot, base_row, number, row, column + HALF, d, h, scale, factor,
             HAS_BASE, BASE_BY_TILE, DITHER, SCALED, BY_TILE, DTYPE, BD, HALF, PARTS // 2,
@@ -125,8 +150,16 @@ def _tiles_by_pointer(
     a += (token + k) * a_stride
     b += (token + k) * b_stride
     # already transposed, so that it goes to shared memory as it is
-    a_tile = tl.load(a + (deep.to(tl.int64) * a_stride)[None, :] + rows[:, None], mask=(rows < d)[:, None] & real[None, :], other=0.0)
-    b_tile = tl.load(b + (deep.to(tl.int64) * b_stride)[:, None] + columns[None, :], mask=real[:, None] & (columns < h)[None, :], other=0.0)
+    a_tile = tl.load(
+        a + (deep.to(tl.int64) * a_stride)[None, :] + rows[:, None],
+        mask=(rows < d)[:, None] & real[None, :],
+        other=0.0,
+    )
+    b_tile = tl.load(
+        b + (deep.to(tl.int64) * b_stride)[:, None] + columns[None, :],
+        mask=real[:, None] & (columns < h)[None, :],
+        other=0.0,
+    )
     return a_tile, b_tile
 
 
@@ -140,9 +173,10 @@ def walk_kernel(
 ):  # fmt: skip
     """One program: the (BD, BH) tile of S through the stretches of its split, one after the other.
 
-    a, b and slots are descriptors where BY_TILE, base where BASE_BY_TILE; a_rows and b_rows the same rows by pointer. One flat
-    loop over a stretch's whole chunks keeps the pipeline of loads full from one chunk to the next. HAS_TAIL: a first chunk may
-    be cut short by its document's end; what is past it belongs to others, so that no descriptor's edge hides it.
+    a, b and slots are descriptors where BY_TILE, base where BASE_BY_TILE; a_rows and b_rows the same rows by
+    pointer. One flat loop over a stretch's whole chunks keeps the pipeline of loads full from one chunk to
+    the next. HAS_TAIL: a first chunk may be cut short by its document's end; what is past it belongs to
+    others, so that no descriptor's edge hides it.
     """
     tiles_d = tl.cdiv(d, BD)
     row, column = tl.program_id(0) % tiles_d * BD, tl.program_id(0) // tiles_d * BH
@@ -152,20 +186,48 @@ def walk_kernel(
     for place in range(tl.load(bounds + split), tl.load(bounds + split + 1)):
         entry = table + place * FIELDS
         token, stop, steps = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
-        slot, fills, number, factor = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
-        source, target, base_row, adds = tl.load(entry + 7), tl.load(entry + 8), tl.load(entry + 9), tl.load(entry + 10)
+        slot, fills, number, factor = (
+            tl.load(entry + 3),
+            tl.load(entry + 4),
+            tl.load(entry + 5),
+            tl.load(entry + 6),
+        )
+        source, target, base_row, adds = (
+            tl.load(entry + 7),
+            tl.load(entry + 8),
+            tl.load(entry + 9),
+            tl.load(entry + 10),
+        )
 
-        # Addresses and masks hang on what was just loaded: kept from one stretch to the next they would take the loop's registers.
+        # Addresses and masks hang on what was just loaded: kept from one stretch to the next they would take
+        # the loop's registers.
         before = tl.where(source < held, start, carry)
         at = _places(tl.where(source < held, source, source - held), rows, columns, d, h)
-        sums = tl.load(before + at, mask=(rows < d)[:, None] & (columns < tl.where(source >= 0, h, 0))[None, :], other=0.0)
+        sums = tl.load(
+            before + at,
+            mask=(rows < d)[:, None] & (columns < tl.where(source >= 0, h, 0))[None, :],
+            other=0.0,
+        )
         done = steps * 0
         if BY_TILE and HAS_TAIL:  # noqa: SIM102 (known to the compiler, the other is not)
             if (stop - token < chunk) & (steps > 0):
                 TAIL: tl.constexpr = 32 if BK > 32 else BK
                 for k in range(0, (stop - token).to(tl.int32), TAIL):
                     a_tail, b_tail = _tiles_by_pointer(
-                        a_rows, b_rows, token, k, stop - token, row, column, d, h, a_stride, b_stride, BD, BH, TAIL
+                        a_rows,
+                        b_rows,
+                        token,
+                        k,
+                        stop - token,
+                        row,
+                        column,
+                        d,
+                        h,
+                        a_stride,
+                        b_stride,
+                        BD,
+                        BH,
+                        TAIL,
                     )
                     sums = tl.dot(a_tail, b_tail, sums, input_precision=PRECISION)
                 if HAS_SLOTS:  # noqa: SIM102
@@ -173,7 +235,9 @@ def walk_kernel(
                         c = 1.0
                         if CLIPPED:
                             c = tl.load(factors + factor)
-                        part = _base_part(base, base_row, row, column, d, h, HAS_BASE, BASE_BY_TILE, BD, BH // PARTS)
+                        part = _base_part(
+                            base, base_row, row, column, d, h, HAS_BASE, BASE_BY_TILE, BD, BH // PARTS
+                        )
                         _put(
                             sums, part, slots, base, slot, base_row, number, row, column, d, h, scale, c,
                             HAS_BASE, BASE_BY_TILE, DITHER, CLIPPED and BACKWARD, BY_TILE, DTYPE, BD, BH, PARTS,
@@ -189,7 +253,9 @@ def walk_kernel(
                 b_tile = b.load([(token + k).to(tl.int32), column])
             else:
                 end = tl.minimum(chunk, stop - token)
-                a_tile, b_tile = _tiles_by_pointer(a_rows, b_rows, token, k, end, row, column, d, h, a_stride, b_stride, BD, BH, BK)
+                a_tile, b_tile = _tiles_by_pointer(
+                    a_rows, b_rows, token, k, end, row, column, d, h, a_stride, b_stride, BD, BH, BK
+                )
             is_last = k + BK >= chunk
             if CLIPPED and not BACKWARD:
                 delta = tl.dot(a_tile, b_tile, delta, input_precision=PRECISION)
@@ -204,7 +270,9 @@ def walk_kernel(
                     if CLIPPED and BACKWARD:
                         c = tl.load(factors + factor - done)
                     # on its way while the tensor cores are still at the chunk's last product
-                    part = _base_part(base, base_row, row, column, d, h, HAS_BASE, BASE_BY_TILE, BD, BH // PARTS)
+                    part = _base_part(
+                        base, base_row, row, column, d, h, HAS_BASE, BASE_BY_TILE, BD, BH // PARTS
+                    )
                     _put(
                         sums, part, slots, base, slot - done if BACKWARD else slot + done, base_row, number + done, row, column, d, h,
                         scale, c, HAS_BASE, BASE_BY_TILE, DITHER, CLIPPED and BACKWARD, BY_TILE, DTYPE, BD, BH, PARTS,
@@ -215,7 +283,9 @@ def walk_kernel(
 
         after = tl.where(target < held, final, carry)
         at = _places(tl.where(target < held, target, target - held), rows, columns, d, h)
-        tl.store(after + at, sums, mask=(rows < d)[:, None] & (columns < tl.where(target >= 0, h, 0))[None, :])
+        tl.store(
+            after + at, sums, mask=(rows < d)[:, None] & (columns < tl.where(target >= 0, h, 0))[None, :]
+        )
         if ADDS:
             sum_at = total + _places(split + adds - 1, rows, columns, d, h)
             inside = (rows < d)[:, None] & (columns < tl.where(adds > 0, h, 0))[None, :]
@@ -240,7 +310,9 @@ def lead_kernel(
     c = 1.0
     if SCALED:
         c = tl.load(factors + place)
-    _put_part(sums, part, slots, slot, number, row, column, d, h, scale, c, DITHER, SCALED, False, DTYPE, BD, BH)
+    _put_part(
+        sums, part, slots, slot, number, row, column, d, h, scale, c, DITHER, SCALED, False, DTYPE, BD, BH
+    )
 
 
 def walk(
@@ -262,9 +334,10 @@ def walk(
 ) -> None:
     """Walk the stretches of a launch and write their slots on the way.
 
-    a [N, d], b [N, h]: rows of one dtype, each row contiguous. slots [n, d, h]. start, carry, final [·, d, h] float32: what the
-    stretches start from and leave, numbered as in `schedule`. total [splits, d, h] float32: each split adds the sums of the
-    documents that end in it. base [d, h]: W0, or float32 matrices [B, d, h]. dither: stochastic rounding to 16 bits. factors
+    a [N, d], b [N, h]: rows of one dtype, each row contiguous. slots [n, d, h]. start, carry, final [·, d, h]
+    float32: what the stretches start from and leave, numbered as in `schedule`. total [splits, d, h] float32:
+    each split adds the sums of the documents that end in it. base [d, h]: W0, or float32 matrices [B, d, h].
+    dither: stochastic rounding to 16 bits. factors
     float32: c_j of every write of the call.
     """
     d, h = shape
@@ -286,7 +359,9 @@ def walk(
     copies = can_copy and chunk % tiles(a.dtype, capability(a.device))[0].depth == 0
 
     def run(tile: Tile) -> None:
-        base_by_tile = copies and base is not None and base.dim() == 2 and base.dtype == a.dtype and _is_aligned(base)
+        base_by_tile = (
+            copies and base is not None and base.dim() == 2 and base.dtype == a.dtype and _is_aligned(base)
+        )
         part = tile.columns // tile.parts
         described = [a, b, slots]
         if copies:
@@ -310,10 +385,31 @@ def walk(
     is_large = (factors is not None and not launch.backward) or (base is not None and base.dtype != a.dtype)
     candidates = tiles(a.dtype, capability(a.device), two_sums=is_large, by_pointer=not copies)
     writes_every = None if slots is None else chunk.bit_length()
-    key = ("walk", a.device, a.dtype, d, h, writes_every, None if base is None else base.dtype, factors is None, copies)
-    run_tuned(key, candidates, run, repeatable=launch.is_first, restore=None if total is None else total.zero_, device=a.device)
+    key = (
+        "walk",
+        a.device,
+        a.dtype,
+        d,
+        h,
+        writes_every,
+        None if base is None else base.dtype,
+        factors is None,
+        copies,
+    )
+    run_tuned(
+        key,
+        candidates,
+        run,
+        repeatable=launch.is_first,
+        restore=None if total is None else total.zero_,
+        device=a.device,
+    )
 
 
 def _is_aligned(x: Tensor) -> bool:
     """Whether a descriptor can describe it: 16-byte rows and start."""
-    return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
+    return (
+        x.data_ptr() % 16 == 0
+        and x.stride(-1) == 1
+        and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
+    )

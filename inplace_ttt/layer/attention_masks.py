@@ -14,9 +14,11 @@ _MASKED = -1000.0
 
 
 def seen_tokens(mask: Tensor, past: int, length: int) -> Tensor:
-    """Of a mask [b, H, T, K] over what is cached and T new tokens: whether new tokens see new tokens, bool [b, T, T].
+    """Of a mask [b, H, T, K] over what is cached and T new tokens: whether new tokens see new tokens, bool
+    [b, T, T].
 
-    K covers `past` tokens and the new ones, or more (a static cache), or fewer (a sliding one, which ends with the new ones).
+    K covers `past` tokens and the new ones, or more (a static cache), or fewer (a sliding one, which ends
+    with the new ones).
     """
     first = past if mask.shape[-1] >= past + length else mask.shape[-1] - length
     own = mask[:, 0, :, first : first + length]
@@ -24,13 +26,16 @@ def seen_tokens(mask: Tensor, past: int, length: int) -> Tensor:
 
 
 def documents_seen(sees: Tensor) -> list[list[Span]]:
-    """The documents of each row by who sees whom, bool [b, T, T]; a token is its predecessor's continuation if it sees it.
+    """The documents of each row by who sees whom, bool [b, T, T]; a token is its predecessor's continuation
+    if it sees it.
 
-    Tokens that nobody sees are padding; rows of it that see everything, as some masks have it, do not count. Tokens may see
-    later ones of their document (images). Raises InPlaceTTTError where tokens see across what would be documents.
+    Tokens that nobody sees are padding; rows of it that see everything, as some masks have it, do not count.
+    Tokens may see later ones of their document (images). Raises InPlaceTTTError where tokens see across what
+    would be documents.
     """
     everything = sees.all(-1)
-    everything[:, -1] &= everything[:, -2] if sees.shape[1] > 1 else False  # the last token sees all in a causal mask too
+    # the last token sees all in a causal mask too
+    everything[:, -1] &= everything[:, -2] if sees.shape[1] > 1 else False
     counts = sees & ~(everything & ~everything.all(-1, keepdim=True))[:, :, None]
     real = counts.any(1)
     follows = counts.diagonal(-1, 1, 2) & real[:, 1:] & real[:, :-1]
@@ -39,7 +44,8 @@ def documents_seen(sees: Tensor) -> list[list[Span]]:
     document = starts.cumsum(1)
     if bool((counts & (document[:, :, None] != document[:, None, :]) & real[:, :, None]).any()):
         raise InPlaceTTTError(
-            "the attention_mask lets tokens see past ones but not their own predecessor, which is no row of documents; "
+            "the attention_mask lets tokens see past ones but not their own predecessor, which is no row "
+            "of documents; "
             "pass a 2-D mask, or position_ids for packed documents."
         )
     return [_spans(*row) for row in zip(starts.tolist(), real.tolist(), strict=True)]

@@ -24,9 +24,11 @@ class Reader(Protocol):
 
 
 class State:
-    """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where S itself is read.
+    """The state of every row [B, ·, r], and what reads use of it [B, d, r], in their dtype; one tensor where
+    S itself is read.
 
-    The second is made of a row at the first read that needs it; where the row norms of W0 are kept, by the layer.
+    The second is made of a row at the first read that needs it; where the row norms of W0 are kept, by the
+    layer.
     """
 
     _read: Tensor | None
@@ -41,16 +43,21 @@ class State:
         self._read, self._factor, self._stale, self._eta = None, None, set(), None
 
     @classmethod
-    def empty(cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, rule: Rule, device: torch.device) -> State:
+    def empty(
+        cls, rows: int, shape: tuple[int, int], d: int, dtype: torch.dtype, rule: Rule, device: torch.device
+    ) -> State:
         """Rows of states [*shape] in which nothing is written yet: none may be read before it is put."""
         state = cls(torch.zeros(rows, *shape, dtype=state_dtype(dtype), device=device), rule)
         state._make_room(d, dtype)
         return state
 
     def _make_room(self, d: int, dtype: torch.dtype) -> None:
-        """For what reads use of every row, all of it still to be made; none where they use the state as it is."""
+        """For what reads use of every row, all of it still to be made; none where they use the state as it
+        is."""
         rows, is_read = len(self.value), self.rule.reads_state and self.value.dtype == dtype
-        self._read = self.value if is_read else self.value.new_zeros(rows, d, self.value.shape[-1], dtype=dtype)
+        self._read = (
+            self.value if is_read else self.value.new_zeros(rows, d, self.value.shape[-1], dtype=dtype)
+        )
         self._factor = self.value.new_ones(rows, 1, 1) if dtype == torch.float16 else None
         self._stale = set() if is_read else set(range(rows))
 
@@ -80,10 +87,13 @@ class State:
                 tensor[row] = tensor[source]
         (self._stale.add if source in self._stale else self._stale.discard)(row)
 
-    def add_read(self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None, *, whole: bool = False) -> None:
+    def add_read(
+        self, out: Tensor, z: Tensor, layer: Reader, row: int | None = None, *, whole: bool = False
+    ) -> None:
         """out [B, T, d] += what keys z [B, T, r] read; of one row, [1, T, d] and [1, T, r].
 
-        whole: the keys are a whole chunk's, and no others read what these rows hold now, so that least squares solve for T keys and
+        whole: the keys are a whole chunk's, and no others read what these rows hold now, so that least
+            squares solve for T keys and
         not for d outputs. What was made before has no say in it: a session goes on from its file bit for bit.
         """
         rows = range(len(self.value)) if row is None else range(row, row + 1)
@@ -93,7 +103,8 @@ class State:
             out += (read_once(self.value[part], z, self.rule) * eta).to(out.dtype)
             return
         made_for = eta if self.rule.keeps_row_norms else None
-        if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:  # autocast, or another η, came or went
+        # autocast, or another η, came or went
+        if self._read is None or self._read.dtype != out.dtype or self._eta != made_for:
             self._make_room(out.shape[-1], out.dtype)
             self._eta = made_for
         read = self._fresh(rows, layer)[part]
@@ -106,15 +117,22 @@ class State:
         """What reads use of all rows, made for those of these rows that want it, together."""
         assert self._read is not None
         if stale := sorted(self._stale.intersection(rows)):
-            together = slice(stale[0], stale[-1] + 1) if stale[-1] - stale[0] < len(stale) else stale  # a slice copies no states
-            self._read[together], factor = in_range(self._readout(self.value[together], layer), self._read.dtype)
+            # a slice copies no states
+            together = slice(stale[0], stale[-1] + 1) if stale[-1] - stale[0] < len(stale) else stale
+            self._read[together], factor = in_range(
+                self._readout(self.value[together], layer), self._read.dtype
+            )
             if self._factor is not None and factor is not None:
                 self._factor[together] = factor
             self._stale.difference_update(stale)
         return self._read
 
     def _readout(self, state: Tensor, layer: Reader | None) -> Tensor:
-        return layer.readout(state) if self.rule.keeps_row_norms and layer is not None else form_of(self.rule).readout(state, self.rule)
+        return (
+            layer.readout(state)
+            if self.rule.keeps_row_norms and layer is not None
+            else form_of(self.rule).readout(state, self.rule)
+        )
 
     def put(self, row: int, state: Tensor | None) -> None:
         """Set a row's state [·, r]; None is zero."""
@@ -125,7 +143,9 @@ class State:
     def select(self, rows: list[int]) -> State:
         chosen = copy.copy(self)
         chosen.value = self.value[rows]
-        chosen._read = chosen.value if self._read is self.value else None if self._read is None else self._read[rows]
+        chosen._read = (
+            chosen.value if self._read is self.value else None if self._read is None else self._read[rows]
+        )
         chosen._factor = None if self._factor is None else self._factor[rows]
         chosen._stale = {place for place, row in enumerate(rows) if row in self._stale}
         return chosen
@@ -138,7 +158,8 @@ class State:
 
 
 class OpenChunks:
-    """The open chunks' keys [B, room, h] and target source [B, room, d]; they get room for more rows as these come."""
+    """The open chunks' keys [B, room, h] and target source [B, room, d]; they get room for more rows as these
+    come."""
 
     def __init__(self, batch: int, chunk_size: int) -> None:
         self.batch, self.chunk_size = batch, chunk_size
@@ -153,13 +174,22 @@ class OpenChunks:
 
     def followed_by(self, row: int, filled: int, *new: Tensor) -> tuple[Tensor, ...]:
         """A sequence's first `filled` rows with the new ones behind them."""
-        return tuple(torch.cat([buffer[row, :filled], tensor]) for buffer, tensor in zip(self.held, new, strict=True)) if filled else new
+        return (
+            tuple(
+                torch.cat([buffer[row, :filled], tensor])
+                for buffer, tensor in zip(self.held, new, strict=True)
+            )
+            if filled
+            else new
+        )
 
     def _with_room(self, which: int, like: Tensor, rows: int) -> Tensor:
         buffer = self.held[which] if self.held else None
         if buffer is not None and buffer.shape[1] >= rows:
             return buffer
-        grown = like.new_zeros(self.batch, min(self.chunk_size, max(64, 1 << (rows - 1).bit_length())), like.shape[-1])
+        grown = like.new_zeros(
+            self.batch, min(self.chunk_size, max(64, 1 << (rows - 1).bit_length())), like.shape[-1]
+        )
         if buffer is not None:
             grown[:, : buffer.shape[1]] = buffer
         return grown

@@ -1,7 +1,8 @@
 """Fast-weight streams on the layers of a transformers cache.
 
-transformers already calls reset, crop, reorder, repeat and select on every layer of a cache, so each stream rides on
-the cache layer of its decoder layer: the layer object is replaced by one of a subclass that shares all its attributes.
+transformers already calls reset, crop, reorder, repeat and select on every layer of a cache, so each stream
+rides on the cache layer of its decoder layer: the layer object is replaced by one of a subclass that shares
+all its attributes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from .stream import FastWeightStream
 
 
 class CarriesFastWeight:
-    """Mixin over a cache layer's own class: whatever happens to the keys and values happens to the fast weight."""
+    """Mixin over a cache layer's own class: whatever happens to the keys and values happens to the fast
+    weight."""
 
     fast_weight: FastWeightStream
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty_carrier, (plain_class(self),), self.__dict__  # pickle would look the class up by its name
+        # pickle would look the class up by its name
+        return _empty_carrier, (plain_class(self),), self.__dict__
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -79,9 +82,15 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
     """The stream of a decoder layer in a cache, created at its first use."""
     layers = getattr(cache, "layers", None)
     if layers is None or layer >= len(layers):
-        raise InPlaceTTTError(f"a {type(cache).__name__} has no layer {layer} to keep the fast weight on; use a transformers Cache.")
+        raise InPlaceTTTError(
+            f"a {type(cache).__name__} has no layer {layer} to keep the fast weight on; use a transformers "
+            "Cache."
+        )
     if not layers[layer].is_compileable and layers[layer].get_seq_length() != layers[0].get_seq_length():
-        raise InPlaceTTTError("a refused crop has left this cache with layers of different lengths; start a new one, or crop a fork.")
+        raise InPlaceTTTError(
+            "a refused crop has left this cache with layers of different lengths; start a new one, or crop "
+            "a fork."
+        )
     if not isinstance(layers[layer], CarriesFastWeight):
         attach(cache, layer, stream_class(config).of(config, batch))
     elif layers[layer].fast_weight.batch != batch and layers[layer].fast_weight.is_empty:
@@ -90,7 +99,8 @@ def stream_of(cache: Any, layer: int, batch: int, config: InPlaceTTTConfig) -> F
 
 
 def stop_recording(cache: Cache) -> None:
-    """Undo `cache.activate_past_recording()`: layers with a window drop what the next forward does not see."""
+    """Undo `cache.activate_past_recording()`: layers with a window drop what the next forward does not
+    see."""
     for layer in cache.layers:
         if getattr(layer, "record_past", False):
             layer.crop(0)
@@ -111,4 +121,6 @@ def skip(cache: Any, layer: int) -> None:
 
 def streams(cache: Cache) -> dict[int, FastWeightStream]:
     """Decoder layer -> its stream, for the layers of a cache that have one."""
-    return {i: layer.fast_weight for i, layer in enumerate(cache.layers) if isinstance(layer, CarriesFastWeight)}
+    return {
+        i: layer.fast_weight for i, layer in enumerate(cache.layers) if isinstance(layer, CarriesFastWeight)
+    }

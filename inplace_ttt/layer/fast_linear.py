@@ -1,7 +1,8 @@
 """The down-projection as a fast weight.
 
-`FastWeight` is mixed into the class of an existing down-projection (`nn.Linear`, GPT-2's `Conv1D`, a LoRA or 4-bit
-linear), whose weight stays W0 under its own name. All it adds is the submodule `ttt` with the new parameters.
+`FastWeight` is mixed into the class of an existing down-projection (`nn.Linear`, GPT-2's `Conv1D`, a LoRA or
+4-bit linear), whose weight stays W0 under its own name. All it adds is the submodule `ttt` with the new
+parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .zero3 import gathered
 
 @dataclass(eq=False)
 class LayerSettings:
-    """A TTT layer's place and settings. observer: sees keys, targets and gate of each read of whole documents."""
+    """A TTT layer's place and settings. observer: sees keys, targets and gate of each read of whole
+    documents."""
 
     layer: int
     config: InPlaceTTTConfig
@@ -59,7 +61,9 @@ class FastWeight(nn.Module):
             return self._forward_outside_of_graphs(z)
         return self._forward(z)
 
-    @torch.compiler.disable(reason="the fast weight of a cache, and one with norms of writes or rows, is no part of a graph")
+    @torch.compiler.disable(
+        reason="the fast weight of a cache, and one with norms of writes or rows, is no part of a graph"
+    )
     def _forward_outside_of_graphs(self, z: Tensor) -> Tensor:
         return self._forward(z)
 
@@ -77,22 +81,30 @@ class FastWeight(nn.Module):
         if call.cache is None:
             return self._read_whole(z, x, context)
         if context.group is not None:
-            raise InPlaceTTTError("a cache cannot be shared by the ranks of a sequence; pass use_cache=False.")
+            raise InPlaceTTTError(
+                "a cache cannot be shared by the ranks of a sequence; pass use_cache=False."
+            )
         stream = stream_of(call.cache, self.fast.layer, z.shape[0], self.fast.config)
         if isinstance(stream, GradientStream):
             ids, positions = context.tokens()
-            return stream.take(super().forward(z), self.keys(z), ids, positions, context.spans(), self, self.fast.layer)
+            return stream.take(
+                super().forward(z), self.keys(z), ids, positions, context.spans(), self, self.fast.layer
+            )
         if not self._needs_gradient(z, x):
-            return stream.advance(super().forward(z), self.keys(z), x, context.spans(), self, generated=context.generated)
+            return stream.advance(
+                super().forward(z), self.keys(z), x, context.spans(), self, generated=context.generated
+            )
         context.spans()  # with a cache, attention sees one document a row: refuse packed ones
         stream.abandon()
         return self._read_whole(z, x, context)
 
     def check_split(self) -> None:
-        """Refuse what is no sum over h, where tensor parallelism gives each rank a part of the down-projection's input."""
+        """Refuse what is no sum over h, where tensor parallelism gives each rank a part of the
+        down-projection's input."""
         if held := self.fast.config.wanting_whole_input:
             raise InPlaceTTTError(
-                f"tensor parallelism splits the down-projection's input, of which {' and '.join(held)} would need the whole; "
+                f"tensor parallelism splits the down-projection's input, of which {' and '.join(held)} "
+                "would need the whole; "
                 "leave it out of the config, or split the model in another way."
             )
 
@@ -100,7 +112,8 @@ class FastWeight(nn.Module):
         """X of the target [B, T, d]; of a gradient's, the embeddings, which nothing reads."""
         if self.training and call.context.with_gradient and not torch.is_grad_enabled():
             raise InPlaceTTTError(
-                "gradient checkpointing with use_reentrant=True loses the gradient of the targets; enable it with "
+                "gradient checkpointing with use_reentrant=True loses the gradient of the targets; enable "
+                "it with "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}.'
             )
         x = call.context.embeddings if self.fast.config.target != "hidden_states" else call.mlp_input
@@ -108,7 +121,8 @@ class FastWeight(nn.Module):
         x = x.reshape(*call.context.shape, -1)
         if x.shape[-1] != (width := features(self)[1]):
             raise InPlaceTTTError(
-                f"the target {self.fast.config.target!r} has {x.shape[-1]} numbers a token where layer {self.fast.layer} gives {width}: "
+                f"the target {self.fast.config.target!r} has {x.shape[-1]} numbers a token where layer "
+                f"{self.fast.layer} gives {width}: "
                 "this family carries several streams side by side; choose the target 'hidden_states'."
             )
         return x.detach() if self.fast.config.detach_target else x
@@ -135,7 +149,9 @@ class FastWeight(nn.Module):
         if self.fast.config.target != "gradient":
             return self.ttt(x, context.part(self.chunk_size))
         if context.targets is None:
-            raise InPlaceTTTError("something replaced the class of the base model, which finds the loss gradients; undo that.")
+            raise InPlaceTTTError(
+                "something replaced the class of the base model, which finds the loss gradients; undo that."
+            )
         return context.targets[self.fast.layer].to(x.dtype)
 
     def keys(self, z: Tensor) -> Tensor:
@@ -162,7 +178,12 @@ class FastWeight(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         """What the op is told of the rule."""
-        return {"eta": self.eta, "clip": self.tau(), "rule": self.fast.config.rule, "keep_norms_of": self._rows_to_keep()}
+        return {
+            "eta": self.eta,
+            "clip": self.tau(),
+            "rule": self.fast.config.rule,
+            "keep_norms_of": self._rows_to_keep(),
+        }
 
     @property
     def _has_norms(self) -> bool:
@@ -177,7 +198,8 @@ class FastWeight(nn.Module):
         w0 = self.matrix()
         if w0 is None:
             raise InPlaceTTTError(
-                f"preserve_row_norms and prompt_write need W0, which {type(self).__name__} does not show; leave them out, or load W0 "
+                f"preserve_row_norms and prompt_write need W0, which {type(self).__name__} does not show; "
+                "leave them out, or load W0 "
                 "plain, not quantised and not wrapped."
             )
         return w0
@@ -185,10 +207,16 @@ class FastWeight(nn.Module):
     def readout(self, state: Tensor) -> Tensor:
         """What keys are read with [..., d, r] of states [..., ·, r]: S itself in the paper."""
         w0, rule = self._rows_to_keep(), self.fast.config.rule
-        return form_of(rule).readout(state, rule) if w0 is None else keeping_row_norms(state, w0.detach().to(state.dtype), self.eta)
+        return (
+            form_of(rule).readout(state, rule)
+            if w0 is None
+            else keeping_row_norms(state, w0.detach().to(state.dtype), self.eta)
+        )
 
     def _needs_gradient(self, z: Tensor, x: Tensor) -> bool:
-        return torch.is_grad_enabled() and (z.requires_grad or x.requires_grad or any(p.requires_grad for p in self.parameters()))
+        return torch.is_grad_enabled() and (
+            z.requires_grad or x.requires_grad or any(p.requires_grad for p in self.parameters())
+        )
 
     def matrix(self) -> Tensor | None:
         """W0 as [d, h] where this is a plain linear map; None for a quantised or wrapped one."""
@@ -213,17 +241,25 @@ class FastWeight(nn.Module):
         """‖W0‖, for a clip that is relative to it."""
         w0 = self.matrix()
         if w0 is None:
-            raise InPlaceTTTError(f"a relative clip needs ‖W0‖, which {type(self).__name__} does not show; use an absolute tau.")
+            raise InPlaceTTTError(
+                f"a relative clip needs ‖W0‖, which {type(self).__name__} does not show; use an absolute tau."
+            )
         return torch.linalg.vector_norm(w0.detach(), dtype=state_dtype(w0.dtype))
 
-    def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
-        """What keys [B, T, r] read [B, T, d], with η, and the state [B, ·, r] after their complete chunks; target source [B, T, d].
+    def write(
+        self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What keys [B, T, r] read [B, T, d], with η, and the state [B, ·, r] after their complete chunks;
+        target source [B, T, d].
 
-        state: the one before, zero without one. reads: whether the first is wanted; else it may leave `state` out.
+        state: the one before, zero without one. reads: whether the first is wanted; else it may leave `state`
+            out.
         """
         return self.write_targets(z, self.ttt(x, layout).to(z.dtype), layout, state, reads=reads)
 
-    def write_targets(self, z: Tensor, v: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
+    def write_targets(
+        self, z: Tensor, v: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
+    ) -> tuple[Tensor, Tensor]:
         """`write` of targets v [B, T, d] that are there already."""
         known = state if reads else None  # a sum goes on without what it has
         read = {"layout": layout, "initial_state": known, "gate": self.gate(z), **self._settings()}
@@ -252,9 +288,12 @@ _OF_PLAIN: dict[type, type[FastWeight]] = {nn.Linear: FastWeightLinear, Conv1D: 
 
 @functools.cache
 def _fast_class(plain: type) -> type[FastWeight]:
-    """A module can only change to a class whose instances are laid out as its own are, which the first base decides."""
+    """A module can only change to a class whose instances are laid out as its own are, which the first base
+    decides."""
     layout = type("Layout", (plain.__base__,), {})  # type: ignore[arg-type]
-    return _OF_PLAIN.get(plain) or type(f"FastWeight{plain.__name__}", (layout, FastWeight, plain), {"__module__": __name__})
+    return _OF_PLAIN.get(plain) or type(
+        f"FastWeight{plain.__name__}", (layout, FastWeight, plain), {"__module__": __name__}
+    )
 
 
 def _empty(plain: type) -> Any:
@@ -279,17 +318,33 @@ def plain_class(down: FastWeight) -> type:
 
 
 def check(parts: DecoderLayer) -> None:
-    """Refuse a down-projection that cannot become a fast weight; done for all layers before the first is touched."""
+    """Refuse a down-projection that cannot become a fast weight; done for all layers before the first is
+    touched."""
     down = parts.down_proj
     features(down)
     if hasattr(down, "_hf_hook") and any(p.device.type == "meta" for p in down.parameters()):
-        raise InPlaceTTTError(f"{parts.down_proj_path} is offloaded, so that the new parameters have no place; convert before offloading.")
+        raise InPlaceTTTError(
+            f"{parts.down_proj_path} is offloaded, so that the new parameters have no place; convert "
+            "before offloading."
+        )
     if "forward" in down.__dict__ and "_old_forward" not in down.__dict__:
-        raise InPlaceTTTError(f"something replaced the forward of {parts.down_proj_path}, which the fast weight would bypass; undo that.")
+        raise InPlaceTTTError(
+            f"something replaced the forward of {parts.down_proj_path}, which the fast weight would "
+            "bypass; undo that."
+        )
 
 
-def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, dtype: torch.dtype, std: float, seed: int) -> None:
-    """Make a decoder layer's down-projection a fast weight, in place, and hook its attention and MLP to it."""
+def install(
+    parts: DecoderLayer,
+    settings: LayerSettings,
+    model: ModelHooks,
+    *,
+    dtype: torch.dtype,
+    std: float,
+    seed: int,
+) -> None:
+    """Make a decoder layer's down-projection a fast weight, in place, and hook its attention and MLP to
+    it."""
     down, config = parts.down_proj, settings.config
     weight = next(down.parameters())
     width, dim = features(down)
@@ -305,7 +360,9 @@ def install(parts: DecoderLayer, settings: LayerSettings, model: ModelHooks, *, 
     hooks.attach(parts.attention, parts.mlp if config.target == "hidden_states" else None)
 
 
-def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: Any) -> TargetGenerator | GradientTarget:
+def target_generator(
+    config: InPlaceTTTConfig, width: int, dim: int, **factory: Any
+) -> TargetGenerator | GradientTarget:
     """The new parameters of a down-projection from `width` to `dim`, all zero."""
     rank = None if config.whitening is None else config.whitening.directions(dim, width)
     keys = None if rank is None else WhitenedKeys(width, rank, **factory)
@@ -313,7 +370,9 @@ def target_generator(config: InPlaceTTTConfig, width: int, dim: int, **factory: 
     if config.target == "gradient":
         return GradientTarget(keys=keys, write_gate=gate, **factory)
     chosen: dict[str, Any] = {"normalize_targets": config.normalize_targets, "proj_init": config.proj_init}
-    return TargetGenerator(dim, config.kernel_size, config.conv, **chosen, keys=keys, write_gate=gate, **factory)
+    return TargetGenerator(
+        dim, config.kernel_size, config.conv, **chosen, keys=keys, write_gate=gate, **factory
+    )
 
 
 def remove(down: FastWeight) -> None:

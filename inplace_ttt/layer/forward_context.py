@@ -24,20 +24,29 @@ from .sequence_parallel import gather_rows
 
 @contextmanager
 def reading_text(forwards: float = inf) -> Iterator[None]:
-    """Within it the first so many forwards' tokens do not count as generated; elsewhere one token alone, read into a filled cache, does."""
+    """Within it the first so many forwards' tokens do not count as generated; elsewhere one token alone, read
+    into a filled cache, does."""
     with overriding([this_thread()], text_forwards=forwards):
         yield
 
 
 class ForwardContext:
-    """One forward of the base model, by the arguments that it was `given`: [B, T] masks and positions, the cache.
+    """One forward of the base model, by the arguments that it was `given`: [B, T] masks and positions, the
+    cache.
 
-    owner: the hooks that opened it. enabled: whether TTT is on. group: the ranks that share these rows, each with a part
+    owner: the hooks that opened it. enabled: whether TTT is on. group: the ranks that share these rows, each
+        with a part
     of them. outer: the context of the forward around this one, if there is one.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], *, owner: Any, enabled: bool = True, group: ProcessGroup | None = None, outer: Any = None
+        self,
+        given: Mapping[str, Any],
+        *,
+        owner: Any,
+        enabled: bool = True,
+        group: ProcessGroup | None = None,
+        outer: Any = None,
     ) -> None:
         self.attention_mask: Any = given.get("attention_mask")
         self.position_ids: Tensor | None = given.get("position_ids")
@@ -46,14 +55,16 @@ class ForwardContext:
         self.input_ids: Tensor | None = ids
         self.cu_seqlens: Tensor | None = given.get("cu_seq_lens_q")
         cache = cache_in(given)
-        self.past = 0 if cache is None else int(cache.get_seq_length())  # tokens in the cache before this forward
+        # tokens in the cache before this forward
+        self.past = 0 if cache is None else int(cache.get_seq_length())
         self.owner, self.enabled, self.group, self.outer = owner, enabled, group, outer
         self.with_gradient = torch.is_grad_enabled()
         thread = this_thread()
         self.is_text = thread.text_forwards > 0
         if self.is_text:
             thread.text_forwards -= 1
-        self.targets, thread.targets = thread.targets, None  # [B, T, d] by layer, where they are loss gradients
+        # [B, T, d] by layer, where they are loss gradients
+        self.targets, thread.targets = thread.targets, None
         self.embeddings: Tensor | None = None  # [B, T, d], what enters layer 0
         self.called: set[int] = set()  # TTT layers that ran
         self._layouts: dict[int, ChunkLayout] = {}
@@ -61,21 +72,29 @@ class ForwardContext:
         self._spans: list[Span] | None = None
 
     def take_embeddings(self, embeddings: Tensor) -> None:
-        """What enters the first layer [B, T, d]. Raises InPlaceTTTError where these are not the forward's rows and tokens."""
+        """What enters the first layer [B, T, d]. Raises InPlaceTTTError where these are not the forward's
+        rows and tokens."""
         if self._rows is not None and embeddings.shape[:2] != self._rows:
             raise InPlaceTTTError(
-                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}: this family is not [rows, tokens, width] "
+                f"{list(self._rows)} tokens enter the first layer as {list(embeddings.shape)}: this family "
+                "is not [rows, tokens, width] "
                 "inside, which the fast weight needs."
             )
         self.embeddings = embeddings
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Token ids and positions [B, T] of this forward. Raises InPlaceTTTError where it was given embeddings alone."""
+        """Token ids and positions [B, T] of this forward. Raises InPlaceTTTError where it was given
+        embeddings alone."""
         if self.input_ids is None:
-            raise InPlaceTTTError("target='gradient' learns to predict token ids, and this forward has embeddings alone; pass input_ids.")
+            raise InPlaceTTTError(
+                "target='gradient' learns to predict token ids, and this forward has embeddings alone; "
+                "pass input_ids."
+            )
         positions = self._positions()
         if positions is None:
-            positions = torch.arange(self.past, self.past + self.shape[1], device=self.input_ids.device).expand(self.shape[0], -1)
+            positions = torch.arange(
+                self.past, self.past + self.shape[1], device=self.input_ids.device
+            ).expand(self.shape[0], -1)
         return self.input_ids, positions
 
     @property
@@ -93,28 +112,37 @@ class ForwardContext:
         """The part of a 2-D mask that covers this forward's tokens, or None when it hides none of them."""
         if not self._has_2d_mask():
             return None
-        mask = self.attention_mask[:, self.past : self.past + self.shape[1]]  # as attention takes it, which allows a mask that goes on
+        # as attention takes it, which allows a mask that goes on
+        mask = self.attention_mask[:, self.past : self.past + self.shape[1]]
         if mask.shape[1] < self.shape[1]:
             raise InPlaceTTTError(
-                f"attention_mask has {self.attention_mask.shape[1]} columns for {self.past} tokens in the cache and "
+                f"attention_mask has {self.attention_mask.shape[1]} columns for {self.past} tokens in the "
+                "cache and "
                 f"{self.shape[1]} new ones; give it a column for each."
             )
         return None if bool(mask.all()) else mask
 
     def _seen(self) -> Tensor | None:
-        """By a mask of who sees whom, made beforehand: whether each token of this forward sees each other, bool [b, T, T]."""
+        """By a mask of who sees whom, made beforehand: whether each token of this forward sees each other,
+        bool [b, T, T]."""
         mask = self._one_mask()
-        if mask is None or self._has_2d_mask() or getattr(mask, "is_meta", False):  # `plan` counts a forward that has no values
+        # `plan` counts a forward that has no values
+        if mask is None or self._has_2d_mask() or getattr(mask, "is_meta", False):
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] < self.shape[1]:
             what = f"is {list(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
-            raise InPlaceTTTError(f"attention_mask {what}, which does not show TTT what is padding; pass a 2-D mask [B, T], or none.")
+            raise InPlaceTTTError(
+                f"attention_mask {what}, which does not show TTT what is padding; pass a 2-D mask [B, T], "
+                "or none."
+            )
         return seen_tokens(mask, self.past, self.shape[1])
 
     def _one_mask(self) -> Any:
         """The mask, of one for each kind of layer that of full attention."""
         mask = self.attention_mask
-        return mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, Mapping) else mask
+        return (
+            mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, Mapping) else mask
+        )
 
     def _documents_seen(self) -> list[list[Span]] | None:
         sees = self._seen()
@@ -124,22 +152,28 @@ class ForwardContext:
         return documents * self.shape[0] if len(documents) == 1 else documents
 
     def _positions(self) -> Tensor | None:
-        """Positions in the text [B, T]; of several kinds of them (images), the first of four are these, and three have none."""
+        """Positions in the text [B, T]; of several kinds of them (images), the first of four are these, and
+        three have none."""
         positions = self.position_ids
         if positions is not None and positions.dim() == 3:
             positions = positions[0] if len(positions) == 4 else None
         return None if positions is None else positions.expand(self.shape[0], -1)
 
     def layout(self, chunk_size: int) -> ChunkLayout:
-        """Documents of a forward without a cache: cu_seq_lens, else the padding mask, else position_ids, else whole rows.
+        """Documents of a forward without a cache: cu_seq_lens, else the padding mask, else position_ids, else
+        whole rows.
 
-        As in transformers, positions mark packed documents only where no attention mask is given. Of ranks that share
-        rows, it is the layout of whole rows.
+        As in transformers, positions mark packed documents only where no attention mask is given. Of ranks
+        that share rows, it is the layout of whole rows.
         """
         if torch.compiler.is_compiling() and self.group is None:
             return cast(ChunkLayout, self._traced(chunk_size))  # has of it what a traced forward asks for
         if chunk_size not in self._layouts:
-            self._layouts[chunk_size] = self._layout(chunk_size) if self.group is None else self._layout_across(self.group, chunk_size)
+            self._layouts[chunk_size] = (
+                self._layout(chunk_size)
+                if self.group is None
+                else self._layout_across(self.group, chunk_size)
+            )
         return self._layouts[chunk_size]
 
     def _traced(self, chunk_size: int) -> TracedLayout:
@@ -170,49 +204,76 @@ class ForwardContext:
             layout = ChunkLayout.from_lengths([[length]] * batch, chunk_size)
         if self._restarts_inside(layout.documents):
             raise InPlaceTTTError(
-                "position_ids restart within what attention_mask shows as one document, so attention sees one and TTT several; "
+                "position_ids restart within what attention_mask shows as one document, so attention sees "
+                "one and TTT several; "
                 "drop attention_mask for packed rows."
             )
         return layout
 
     def _layout_across(self, group: ProcessGroup, chunk_size: int) -> ChunkLayout:
         positions = self._positions()
-        if positions is None or self.cu_seqlens is not None or self._mask() is not None or self._seen() is not None:
+        if (
+            positions is None
+            or self.cu_seqlens is not None
+            or self._mask() is not None
+            or self._seen() is not None
+        ):
             raise InPlaceTTTError(
-                "rows that ranks share show their documents by position_ids alone; pass these, without cu_seq_lens and padding masks."
+                "rows that ranks share show their documents by position_ids alone; pass these, without "
+                "cu_seq_lens and padding masks."
             )
         return ChunkLayout.from_position_ids(gather_rows(positions, group), chunk_size)
 
     def spans(self) -> list[Span]:
-        """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is padding)."""
+        """For a forward with a cache: in each row, which of this forward's tokens are real (the rest is
+        padding)."""
         if self._spans is None:
             batch, length = self.shape
             mask, seen = self._mask(), self._documents_seen()
             if mask is not None:
-                documents: Sequence[Sequence[Span]] = ChunkLayout.from_attention_mask(mask, chunk_size=1).documents
+                documents: Sequence[Sequence[Span]] = ChunkLayout.from_attention_mask(
+                    mask, chunk_size=1
+                ).documents
             elif seen is not None:
                 # a padding token that a mask lets see itself looks like a document of one token
                 documents = [[span for span in row if span[1] - span[0] > 1] or row[-1:] for row in seen]
             else:
                 documents = [[(0, length)]] * batch
-            if self.cu_seqlens is not None or any(len(row) > 1 for row in documents) or self._restarts_inside(documents):
-                raise InPlaceTTTError("several documents are packed in a row with a cache; pass use_cache=False for packed rows.")
+            if (
+                self.cu_seqlens is not None
+                or any(len(row) > 1 for row in documents)
+                or self._restarts_inside(documents)
+            ):
+                raise InPlaceTTTError(
+                    "several documents are packed in a row with a cache; pass use_cache=False for packed "
+                    "rows."
+                )
             self._spans = [row[0] if row else (0, 0) for row in documents]
         return self._spans
 
-    def _packed_by_cu_seqlens(self, cu_seqlens: Tensor, positions: Tensor | None, chunk_size: int) -> ChunkLayout:
+    def _packed_by_cu_seqlens(
+        self, cu_seqlens: Tensor, positions: Tensor | None, chunk_size: int
+    ) -> ChunkLayout:
         batch, length = self.shape
         if batch != 1:
-            raise InPlaceTTTError(f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row.")
+            raise InPlaceTTTError(
+                f"cu_seq_lens describe one packed row, the batch has {batch}; flatten it to one row."
+            )
         if self._has_2d_mask() or self._seen() is not None:
             raise InPlaceTTTError(
-                "cu_seq_lens are given with attention_mask, under which attention sees one document; drop attention_mask."
+                "cu_seq_lens are given with attention_mask, under which attention sees one document; drop "
+                "attention_mask."
             )
         if positions is None:
-            raise InPlaceTTTError("cu_seq_lens are given without position_ids, which attention needs to see the documents; pass both.")
+            raise InPlaceTTTError(
+                "cu_seq_lens are given without position_ids, which attention needs to see the documents; "
+                "pass both."
+            )
         layout = ChunkLayout.from_cu_seqlens(cu_seqlens, chunk_size, length)
         if ChunkLayout.from_position_ids(positions, chunk_size).documents != layout.documents:
-            raise InPlaceTTTError("cu_seq_lens and position_ids disagree on where documents start; derive both from one source.")
+            raise InPlaceTTTError(
+                "cu_seq_lens and position_ids disagree on where documents start; derive both from one source."
+            )
         return layout
 
     def _has_2d_mask(self) -> bool:
@@ -224,19 +285,29 @@ class ForwardContext:
         if positions is None or self.shape[1] == 1:
             return False
         starts = document_starts(positions)
-        return any(bool(starts[row, start + 1 : stop].any()) for row, spans in enumerate(documents) for start, stop in spans)
+        return any(
+            bool(starts[row, start + 1 : stop].any())
+            for row, spans in enumerate(documents)
+            for start, stop in spans
+        )
 
 
 @torch.library.custom_op("inplace_ttt::document_spans", mutates_args=())
-def document_spans(mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor:
+def document_spans(
+    mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int
+) -> Tensor:
     """The documents of a forward without a cache, int64 [n, 3] on the CPU: row, start and stop."""
-    context = ForwardContext({"attention_mask": mask, "position_ids": positions, "cu_seq_lens_q": cu_seqlens}, owner=None)
+    context = ForwardContext(
+        {"attention_mask": mask, "position_ids": positions, "cu_seq_lens_q": cu_seqlens}, owner=None
+    )
     context.take_embeddings(torch.empty(batch, length, 0))
     return context.layout(length).spans.clone()
 
 
 @document_spans.register_fake
-def _(mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor:
+def _(
+    mask: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None, batch: int, length: int
+) -> Tensor:
     whole_rows = mask is None and positions is None and cu_seqlens is None
     documents = batch if whole_rows else torch.library.get_ctx().new_dynamic_size()
     return torch.empty(documents, 3, dtype=torch.int64, device="cpu")

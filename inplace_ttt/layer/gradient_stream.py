@@ -1,7 +1,9 @@
-"""A layer's fast weight whose targets are the loss gradient: a chunk is written after the forward that completes it.
+"""A layer's fast weight whose targets are the loss gradient: a chunk is written after the forward that
+completes it.
 
-The gradient needs the whole chunk, and the layers and the head above. So a forward only reads and counts; `inplace_ttt.gradient_reading`
-then runs the complete chunk with gradients, once more if it came in pieces, and hands each layer its targets.
+The gradient needs the whole chunk, and the layers and the head above. So a forward only reads and counts;
+`inplace_ttt.gradient_reading` then runs the complete chunk with gradients, once more if it came in pieces,
+and hands each layer its targets.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from .stream import FastWeightStream, _Row, _Undo
 
 @dataclass
 class Tape:
-    """Keys [B, C, r] of a forward with gradients, and probes [B, C, d]: zeros added to each layer's output. By layer."""
+    """Keys [B, C, r] of a forward with gradients, and probes [B, C, d]: zeros added to each layer's output.
+    By layer."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     probes: dict[int, Tensor] = field(default_factory=dict)
@@ -34,21 +37,34 @@ class Tape:
 
 
 class GradientStream(FastWeightStream):
-    """State S, and which tokens the open chunk has. Its buffers hold token ids and positions, [B, room, 1], int64.
+    """State S, and which tokens the open chunk has. Its buffers hold token ids and positions, [B, room, 1],
+    int64.
 
     tape: where the forward under way leaves what its chunk's gradient takes; None where it only reads.
     """
 
     tape: Tape | None = None
 
-    def take(self, out: Tensor, z: Tensor, ids: Tensor, positions: Tensor, spans: list[Span], layer: Any, index: int) -> Tensor:
-        """Add what is read to `out` [B, T, d], and take the tokens in: keys z [B, T, r], ids and positions [B, T]."""
+    def take(
+        self,
+        out: Tensor,
+        z: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        spans: list[Span],
+        layer: Any,
+        index: int,
+    ) -> Tensor:
+        """Add what is read to `out` [B, T, d], and take the tokens in: keys z [B, T, r], ids and positions
+        [B, T]."""
         self.check_holds_state()
         if self.tape is not None:
             self._read(out, z, layer, whole=z.shape[1] == self.chunk_size)
             return self.tape.record(index, z, out)
         if len(spans) != self.batch:
-            raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
+            raise InPlaceTTTError(
+                f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache."
+            )
         with torch.no_grad():
             self._read(out, z, layer)
         self.count(ids, positions, spans)
@@ -62,7 +78,9 @@ class GradientStream(FastWeightStream):
             assert row.filled + stop - start <= self.chunk_size, "a forward is split where a chunk ends"
             row.unbroken = (stop - start + (row.unbroken if start == 0 else 0)) if stop == ids.shape[1] else 0
             if start < stop:
-                self._open.put(index, row.filled, ids[index, start:stop, None], positions[index, start:stop, None])
+                self._open.put(
+                    index, row.filled, ids[index, start:stop, None], positions[index, start:stop, None]
+                )
                 row.filled += stop - start
 
     @property
@@ -88,7 +106,9 @@ class GradientStream(FastWeightStream):
     def on_tape(self, rows: list[int], tape: Tape) -> GradientStream:
         """Returns a stream that reads these rows and writes nothing, for a forward with gradients."""
         reader = GradientStream(len(rows), self.chunk_size, self.update_on_decode, self.rule)
-        reader._state = self._state and (self._state if rows == [*range(self.batch)] else self._state.select(rows))
+        reader._state = self._state and (
+            self._state if rows == [*range(self.batch)] else self._state.select(rows)
+        )
         reader.tape = tape
         return reader
 
@@ -104,7 +124,8 @@ class GradientStream(FastWeightStream):
             self._state.put(row, state)
 
     def close_chunks(self, rows: list[int], before: Tensor | None) -> None:
-        """Begin new chunks in these rows; before: their states [n, ·, r] before the steps of the chunk that ends."""
+        """Begin new chunks in these rows; before: their states [n, ·, r] before the steps of the chunk that
+        ends."""
         for place, row in enumerate(rows):
             held = self.rows[row]
             ids, positions = (buffer[row, : self.chunk_size].clone() for buffer in self._open.held)
@@ -112,7 +133,9 @@ class GradientStream(FastWeightStream):
             held.filled, held.written = 0, held.written + 1
 
     @classmethod
-    def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> GradientStream:
+    def restore(
+        cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype
+    ) -> GradientStream:
         counts = tensors["counts"].tolist()
         stream = cls(len(counts[0]), config.chunk_size, config.update_on_decode, config.rule)
         stream.rows = [_Row(*row) for row in zip(*counts, strict=True)]

@@ -2,13 +2,13 @@
 
     base model      opens a `ForwardContext` and puts it into the keyword arguments
     first layer     adds the embeddings to it
-    attention i     takes the context and the cache out of its arguments and arms the one `LayerCall` of layer i
-    MLP i           adds its input to that call, if the target wants it
-    down-proj. i    takes the armed call, once
-    base model      closes: every TTT layer must have run
+    attention i     takes the context and the cache out of its arguments and arms the one `LayerCall` of layer
+    i MLP i           adds its input to that call, if the target wants it down-proj. i    takes the armed
+    call, once base model      closes: every TTT layer must have run
 
-The context travels with the arguments, so that the recomputation of gradient checkpointing meets the context of its own
-forward, however many forwards came in between. What is open and what is armed belongs to the thread that runs the forward.
+The context travels with the arguments, so that the recomputation of gradient checkpointing meets the context
+of its own forward, however many forwards came in between. What is open and what is armed belongs to the
+thread that runs the forward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _KEY = "inplace_ttt_context"
 
 @dataclass
 class LayerCall:
-    """What a TTT layer is handed for its one call in a forward: the cache, and the MLP's input if the target wants it."""
+    """What a TTT layer is handed for its one call in a forward: the cache, and the MLP's input if the target
+    wants it."""
 
     layer: LayerHooks
     context: ForwardContext
@@ -59,13 +60,15 @@ def switching(models: Iterable[ModelHooks], enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def sharing(models: Iterable[ModelHooks], group: ProcessGroup | None) -> Iterator[None]:
-    """Within it the ranks of `group`, or none, share the rows of these models' forwards, for the thread that says so."""
+    """Within it the ranks of `group`, or none, share the rows of these models' forwards, for the thread that
+    says so."""
     with overriding([this_thread()], groups={**this_thread().groups, **dict.fromkeys(models, group)}):
         yield
 
 
 class ModelHooks:
-    """The hooks of one converted model, as methods of one object so that a deep copy of the model keeps its own."""
+    """The hooks of one converted model, as methods of one object so that a deep copy of the model keeps its
+    own."""
 
     def __init__(self, base: nn.Module, layers: list[int]) -> None:
         self.layers = frozenset(layers)
@@ -76,12 +79,16 @@ class ModelHooks:
         self.travels = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def attach(self, base: nn.Module, first_block: nn.Module, other_attentions: Iterable[nn.Module]) -> None:
-        """Register the hooks of the base model, its first decoder layer, and the attentions of layers without TTT."""
+        """Register the hooks of the base model, its first decoder layer, and the attentions of layers without
+        TTT."""
         self.handles = [
             base.register_forward_pre_hook(self.open, with_kwargs=True),
             base.register_forward_hook(self.close, always_call=True),
             first_block.register_forward_pre_hook(self.take_embeddings, with_kwargs=True),
-            *(attention.register_forward_pre_hook(self.discard, with_kwargs=True) for attention in other_attentions),
+            *(
+                attention.register_forward_pre_hook(self.discard, with_kwargs=True)
+                for attention in other_attentions
+            ),
         ]
 
     def detach(self) -> None:
@@ -106,13 +113,19 @@ class ModelHooks:
 
     def open(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Base model, before its forward."""
-        if base.training and not self.has_trained and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if (
+            base.training
+            and not self.has_trained
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        ):
             self.has_trained = True
             warn_if_nothing_learns(base)
         cache = cache_in(kwargs)
         if self.enabled and cache is not None and not isinstance(cache, Cache):
             raise InPlaceTTTError(
-                f"a {type(cache).__name__} (continuous batching, generate_batch) has no place for the fast weight; "
+                f"a {type(cache).__name__} (continuous batching, generate_batch) has no place for the fast "
+                "weight; "
                 "use generate, or disable_ttt(model)."
             )
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -131,7 +144,8 @@ class ModelHooks:
         context = kwargs.pop(_KEY, None) or self.current
         if context is None and torch.is_grad_enabled() and attention.training:
             raise InPlaceTTTError(
-                f"{type(attention).__name__} is recomputed without the arguments of its forward, since this model family "
+                f"{type(attention).__name__} is recomputed without the arguments of its forward, since "
+                "this model family "
                 "does not pass keyword arguments on; turn gradient checkpointing off for it."
             )
         return context
@@ -142,7 +156,8 @@ class ModelHooks:
         return args, kwargs
 
     def close(self, base: PreTrainedModel, args: Any, output: Any) -> None:
-        """Base model, after its forward: every TTT layer must have run, up to the last that it was to run (it may exit early).
+        """Base model, after its forward: every TTT layer must have run, up to the last that it was to run (it
+        may exit early).
 
         After a forward that broke off, nothing is left armed.
         """
@@ -153,9 +168,12 @@ class ModelHooks:
         this_thread().armed = None
         if output is None:
             context.embeddings = None
-        elif context.enabled and (missed := sorted(i for i in self.layers - context.called if i < base.config.num_hidden_layers)):
+        elif context.enabled and (
+            missed := sorted(i for i in self.layers - context.called if i < base.config.num_hidden_layers)
+        ):
             raise InPlaceTTTError(
-                f"the TTT down-projections of layers {missed} did not run in this forward: something replaced their MLP's "
+                f"the TTT down-projections of layers {missed} did not run in this forward: something "
+                "replaced their MLP's "
                 "forward; undo that, or exclude these layers."
             )
 
@@ -163,7 +181,8 @@ class ModelHooks:
 def _around() -> ForwardContext | None:
     """The context of the forward around the one that opens.
 
-    What a KeyboardInterrupt left open, of which torch tells no hook, is dropped: it lies above all that is on the stack.
+    What a KeyboardInterrupt left open, of which torch tells no hook, is dropped: it lies above all that is on
+    the stack.
     """
     contexts, context = [], this_thread().open
     if context is None or torch.compiler.is_compiling():
@@ -239,17 +258,22 @@ class LayerHooks:
             return None
         if call is None:
             raise InPlaceTTTError(
-                f"layer {self.index}'s down-projection was called outside a forward of the model, or twice in one (a tiled or "
+                f"layer {self.index}'s down-projection was called outside a forward of the model, or twice "
+                "in one (a tiled or "
                 "replaced MLP?); undo that, or call it under disable_ttt(model)."
             )
         if tuple(z.shape[:-1]) not in (call.context.shape, (math.prod(call.context.shape),)):
             raise InPlaceTTTError(
-                f"layer {self.index}'s down-projection got rows {list(z.shape[:-1])} of a sequence of {list(call.context.shape)}: "
-                "the MLP is tiled or flattened, or the sequence is split across devices; TTT needs whole sequences."
+                f"layer {self.index}'s down-projection got rows {list(z.shape[:-1])} of a sequence of "
+                f"{list(call.context.shape)}: "
+                "the MLP is tiled or flattened, or the sequence is split across devices; TTT needs whole "
+                "sequences."
             )
-        if self.index in call.context.called and call.context is self.model.current:  # a recomputation comes when the forward is over
+        # a recomputation comes when the forward is over
+        if self.index in call.context.called and call.context is self.model.current:
             raise InPlaceTTTError(
-                f"layer {self.index} runs several times in one forward, as in a model that loops over layers, and would write a token as "
+                f"layer {self.index} runs several times in one forward, as in a model that loops over "
+                "layers, and would write a token as "
                 "often; convert layers outside of the loop."
             )
         call.context.called.add(self.index)

@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def warn_if_nothing_learns(model: nn.Module) -> None:
-    """Warn where some parameter is trained, no target generator is, and every convolution is zero: writes are zero and stay so.
+    """Warn where some parameter is trained, no target generator is, and every convolution is zero: writes are
+    zero and stay so.
 
     LoRA with "all linear layers" does that: PEFT freezes conv and P along with the rest of the base.
     """
@@ -28,6 +29,8 @@ def warn_if_nothing_learns(model: nn.Module) -> None:
         if any(generator.conv is None or bool(generator.conv.any()) for generator in generators):
             return
     logger.warning(
-        "training starts with conv and P frozen in every TTT layer and conv zero, so this model will never write into its fast weights; "
-        'set requires_grad for conv and P, or with PEFT modules_to_save=["ttt"] and target_modules without the down-projections.'
+        "training starts with conv and P frozen in every TTT layer and conv zero, so this model will never "
+        "write into its fast weights; "
+        'set requires_grad for conv and P, or with PEFT modules_to_save=["ttt"] and target_modules without '
+        "the down-projections."
     )

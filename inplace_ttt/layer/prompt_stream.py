@@ -1,4 +1,5 @@
-"""TTT-NTP's inference: a layer keeps the end of a prompt while it is read, and writes it once, by ridge regression."""
+"""TTT-NTP's inference: a layer keeps the end of a prompt while it is read, and writes it once, by ridge
+regression."""
 
 from __future__ import annotations
 
@@ -30,14 +31,19 @@ class PromptedLayer(Protocol):
 
 
 def ridge_write(keys: Tensor, values: Tensor, w0: Tensor, settings: PromptWrite) -> Tensor:
-    """η' ΔW [d, h] of keys [m, h] and values [m, d], see `PromptWrite`; in float64, by the smaller of the two Gram matrices."""
+    """η' ΔW [d, h] of keys [m, h] and values [m, d], see `PromptWrite`; in float64, by the smaller of the two
+    Gram matrices."""
     k, v, w = (x.to(torch.float64) for x in (keys, values, w0))
     residual = v - k @ w.T
     wide = len(k) > k.shape[1]
     gram = k.T @ k if wide else k @ k.T
     gram.diagonal().add_(settings.ridge)
     factor = torch.linalg.cholesky(gram)
-    change = torch.cholesky_solve(k.T @ residual, factor).T if wide else torch.cholesky_solve(residual, factor).T @ k
+    change = (
+        torch.cholesky_solve(k.T @ residual, factor).T
+        if wide
+        else torch.cholesky_solve(residual, factor).T @ k
+    )
     size, eta = float(torch.linalg.vector_norm(change)), settings.eta
     if settings.cap is not None and size > 0:
         eta = min(eta, settings.cap * float(torch.linalg.vector_norm(w)) / size)
@@ -57,11 +63,16 @@ class _Reads:
         self.layer, self.preserve_row_norms = layer, preserve_row_norms
 
     def readout(self, state: Tensor) -> Tensor:
-        return keeping_row_norms(state, self.layer.base_weight().to(state.dtype), 1.0) if self.preserve_row_norms else state
+        return (
+            keeping_row_norms(state, self.layer.base_weight().to(state.dtype), 1.0)
+            if self.preserve_row_norms
+            else state
+        )
 
 
 class _End:
-    """The last rows of Z [n, h] and X [n, d] that one sequence has read: `room` of them, and less than as many again."""
+    """The last rows of Z [n, h] and X [n, d] that one sequence has read: `room` of them, and less than as
+    many again."""
 
     def __init__(self, room: int) -> None:
         self.room, self.pieces = room, list[tuple[Tensor, Tensor]]()
@@ -94,7 +105,8 @@ class _End:
 
 
 class PromptStream(FastWeightStream):
-    """What a layer keeps of each sequence of a batch: the end of its prompt until that is written, then what was written.
+    """What a layer keeps of each sequence of a batch: the end of its prompt until that is written, then what
+    was written.
 
     Until then every token reads W0. The state is η' ΔW [B, d, h].
     """
@@ -122,10 +134,15 @@ class PromptStream(FastWeightStream):
         return self.seen
 
     @torch.no_grad()
-    def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: Any, *, generated: bool = False) -> Tensor:
-        """Add what is read to `out` [B, T, d] in place; before the write, keep the end of what comes in, z [B, T, h] and x [B, T, d]."""
+    def advance(
+        self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: Any, *, generated: bool = False
+    ) -> Tensor:
+        """Add what is read to `out` [B, T, d] in place; before the write, keep the end of what comes in, z
+        [B, T, h] and x [B, T, d]."""
         if len(spans) != self.batch:
-            raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
+            raise InPlaceTTTError(
+                f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache."
+            )
         self.check_holds_state()
         if self._state is not None:
             self._state.add_read(out, z, _Reads(layer, self.settings.preserve_row_norms))
@@ -138,12 +155,18 @@ class PromptStream(FastWeightStream):
 
     @torch.no_grad()
     def write(self, layer: PromptedLayer) -> None:
-        """Write the prompt: the last pairs of all that was read; sequences of less than three tokens write nothing."""
+        """Write the prompt: the last pairs of all that was read; sequences of less than three tokens write
+        nothing."""
         self.check_holds_state()
         if self.is_written:
-            raise InPlaceTTTError("this session's prompt is written already; fork the session before its end, or start a new one.")
+            raise InPlaceTTTError(
+                "this session's prompt is written already; fork the session before its end, or start a new "
+                "one."
+            )
         if self._has_gap:
-            raise InPlaceTTTError("some of the prompt was read with TTT off, so that its pairs are not known; read it anew.")
+            raise InPlaceTTTError(
+                "some of the prompt was read with TTT off, so that its pairs are not known; read it anew."
+            )
         w0 = layer.base_weight()
         accurate = state_dtype(w0.dtype)
         total = torch.zeros(self.batch, *w0.shape, dtype=accurate, device=w0.device)
@@ -184,11 +207,13 @@ class PromptStream(FastWeightStream):
             n = min(tokens, seen)
             if self.is_written and n > since:
                 raise InPlaceTTTError(
-                    f"the last {n} tokens reach into the prompt, which is written for good; fork the session before its end."
+                    f"the last {n} tokens reach into the prompt, which is written for good; fork the "
+                    "session before its end."
                 )
             if not self.is_written and end.held - n < min(end.room, seen - n):
                 raise InPlaceTTTError(
-                    f"the last {n} tokens cannot be taken back: the end of the prompt before them is no longer kept; "
+                    f"the last {n} tokens cannot be taken back: the end of the prompt before them is no "
+                    "longer kept; "
                     "fork the session before reading what you may take back."
                 )
 
@@ -207,12 +232,18 @@ class PromptStream(FastWeightStream):
         self.check_holds_state()
         if self.state is None:
             raise InPlaceTTTError(
-                "this session's prompt is not written yet, and its end is not saved; write it first (state.write_prompt)."
+                "this session's prompt is not written yet, and its end is not saved; write it first "
+                "(state.write_prompt)."
             )
-        return {"counts": torch.tensor([[0] * self.batch, [0] * self.batch, self.seen]), "state": self.state.contiguous()}
+        return {
+            "counts": torch.tensor([[0] * self.batch, [0] * self.batch, self.seen]),
+            "state": self.state.contiguous(),
+        }
 
     @classmethod
-    def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> PromptStream:
+    def restore(
+        cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype
+    ) -> PromptStream:
         stream = cls.of(config, tensors["counts"].shape[1])
         stream.seen, stream.is_written = tensors["counts"].tolist()[2], True
         stream._state = State(tensors["state"].to(state_dtype(dtype)), _KEPT)
@@ -220,7 +251,8 @@ class PromptStream(FastWeightStream):
 
 
 def stream_class(config: InPlaceTTTConfig) -> type[FastWeightStream]:
-    """What keeps a layer's fast weight under this config: chunk by chunk, by loss gradients, or a prompt at its end."""
+    """What keeps a layer's fast weight under this config: chunk by chunk, by loss gradients, or a prompt at
+    its end."""
     if config.target == "gradient":
         return GradientStream
     return FastWeightStream if config.prompt_write is None else PromptStream

@@ -17,13 +17,17 @@ _TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 @torch.compiler.assume_constant_result  # else a graph is made anew after every import of whatever module
 def ulysses_group() -> ProcessGroup | None:
-    """DeepSpeed's sequence-parallel group of more than one rank, or None. Refuses torch's context parallelism.
+    """DeepSpeed's sequence-parallel group of more than one rank, or None. Refuses torch's context
+    parallelism.
 
     A compiled model keeps the one that there was when its graph was made.
     """
-    if torch.nn.functional.scaled_dot_product_attention in getattr(sys.modules.get(_TORCH), "_replaced_functions", ()):
+    if torch.nn.functional.scaled_dot_product_attention in getattr(
+        sys.modules.get(_TORCH), "_replaced_functions", ()
+    ):
         raise InPlaceTTTError(
-            "torch's context parallelism gives a rank pieces from both ends of a sequence, which the fast weight cannot follow; "
+            "torch's context parallelism gives a rank pieces from both ends of a sequence, which the fast "
+            "weight cannot follow; "
             "use DeepSpeed's sequence parallelism (sp_backend='deepspeed')."
         )
     group = getattr(sys.modules.get(_ULYSSES), "_SEQUENCE_PARALLEL_GROUP", None)

@@ -1,4 +1,5 @@
-"""One layer's fast weight while a sequence streams in: prefill, chunked prefill and token by token are one function."""
+"""One layer's fast weight while a sequence streams in: prefill, chunked prefill and token by token are one
+function."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ _UNDO_REACH = 128
 class StreamedLayer(Reader, Protocol):
     """What a stream asks of its layer."""
 
-    def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
-        """As `FastWeight.write`: what the keys read (only if `reads`), and the states after their complete chunks."""
+    def write(
+        self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `FastWeight.write`: what the keys read (only if `reads`), and the states after their complete
+        chunks."""
 
 
 @dataclass
@@ -50,9 +54,12 @@ class _Row:
 
 
 class FastWeightStream:
-    """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the batch."""
+    """State S, the open chunk's rows, and what it takes to step back; one entry for each sequence of the
+    batch."""
 
-    def __init__(self, batch: int, chunk_size: int, update_on_decode: bool = True, rule: Rule = PAPER_RULE) -> None:
+    def __init__(
+        self, batch: int, chunk_size: int, update_on_decode: bool = True, rule: Rule = PAPER_RULE
+    ) -> None:
         self.chunk_size, self.update_on_decode, self.rule = chunk_size, update_on_decode, rule
         self.rows = [_Row() for _ in range(batch)]
         self._open = OpenChunks(batch, chunk_size)
@@ -70,7 +77,8 @@ class FastWeightStream:
 
     @property
     def state(self) -> Tensor | None:
-        """S [B, d, h] float32 without η, the sums [B, d + r, r] of least squares, or η'ΔW of a prompt; None while nothing is written."""
+        """S [B, d, h] float32 without η, the sums [B, d + r, r] of least squares, or η'ΔW of a prompt; None
+        while nothing is written."""
         return None if self._state is None else self._state.value
 
     @property
@@ -94,14 +102,28 @@ class FastWeightStream:
         return not any(self.tokens) and not self._abandoned
 
     @torch.no_grad()
-    def advance(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer, *, generated: bool = False) -> Tensor:
-        """Add what is read to `out` [B, T, d] in place and take the rows' tokens in; keys z [B, T, r], target source x [B, T, d].
+    def advance(
+        self,
+        out: Tensor,
+        z: Tensor,
+        x: Tensor,
+        spans: list[Span],
+        layer: StreamedLayer,
+        *,
+        generated: bool = False,
+    ) -> Tensor:
+        """Add what is read to `out` [B, T, d] in place and take the rows' tokens in; keys z [B, T, r], target
+        source x [B, T, d].
 
-        spans: the real tokens of each row. A token reads the chunks completed before it; a chunk is written when its
-        last token has been read. generated: the model made these tokens; they write if `update_on_decode` is on.
+        spans: the real tokens of each row. A token reads the chunks completed before it; a chunk is written
+            when its
+        last token has been read. generated: the model made these tokens; they write if `update_on_decode` is
+        on.
         """
         if len(spans) != self.batch:
-            raise InPlaceTTTError(f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache.")
+            raise InPlaceTTTError(
+                f"the cache holds {self.batch} sequences, the batch has {len(spans)}; start a new cache."
+            )
         self.check_holds_state()
         self._thaw()
         self._drop_old_undos()
@@ -112,13 +134,17 @@ class FastWeightStream:
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             unbroken = stop - start + (row.unbroken if start == 0 else 0)
             row.unbroken = unbroken if stop == z.shape[1] else 0
-        if all(row.filled + stop - start <= self.chunk_size for row, (start, stop) in zip(self.rows, spans, strict=True)):
+        if all(
+            row.filled + stop - start <= self.chunk_size
+            for row, (start, stop) in zip(self.rows, spans, strict=True)
+        ):
             self._read(out, z, layer, whole=all(stop - start == self.chunk_size for start, stop in spans))
             for index, (start, stop) in enumerate(spans):
                 if start < stop:
                     self._take(index, z[index, start:stop], x[index, start:stop], layer, undoable=True)
             return out
-        # the open chunks, then whole chunks together, then each row's last whole chunk, which may be taken back, and the rest
+        # the open chunks, then whole chunks together, then each row's last whole chunk, which may be taken
+        # back, and the rest
         whole = []
         for index, (start, stop) in enumerate(spans):
             opened = min(start + -self.rows[index].filled % self.chunk_size, stop)
@@ -131,34 +157,50 @@ class FastWeightStream:
         return out
 
     def _drop_old_undos(self) -> None:
-        for row in self.rows:  # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
+        # An undo costs as much as the state. Guesses of assisted decoding come back within a few tokens.
+        for row in self.rows:
             row.undo = row.undo if row.filled <= _UNDO_REACH and row.filled < row.unbroken else None
 
-    def _read(self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None, *, whole: bool = False) -> None:
+    def _read(
+        self, out: Tensor, z: Tensor, layer: StreamedLayer, row: int | None = None, *, whole: bool = False
+    ) -> None:
         """whole: the tokens are a whole chunk of each row that is read."""
         if self._state is not None:
             self._state.add_read(out, z, layer, row, whole=whole)
 
-    def _take_span(self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer) -> None:
+    def _take_span(
+        self, out: Tensor, z: Tensor, x: Tensor, row: int, span: Span, last: int, layer: StreamedLayer
+    ) -> None:
         """Read and take in a row's span, one chunk after the other; the row's tokens end at `last`."""
         start, stop = span
         while start < stop:
             end = min(start + self.chunk_size - self.rows[row].filled, stop)
-            self._read(out[row : row + 1, start:end], z[row : row + 1, start:end], layer, row, whole=end - start == self.chunk_size)
-            self._take(row, z[row, start:end], x[row, start:end], layer, undoable=last - end < self.chunk_size)
+            self._read(
+                out[row : row + 1, start:end],
+                z[row : row + 1, start:end],
+                layer,
+                row,
+                whole=end - start == self.chunk_size,
+            )
+            self._take(
+                row, z[row, start:end], x[row, start:end], layer, undoable=last - end < self.chunk_size
+            )
             start = end
 
     def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, spans: list[Span], layer: StreamedLayer) -> None:
         """Read and take in spans of whole chunks, all rows at once; none can be taken back."""
         documents = tuple((span,) if span[0] < span[1] else () for span in spans)
-        read, state = layer.write(z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True)
+        read, state = layer.write(
+            z, x, ChunkLayout.shared(documents, z.shape[1], self.chunk_size), self.state, reads=True
+        )
         out += read.to(out.dtype)
         self._state = State(state, self.rule)
         for row, (start, stop) in zip(self.rows, spans, strict=True):
             row.written += (stop - start) // self.chunk_size
 
     def _take(self, index: int, z: Tensor, x: Tensor, layer: StreamedLayer, undoable: bool) -> None:
-        """Take tokens of one row into its open chunk, [n, h] and [n, d]; write the chunk if they complete it."""
+        """Take tokens of one row into its open chunk, [n, h] and [n, d]; write the chunk if they complete
+        it."""
         row = self.rows[index]
         if row.filled + len(z) < self.chunk_size:
             self._open.put(index, row.filled, z, x)
@@ -167,9 +209,13 @@ class FastWeightStream:
         z, x = self._open.followed_by(index, row.filled, z, x)
         before = None if self._state is None else self._state.value[index]
         chunk = ChunkLayout.shared((((0, self.chunk_size),),), self.chunk_size, self.chunk_size)
-        after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[1][0]
+        after = layer.write(z[None], x[None], chunk, None if before is None else before[None], reads=False)[
+            1
+        ][0]
         if undoable and self.update_on_decode:  # or no crop is granted
-            row.undo = _Undo(before.clone() if before is not None and row.written else None, z.clone(), x.clone())
+            row.undo = _Undo(
+                before.clone() if before is not None and row.written else None, z.clone(), x.clone()
+            )
         if self._state is None:
             self._state = State(after.new_zeros(self.batch, *after.shape), self.rule)
         self._state.put(index, after)
@@ -188,16 +234,21 @@ class FastWeightStream:
             row.unbroken = 0
 
     def abandon(self) -> None:
-        """Note a forward with gradients, which reads whole documents and leaves no state here to go on from."""
+        """Note a forward with gradients, which reads whole documents and leaves no state here to go on
+        from."""
         if any(self.tokens) or self._abandoned:
             raise InPlaceTTTError(
-                "gradients do not flow through a cache that holds a sequence; pass use_cache=False or use torch.no_grad()."
+                "gradients do not flow through a cache that holds a sequence; pass use_cache=False or use "
+                "torch.no_grad()."
             )
         self._abandoned = True
 
     def check_holds_state(self) -> None:
         if self._abandoned:
-            raise InPlaceTTTError("this cache was filled with gradients on, which keeps no state; fill it under torch.no_grad().")
+            raise InPlaceTTTError(
+                "this cache was filled with gradients on, which keeps no state; fill it under "
+                "torch.no_grad()."
+            )
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every row, as if they had never been read."""
@@ -226,24 +277,29 @@ class FastWeightStream:
             return
         if not self.update_on_decode:
             raise InPlaceTTTError(
-                "with update_on_decode off, tokens cannot be taken back: generated ones were not written, and nothing tells "
+                "with update_on_decode off, tokens cannot be taken back: generated ones were not written, "
+                "and nothing tells "
                 "them from the others; generate without an assistant and without prompt lookup."
             )
         for row, held in zip(self.rows, self.tokens, strict=True):
             n = min(tokens, held)
             if tokens > row.unbroken < held:
                 raise InPlaceTTTError(
-                    f"the last {tokens} tokens of this cache include padding, or tokens read with TTT off, so that they cannot "
+                    f"the last {tokens} tokens of this cache include padding, or tokens read with TTT off, "
+                    "so that they cannot "
                     "be taken back; pad at the left of the first forward only."
                 )
             if row.filled < n < held and not (row.undo is not None and n <= row.filled + self.chunk_size):
                 raise InPlaceTTTError(
-                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the last chunk of "
-                    f"{self.chunk_size} can be taken back (fork the state before reading what you may take back)."
+                    f"the last {tokens} tokens reach behind a chunk that is written for good; only the "
+                    "last chunk of "
+                    f"{self.chunk_size} can be taken back (fork the state before reading what you may take "
+                    "back)."
                 )
 
     def _take_back(self, index: int) -> None:
-        """Reopen a row's last written chunk; the tokens read since, in the chunk after it, are counted and not kept."""
+        """Reopen a row's last written chunk; the tokens read since, in the chunk after it, are counted and
+        not kept."""
         row = self.rows[index]
         assert self._state is not None and row.undo is not None
         self._state.put(index, row.undo.state)
@@ -263,7 +319,8 @@ class FastWeightStream:
         self.rows = [dataclasses.replace(self.rows[row]) for row in rows]
 
     def lend(self, sources: list[int]) -> None:
-        """Give row r the state of row sources[r]; what each row has in its open chunk, and how far it is, stay its own."""
+        """Give row r the state of row sources[r]; what each row has in its open chunk, and how far it is,
+        stay its own."""
         self._state = self._state and self._state.select(sources)
 
     @property
@@ -285,7 +342,9 @@ class FastWeightStream:
         return {name: tensor.contiguous() for name, tensor in held.items()}
 
     @classmethod
-    def restore(cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype) -> FastWeightStream:
+    def restore(
+        cls, tensors: dict[str, Tensor], config: InPlaceTTTConfig, dtype: torch.dtype
+    ) -> FastWeightStream:
         """A stream from its saved tensors, for a model of this config that computes in `dtype`."""
         counts = tensors["counts"].tolist()
         stream = cls.of(config, len(counts[0]))

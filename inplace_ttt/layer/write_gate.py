@@ -1,4 +1,5 @@
-"""A gate of writes (extension): how much each token counts in what least squares fits, by its whitened key."""
+"""A gate of writes (extension): how much each token counts in what least squares fits, by its whitened
+key."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from ..ops.precision import without_autocast
 class WriteGate(nn.Module):
     """β = 2σ(√r w·k + b) of keys k [..., r], between 0 and 2; 1 for all before it has learnt.
 
-    gate [r + 1] holds w and, last, b. Whitened keys have a norm of about 1, so that √r k are numbers of about 1, and an optimiser
-    moves w as it moves P.
+    gate [r + 1] holds w and, last, b. Whitened keys have a norm of about 1, so that √r k are numbers of about
+    1, and an optimiser moves w as it moves P.
     """
 
     def __init__(self, rank: int, **factory: Any) -> None:

@@ -14,7 +14,8 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within it partitioned parameters are whole, on every rank; what rank 0 writes to them stays. Others are untouched."""
+    """Within it partitioned parameters are whole, on every rank; what rank 0 writes to them stays. Others are
+    untouched."""
     partitioned = [p for p in parameters if is_partitioned(p)]
     if not partitioned:
         yield

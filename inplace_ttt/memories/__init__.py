@@ -1,4 +1,5 @@
-"""Test-time memories under one protocol: layers for any torch model, each in a primal form that is its law and a fast one."""
+"""Test-time memories under one protocol: layers for any torch model, each in a primal form that is its law
+and a fast one."""
 
 from __future__ import annotations
 

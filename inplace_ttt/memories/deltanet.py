@@ -1,4 +1,5 @@
-"""DeltaNet: loss ½‖S k − v‖², one gradient step of size β a token (arXiv 2102.11174; in parallel, arXiv 2406.06484)."""
+"""DeltaNet: loss ½‖S k − v‖², one gradient step of size β a token (arXiv 2102.11174; in parallel, arXiv
+2406.06484)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .protocol import Tokens, chunks, gradient
 
 
 class DeltaNet(MatrixMemory):
-    """The state is a matrix S [B, H, d, d], zero at the start: S ← S − β (S k − v) kᵀ with β = σ(x w), a rate a head.
+    """The state is a matrix S [B, H, d, d], zero at the start: S ← S − β (S k − v) kᵀ with β = σ(x w), a rate
+    a head.
 
     q and k are normed after SiLU, as the second paper does, so that a step with β ≤ 1 never overshoots.
     """
@@ -24,17 +26,25 @@ class DeltaNet(MatrixMemory):
 
     def tokens(self, x: Tensor) -> Tokens:
         q, k, v = self.qkv(x)
-        return Tokens(F.normalize(F.silu(q), dim=-1), F.normalize(F.silu(k), dim=-1), v, self.split(self.to_beta(x).sigmoid()))
+        return Tokens(
+            F.normalize(F.silu(q), dim=-1),
+            F.normalize(F.silu(k), dim=-1),
+            v,
+            self.split(self.to_beta(x).sigmoid()),
+        )
 
     def update(self, state: Tensor, token: Tokens) -> Tensor:
         return state - token.rates * gradient(lambda s: 0.5 * (token.k @ s.mT - token.v) ** 2, state)
 
     def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Within a chunk S_t = S_0 + Σ_{s≤t} u_s k_sᵀ, where u = β (v − S_{t−1} k) solves a triangular system."""
+        """Within a chunk S_t = S_0 + Σ_{s≤t} u_s k_sᵀ, where u = β (v − S_{t−1} k) solves a triangular
+        system."""
         read = []
         for q, k, v, beta in chunks(tokens, self.chunk):
             overlap = torch.tril(beta * (k @ k.mT), -1)
-            u = torch.linalg.solve_triangular(overlap, beta * (v - k @ state.mT), upper=False, unitriangular=True)
+            u = torch.linalg.solve_triangular(
+                overlap, beta * (v - k @ state.mT), upper=False, unitriangular=True
+            )
             read.append(q @ state.mT + torch.tril(q @ k.mT) @ u)
             state = state + u.mT @ k
         return torch.cat(read, dim=2), state

@@ -1,4 +1,5 @@
-"""Gated linear attention (arXiv 2312.06635): linear attention whose matrix forgets, each key channel at its own learnt rate."""
+"""Gated linear attention (arXiv 2312.06635): linear attention whose matrix forgets, each key channel at its
+own learnt rate."""
 
 from __future__ import annotations
 
@@ -33,11 +34,13 @@ class GatedLinearAttention(MatrixMemory):
         return state * token.rates.exp() - gradient(lambda s: -(token.k @ s.mT * token.v), state)
 
     def parallel(self, state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Chunks short enough for every pair's own decay [C, C, d], which never exceeds 1 and so never overflows."""
+        """Chunks short enough for every pair's own decay [C, C, d], which never exceeds 1 and so never
+        overflows."""
         read = []
         for q, k, v, log_gate in chunks(tokens, self.chunk):
             total = log_gate.cumsum(dim=2)
-            between = (total.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0).exp()  # Π of the gates after s, up to t
+            # Π of the gates after s, up to t
+            between = (total.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0).exp()
             scores = torch.einsum("...td,...sd,...tsd->...ts", q, k, between)
             read.append((q * total.exp()) @ state.mT + torch.tril(scores) @ v)
             last = total[:, :, -1:]

@@ -1,7 +1,9 @@
-"""In-Place TTT (arXiv 2604.06169) as one memory among the others: a gated MLP whose down-projection the sequence writes.
+"""In-Place TTT (arXiv 2604.06169) as one memory among the others: a gated MLP whose down-projection the
+sequence writes.
 
-Key and query are the same, Z = silu(x W_gate) ∘ x W_up [T, h]; the value is V = Conv(x) P [T, d], which may look ahead
-inside its chunk; the state is linear, the loss −⟨S z, v⟩, and a chunk is applied, then written when it is complete.
+Key and query are the same, Z = silu(x W_gate) ∘ x W_up [T, h]; the value is V = Conv(x) P [T, d], which may
+look ahead inside its chunk; the state is linear, the loss −⟨S z, v⟩, and a chunk is applied, then written
+when it is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class InPlaceState(NamedTuple):
 
 
 class InPlaceTTT(Memory[InPlaceState]):
-    """O = Z (W0 + η S)ᵀ, S ← S + VᵀZ a chunk. As in a converted model, with the layer's own input as the target source."""
+    """O = Z (W0 + η S)ᵀ, S ← S + VᵀZ a chunk. As in a converted model, with the layer's own input as the
+    target source."""
 
     reads_first = True
 
@@ -48,7 +51,8 @@ class InPlaceTTT(Memory[InPlaceState]):
     ) -> None:
         super().__init__()
         self.chunk, self.eta = checked(chunk), eta
-        InPlaceTTTConfig(chunk_size=chunk, eta=eta, kernel_size=kernel_size, conv=conv)  # refuses what no conversion takes
+        # refuses what no conversion takes
+        InPlaceTTTConfig(chunk_size=chunk, eta=eta, kernel_size=kernel_size, conv=conv)
         hidden = 4 * dim if hidden is None else hidden
         if min(dim, hidden) < 1:
             raise InPlaceTTTError(f"dim and hidden must be at least 1, got {dim} and {hidden}.")
@@ -60,7 +64,9 @@ class InPlaceTTT(Memory[InPlaceState]):
     def initial_state(self, batch: int) -> InPlaceState:
         like, (d, h) = self.down.weight, self.down.weight.shape
         dtype = state_dtype(like.dtype)
-        return InPlaceState(*(like.new_zeros(batch, 1, *shape, dtype=dtype) for shape in ((d, h), (0, h), (0, d))))
+        return InPlaceState(
+            *(like.new_zeros(batch, 1, *shape, dtype=dtype) for shape in ((d, h), (0, h), (0, d)))
+        )
 
     def tokens(self, x: Tensor) -> Tokens:
         z = (F.silu(self.gate(x)) * self.up(x)).unsqueeze(1)
@@ -86,7 +92,13 @@ class InPlaceTTT(Memory[InPlaceState]):
         layout = ChunkLayout.from_lengths([[z.shape[2]]] * len(z), self.chunk)
         v = self.ttt(x.squeeze(1), layout).to(z.dtype)
         y, s = fast_weight(
-            z.squeeze(1), v, self.down.weight.to(z.dtype), eta=self.eta, layout=layout, initial_state=state.s.squeeze(1), return_state=True
+            z.squeeze(1),
+            v,
+            self.down.weight.to(z.dtype),
+            eta=self.eta,
+            layout=layout,
+            initial_state=state.s.squeeze(1),
+            return_state=True,
         )
         read, opened = state.z.shape[2], z.shape[2] - z.shape[2] % self.chunk
         return y[:, read:].unsqueeze(1), InPlaceState(s.unsqueeze(1), z[:, :, opened:], x[:, :, opened:])

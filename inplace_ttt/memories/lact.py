@@ -1,4 +1,5 @@
-"""LaCT, large-chunk test-time training (Zhang et al., arXiv 2505.23884): a SwiGLU fast weight, updated by Muon once a chunk."""
+"""LaCT, large-chunk test-time training (Zhang et al., arXiv 2505.23884): a SwiGLU fast weight, updated by
+Muon once a chunk."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ COEFFICIENTS: dict[Muon, tuple[tuple[float, float, float], ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Of each Newton-Schulz step: Muon's quintic, and the five of LaCT's public code, which bring every singular value nearer to 1."""
+"""Of each Newton-Schulz step: Muon's quintic, and the five of LaCT's public code, which bring every singular
+value nearer to 1."""
 
 
 class LaCTState(NamedTuple):
@@ -38,11 +40,13 @@ class LaCTState(NamedTuple):
 
 
 class LaCT(NetworkMemory[LaCTState]):
-    """f(x) = W2 (silu(W1 x) ∘ W3 x), loss −⟨f(k), v⟩; a chunk is applied, then written: W ← norm(W − Muon(Σ η_t ∇_t)).
+    """f(x) = W2 (silu(W1 x) ∘ W3 x), loss −⟨f(k), v⟩; a chunk is applied, then written: W ← norm(W − Muon(Σ
+    η_t ∇_t)).
 
-    q, k, v go through silu, q and k are then normed. η = softplus(x w + b), three a head and token: one for each matrix.
-    The norm gives every row of W the length it has in the initial weights. Muon is five Newton-Schulz steps. Left out of
-    the paper's options: momentum, and what its layer has around the memory (window attention on the same q, k, v).
+    q, k, v go through silu, q and k are then normed. η = softplus(x w + b), three a head and token: one for
+    each matrix. The norm gives every row of W the length it has in the initial weights. Muon is five
+    Newton-Schulz steps. Left out of the paper's options: momentum, and what its layer has around the memory
+    (window attention on the same q, k, v).
 
     chunk: tokens that are written together. 2,048 to 1M in the paper; a GPU is idle below that.
     muon: the steps' coefficients, Muon's usual ones or those of LaCT's public code.
@@ -50,11 +54,21 @@ class LaCT(NetworkMemory[LaCTState]):
 
     reads_first = True
 
-    def __init__(self, dim: int, heads: int = 1, chunk: int = 2048, expand: int = 2, base_rate: float = 0.01, muon: Muon = "usual") -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 1,
+        chunk: int = 2048,
+        expand: int = 2,
+        base_rate: float = 0.01,
+        muon: Muon = "usual",
+    ) -> None:
         d = head_width(dim, heads)
         chosen("muon", muon, *COEFFICIENTS)
         if not 0 < base_rate < math.inf or expand < 1:
-            raise InPlaceTTTError(f"base_rate must be above 0 and expand at least 1, got {base_rate} and {expand}.")
+            raise InPlaceTTTError(
+                f"base_rate must be above 0 and expand at least 1, got {base_rate} and {expand}."
+            )
         self.muon = COEFFICIENTS[muon]
         super().__init__(dim, heads, chunk, [(expand * d, d), (expand * d, d), (d, expand * d)])
         self.to_rates = nn.Linear(dim, 3 * heads)
@@ -66,7 +80,9 @@ class LaCT(NetworkMemory[LaCTState]):
 
     def tokens(self, x: Tensor) -> Tokens:
         q, k, v = (F.silu(part) for part in self.qkv(x))
-        return Tokens(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, self.split(F.softplus(self.to_rates(x))))
+        return Tokens(
+            F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, self.split(F.softplus(self.to_rates(x)))
+        )
 
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
         gate, up, down = maps
@@ -80,14 +96,22 @@ class LaCT(NetworkMemory[LaCTState]):
 
     def update(self, state: LaCTState, token: Tokens) -> LaCTState:
         rates = token.rates.split(1, dim=-1)
-        return self.after(state, tuple(rate * g for rate, g in zip(rates, self.gradients(state.weights, token), strict=True)), 1)
+        return self.after(
+            state,
+            tuple(rate * g for rate, g in zip(rates, self.gradients(state.weights, token), strict=True)),
+            1,
+        )
 
     def parallel(self, state: LaCTState, tokens: Tokens) -> tuple[Tensor, LaCTState]:
         read = []
         for part in chunks(tokens, self.chunk, state.filled):
             read.append(self.query(state, part.q))
             steps, rates = self.steps(state.weights, part), part.rates.split(1, dim=-1)
-            state = self.after(state, tuple(taken(step, rate) for step, rate in zip(steps, rates, strict=True)), part.k.shape[2])
+            state = self.after(
+                state,
+                tuple(taken(step, rate) for step, rate in zip(steps, rates, strict=True)),
+                part.k.shape[2],
+            )
         return torch.cat(read, dim=2), state
 
     def after(self, state: LaCTState, gradients: Weights, tokens: int) -> LaCTState:
@@ -102,8 +126,11 @@ class LaCT(NetworkMemory[LaCTState]):
         return LaCTState(tuple(weights), tuple(torch.zeros_like(g) for g in total), 0)
 
 
-def orthogonal(g: Tensor, coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS["usual"]) -> Tensor:
-    """Muon's UVᵀ of g = UΣVᵀ [.., out, in], roughly: Newton-Schulz with the usual coefficients brings Σ into 0.7 to 1.2."""
+def orthogonal(
+    g: Tensor, coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS["usual"]
+) -> Tensor:
+    """Muon's UVᵀ of g = UΣVᵀ [.., out, in], roughly: Newton-Schulz with the usual coefficients brings Σ into
+    0.7 to 1.2."""
     wide = g.shape[-2] <= g.shape[-1]
     x = g if wide else g.mT
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)

@@ -1,4 +1,5 @@
-"""Linear attention: loss −⟨S k, v⟩, one gradient step of size 1 a token, which adds v kᵀ. Theorem 1 of arXiv 2407.04620."""
+"""Linear attention: loss −⟨S k, v⟩, one gradient step of size 1 a token, which adds v kᵀ. Theorem 1 of arXiv
+2407.04620."""
 
 from __future__ import annotations
 

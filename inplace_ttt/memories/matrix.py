@@ -1,4 +1,5 @@
-"""What the memories whose state is one matrix share: where it starts, how it is read, and flash-linear-attention on a GPU."""
+"""What the memories whose state is one matrix share: where it starts, how it is read, and
+flash-linear-attention on a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .protocol import HeadMemory, Tokens
 class MatrixMemory(HeadMemory[Tensor]):
     """The state is a matrix S [B, H, d, d], zero at the start, and answers S q.
 
-    `kernel` names the function of flash-linear-attention that computes the same; it is called where that package is
-    installed and x is in half precision on CUDA.
+    `kernel` names the function of flash-linear-attention that computes the same; it is called where that
+    package is installed and x is in half precision on CUDA.
     """
 
     kernel: ClassVar[str | None] = None
@@ -27,17 +28,22 @@ class MatrixMemory(HeadMemory[Tensor]):
         return q @ state.mT
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self.kernel is None or not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and find_spec("fla")):
+        if self.kernel is None or not (
+            x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and find_spec("fla")
+        ):
             return super().forward(x, state)
         y, state = flash(self.kernel, self.tokens(x), self.initial_state(len(x)) if state is None else state)
         return self.output(y), state
 
 
 def flash(kernel: str, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One of flash-linear-attention's chunked forms; it keeps tokens as [B, n, H, d] and the state transposed, [key, value]."""
+    """One of flash-linear-attention's chunked forms; it keeps tokens as [B, n, H, d] and the state
+    transposed, [key, value]."""
     import fla.ops
 
     q, k, v, rates = (x.transpose(1, 2) for x in tokens)
     rates = rates.squeeze(-1) if kernel == "chunk_delta_rule" else rates
-    y, state = getattr(fla.ops, kernel)(q, k, v, rates, scale=1.0, initial_state=state.mT.contiguous(), output_final_state=True)
+    y, state = getattr(fla.ops, kernel)(
+        q, k, v, rates, scale=1.0, initial_state=state.mT.contiguous(), output_final_state=True
+    )
     return y.transpose(1, 2), state.mT

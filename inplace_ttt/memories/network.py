@@ -1,7 +1,9 @@
-"""What the memories whose state is a fast network share: the gradient at a chunk's start, token by token or in dual form.
+"""What the memories whose state is a fast network share: the gradient at a chunk's start, token by token or
+in dual form.
 
-The gradient of one token's loss in a linear map z = W x has rank one, e xᵀ with e = ∂loss/∂z. So weights that have taken
-steps c_s from W are never built to be read: W_t x = W x − Σ_{s≤t} c_s e_s ⟨x_s, x⟩, three products for a whole chunk.
+The gradient of one token's loss in a linear map z = W x has rank one, e xᵀ with e = ∂loss/∂z. So weights that
+have taken steps c_s from W are never built to be read: W_t x = W x − Σ_{s≤t} c_s e_s ⟨x_s, x⟩, three products
+for a whole chunk.
 """
 
 from __future__ import annotations
@@ -17,19 +19,25 @@ from .protocol import HeadMemory, State, Tokens, Weights, gradient
 LinearMap = Callable[[Tensor], Tensor]
 """x [B, H, n, in] → [B, H, n, out]: a matrix, or in dual form a matrix for each token."""
 Step = tuple[Tensor, Tensor]
-"""For n tokens, the input x [B, H, n, in] of a linear map and the loss's gradient e [B, H, n, out] at its output."""
+"""For n tokens, the input x [B, H, n, in] of a linear map and the loss's gradient e [B, H, n, out] at its
+output."""
 
 
 class NetworkMemory(HeadMemory[State]):
-    """A fast network `f` with learnt initial weights, and the loss of f(k) against v. Loss ‖f(k) − v‖² unless overridden.
+    """A fast network `f` with learnt initial weights, and the loss of f(k) against v. Loss ‖f(k) − v‖² unless
+    overridden.
 
     chunk: tokens whose gradients are all taken at the weights that the chunk starts from.
     """
 
-    def __init__(self, dim: int, heads: int, chunk: int, shapes: Sequence[tuple[int, int]], std: float | None = None) -> None:
+    def __init__(
+        self, dim: int, heads: int, chunk: int, shapes: Sequence[tuple[int, int]], std: float | None = None
+    ) -> None:
         super().__init__(dim, heads, chunk)
         # [out, in], N(0, 1/in) unless std is given.
-        self.initial = nn.ParameterList(nn.init.normal_(torch.empty(heads, *shape), std=std or shape[1] ** -0.5) for shape in shapes)
+        self.initial = nn.ParameterList(
+            nn.init.normal_(torch.empty(heads, *shape), std=std or shape[1] ** -0.5) for shape in shapes
+        )
 
     @abstractmethod
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:
@@ -47,7 +55,8 @@ class NetworkMemory(HeadMemory[State]):
         return gradient(lambda w: self.loss(self.f(fixed(w), token.k), token.v), weights)
 
     def steps(self, weights: Weights, tokens: Tokens) -> list[Step]:
-        """Every token's x and e, for each linear map, all at the same weights. The dual form takes its steps with them."""
+        """Every token's x and e, for each linear map, all at the same weights. The dual form takes its steps
+        with them."""
         differentiable = torch.is_grad_enabled()
         inputs, outputs = [], []
 

@@ -1,4 +1,5 @@
-"""The one frame: a memory has a state, an update rule (learn that key k stands for value v) and a query rule (read with q)."""
+"""The one frame: a memory has a state, an update rule (learn that key k stands for value v) and a query rule
+(read with q)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Weights = tuple[Tensor, ...]
 
 
 class Tokens(NamedTuple):
-    """What a memory is told of n tokens: q, k and v [B, H, n, d], rates [B or 1, H or 1, n, r] of the update, if it has any."""
+    """What a memory is told of n tokens: q, k and v [B, H, n, d], rates [B or 1, H or 1, n, r] of the update,
+    if it has any."""
 
     q: Tensor
     k: Tensor
@@ -31,11 +33,13 @@ class Tokens(NamedTuple):
 
 
 class Memory(nn.Module, ABC, Generic[State]):
-    """A layer x [B, T, dim] → y [B, T, dim] that carries a state, which is a value: passed in, handed out, never kept.
+    """A layer x [B, T, dim] → y [B, T, dim] that carries a state, which is a value: passed in, handed out,
+    never kept.
 
-    A system says what `tokens` it makes of x, what `initial_state` is, how one token makes the `update`, how a `query`
-    reads, and its `parallel` form. `primal`, token by token, is the law. The layer itself is the parallel form, over any
-    length; called on pieces of a sequence with the state handed on, it is the streaming form, and a piece may end
+    A system says what `tokens` it makes of x, what `initial_state` is, how one token makes the `update`, how
+    a `query` reads, and its `parallel` form. `primal`, token by token, is the law. The layer itself is the
+    parallel form, over any length; called on pieces of a sequence with the state handed on, it is the
+    streaming form, and a piece may end
     anywhere: the state carries what an open chunk needs.
 
     The state and all arithmetic on it are float32 (float64 for float64 inputs).
@@ -84,7 +88,9 @@ class Memory(nn.Module, ABC, Generic[State]):
             y = self.query(state, q.to(state_dtype(x.dtype)))
         return self.output(y.to(x.dtype))
 
-    def _run(self, form: Callable[[State, Tokens], tuple[Tensor, State]], x: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def _run(
+        self, form: Callable[[State, Tokens], tuple[Tensor, State]], x: Tensor, state: State | None
+    ) -> tuple[Tensor, State]:
         if x.dim() != 3 or not x.shape[1]:
             raise InPlaceTTTError(f"x must be [B, T, dim] with at least one token, got {list(x.shape)}.")
         _refuse_other_batch(x, state)
@@ -107,7 +113,8 @@ class Memory(nn.Module, ABC, Generic[State]):
 
 
 class HeadMemory(Memory[State]):
-    """A memory with heads: linear maps of x give q, k and v, one maps what all heads read to the output; none has a bias."""
+    """A memory with heads: linear maps of x give q, k and v, one maps what all heads read to the output; none
+    has a bias."""
 
     def __init__(self, dim: int, heads: int, chunk: int) -> None:
         super().__init__()
@@ -161,7 +168,8 @@ def gradient(loss: Callable[..., Tensor], weights: Any) -> Any:
 
 
 def chunks(tokens: Tokens, size: int, filled: int = 0) -> Iterator[Tokens]:
-    """The tokens in pieces that end where chunks of `size` do; `filled` tokens of the first chunk came before."""
+    """The tokens in pieces that end where chunks of `size` do; `filled` tokens of the first chunk came
+    before."""
     start, length = 0, tokens.q.shape[2]
     while start < length:
         stop = min(start + size - filled, length)
@@ -170,10 +178,13 @@ def chunks(tokens: Tokens, size: int, filled: int = 0) -> Iterator[Tokens]:
 
 
 def _refuse_other_batch(x: Tensor, state: Any) -> None:
-    """A state of one sequence would be read by every row, and one of several would make as many rows of one."""
+    """A state of one sequence would be read by every row, and one of several would make as many rows of
+    one."""
     rows = {leaf.shape[0] for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)}
     if rows - {len(x)}:
-        raise InPlaceTTTError(f"the state is of {max(rows - {len(x)})} sequences and x of {len(x)}; give each its own.")
+        raise InPlaceTTTError(
+            f"the state is of {max(rows - {len(x)})} sequences and x of {len(x)}; give each its own."
+        )
 
 
 def detached(state: State) -> State:

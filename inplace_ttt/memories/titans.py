@@ -1,4 +1,5 @@
-"""The neural memory of Titans (Behrouz et al., arXiv 2501.00663): a fast MLP with momentum and weight decay."""
+"""The neural memory of Titans (Behrouz et al., arXiv 2501.00663): a fast MLP with momentum and weight
+decay."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ class TitansState(NamedTuple):
 class Titans(NetworkMemory[TitansState]):
     """S ← η S − θ ∇‖M(k) − v‖², M ← (1 − α) M + S; reads M(q) after the token's own update.
 
-    k = norm(silu(x W_K)), v = silu(x W_V), q = norm(silu(x W_Q)). M is W x (layers = 1) or W2 silu(W1 x) with a hidden
-    width of 2d (layers = 2), without bias. Gradients are taken at the start of the chunk, decay and momentum act at every
-    token (§3.2). The paper leaves the initial M open; here it is learnt, as W0 is in TTT.
+    k = norm(silu(x W_K)), v = silu(x W_V), q = norm(silu(x W_Q)). M is W x (layers = 1) or W2 silu(W1 x) with
+    a hidden width of 2d (layers = 2), without bias. Gradients are taken at the start of the chunk, decay and
+    momentum act at every token (§3.2). The paper leaves the initial M open; here it is learnt, as W0 is in
+    TTT.
 
     data_dependent: α, η and θ are σ(x w + b), a number a head, and start as the constants that are given.
     """
@@ -52,7 +54,11 @@ class Titans(NetworkMemory[TitansState]):
             raise InPlaceTTTError(f"layers must be 1 or 2, got {layers}.")
         decays = 0 <= alpha <= 1 and 0 <= eta <= 1 and 0 <= theta < math.inf
         if not (all(0 < rate < 1 for rate in (alpha, eta, theta)) if data_dependent else decays):
-            kind = "between 0 and 1, where they depend on the data" if data_dependent else "0 to 1, theta 0 or more"
+            kind = (
+                "between 0 and 1, where they depend on the data"
+                if data_dependent
+                else "0 to 1, theta 0 or more"
+            )
             raise InPlaceTTTError(f"alpha, eta and theta must be {kind}, got {alpha}, {eta} and {theta}.")
         d = head_width(dim, heads)
         super().__init__(dim, heads, chunk, [(d, d)] if layers == 1 else [(2 * d, d), (d, 2 * d)])
@@ -85,21 +91,31 @@ class Titans(NetworkMemory[TitansState]):
         alpha, eta, theta = token.rates.split(1, dim=-1)
         gradients = self.gradients(state.start, token)
         surprise = tuple(eta * s - theta * g for s, g in zip(state.surprise, gradients, strict=True))
-        return self.after(state, tuple((1 - alpha) * m + s for m, s in zip(state.now, surprise, strict=True)), surprise, 1)
+        return self.after(
+            state, tuple((1 - alpha) * m + s for m, s in zip(state.now, surprise, strict=True)), surprise, 1
+        )
 
     def query(self, state: TitansState, q: Tensor) -> Tensor:
         return self.f(fixed(state.now), q)
 
     def parallel(self, state: TitansState, tokens: Tokens) -> tuple[Tensor, TitansState]:
-        """Dual form, a chunk at a time; what the rates do to M and S within it is known before any gradient is."""
+        """Dual form, a chunk at a time; what the rates do to M and S within it is known before any gradient
+        is."""
         read = []
         for part in chunks(tokens, self.chunk, state.filled):
             steps = self.steps(state.start, part)
             memory, surprise = unrolled(part.rates)
-            maps = [stepped(memory.base(m, s), step, memory.steps) for m, s, step in zip(state.now, state.surprise, steps, strict=True)]
+            maps = [
+                stepped(memory.base(m, s), step, memory.steps)
+                for m, s, step in zip(state.now, state.surprise, steps, strict=True)
+            ]
             read.append(self.f(maps, part.q))
-            now = tuple(memory.last(m, s, step) for m, s, step in zip(state.now, state.surprise, steps, strict=True))
-            momentum = tuple(surprise.last(m, s, step) for m, s, step in zip(state.now, state.surprise, steps, strict=True))
+            now = tuple(
+                memory.last(m, s, step) for m, s, step in zip(state.now, state.surprise, steps, strict=True)
+            )
+            momentum = tuple(
+                surprise.last(m, s, step) for m, s, step in zip(state.now, state.surprise, steps, strict=True)
+            )
             state = self.after(state, now, momentum, part.k.shape[2])
         return torch.cat(read, dim=2), state
 
@@ -109,7 +125,8 @@ class Titans(NetworkMemory[TitansState]):
 
 
 class Unrolled(NamedTuple):
-    """X_t = of_memory[t] M + of_surprise[t] S − Σ_s steps[t, s] ∇_s for the tokens t of a chunk; [.., n, 1] and [.., n, n]."""
+    """X_t = of_memory[t] M + of_surprise[t] S − Σ_s steps[t, s] ∇_s for the tokens t of a chunk; [.., n, 1]
+    and [.., n, n]."""
 
     of_memory: Tensor
     of_surprise: Tensor
@@ -130,7 +147,9 @@ def unrolled(rates: Tensor) -> tuple[Unrolled, Unrolled]:
     alpha, eta, theta = rates.split(1, dim=-1)
     decay, momentum = products(1 - alpha), products(eta)
     surprise = Unrolled(torch.zeros_like(eta), eta.cumprod(dim=-2), momentum * theta.mT)
-    return Unrolled((1 - alpha).cumprod(dim=-2), decay @ surprise.of_surprise, decay @ surprise.steps), surprise
+    return Unrolled(
+        (1 - alpha).cumprod(dim=-2), decay @ surprise.of_surprise, decay @ surprise.steps
+    ), surprise
 
 
 def products(factors: Tensor) -> Tensor:

@@ -28,16 +28,19 @@ class TTTState(NamedTuple):
 
 
 class TTT(NetworkMemory[TTTState]):
-    """W_t = W' − c_t Σ_s η(x_s) ∇‖f(θ_K x_s; W') − θ_V x_s‖² over the tokens s ≤ t of t's mini-batch; reads f(θ_Q x_t; W_t).
+    """W_t = W' − c_t Σ_s η(x_s) ∇‖f(θ_K x_s; W') − θ_V x_s‖² over the tokens s ≤ t of t's mini-batch; reads
+    f(θ_Q x_t; W_t).
 
     W' are the weights at the mini-batch's start, η(x) = eta_base · σ(θ_lr x) a number a head, and c_t = 1.
 
     mini_batch: tokens b whose gradients are taken together. At b ≥ T this is batch gradient descent.
-    learnt_rate, residual_norm: off, η = eta_base and f has neither LN nor residual. Rows of the paper's ablation.
-    form: "paper" is its text. "public" has what its public code has besides: η is divided by twice the head's width d, the
-        token at place i ∈ 0…b−1 of a mini-batch has c_t = 1/(i + 1) + a learnt number, at least 0, q and k are rotated by i
-        (RoPE, base 10,000), the maps of f have biases that learn as their weights do, and what is read is normed (LN) before
-        the output map. Both forms stand for the layer alone: the code's convolutions and gate belong to its backbone.
+    learnt_rate, residual_norm: off, η = eta_base and f has neither LN nor residual. Rows of the paper's
+        ablation.
+    form: "paper" is its text. "public" has what its public code has besides: η is divided by twice the head's
+        width d, the token at place i ∈ 0…b−1 of a mini-batch has c_t = 1/(i + 1) + a learnt number, at least
+        0, q and k are rotated by i (RoPE, base 10,000), the maps of f have biases that learn as their weights
+        do, and what is read is normed (LN) before the output map. Both forms stand for the layer alone: the
+        code's convolutions and gate belong to its backbone.
     """
 
     def __init__(
@@ -55,13 +58,22 @@ class TTT(NetworkMemory[TTTState]):
         if not 0 <= eta_base < math.inf:
             raise InPlaceTTTError(f"eta_base must be a number of at least 0, got {eta_base}.")
         self.public = form == "public"
-        super().__init__(dim, heads, mini_batch, [(out, inner + self.public) for out, inner in shapes], std=0.02)
+        super().__init__(
+            dim, heads, mini_batch, [(out, inner + self.public) for out, inner in shapes], std=0.02
+        )
         self.to_rate = nn.Linear(dim, heads) if learnt_rate else None
-        self.norm = nn.ParameterList([torch.ones(heads, 1, dim // heads), torch.zeros(heads, 1, dim // heads)]) if residual_norm else None
+        self.norm = (
+            nn.ParameterList([torch.ones(heads, 1, dim // heads), torch.zeros(heads, 1, dim // heads)])
+            if residual_norm
+            else None
+        )
         self.eta_base = eta_base
         if self.public:
             if self.head_dim % 2:
-                raise InPlaceTTTError(f"the public form rotates pairs of channels; choose heads of an even width, not {self.head_dim}.")
+                raise InPlaceTTTError(
+                    "the public form rotates pairs of channels; choose heads of an even width, not "
+                    f"{self.head_dim}."
+                )
             self.eta_base = eta_base / (2 * self.head_dim)
             for weight in self.initial:
                 nn.init.zeros_(weight[..., -1])  # the biases: `f` puts a 1 behind what its maps read
@@ -78,13 +90,21 @@ class TTT(NetworkMemory[TTTState]):
     def tokens(self, x: Tensor) -> Tokens:
         q, k, v = self.qkv(x)
         exact = q[..., :1].to(state_dtype(x.dtype))
-        rates = torch.ones_like(exact) if self.to_rate is None else self.split(self.to_rate(x)).to(exact.dtype).sigmoid()
+        rates = (
+            torch.ones_like(exact)
+            if self.to_rate is None
+            else self.split(self.to_rate(x)).to(exact.dtype).sigmoid()
+        )
         return Tokens(q, k, v, self.eta_base * rates)
 
     def scales(self, places: Tensor) -> Tensor:
         """c of some places of the mini-batch [n]: [n, 1]."""
         plain = torch.ones(len(places), 1, dtype=state_dtype(self.to_q.weight.dtype), device=places.device)
-        return (plain / (places + 1)[:, None] + self.learnt_scale[places][:, None]).clamp_min(0) if self.public else plain
+        return (
+            (plain / (places + 1)[:, None] + self.learnt_scale[places][:, None]).clamp_min(0)
+            if self.public
+            else plain
+        )
 
     def placed(self, x: Tensor, places: Tensor) -> Tensor:
         """x [B, H, n, d], pairs of channels rotated by the tokens' places, [n], or [1] for all."""
@@ -118,7 +138,9 @@ class TTT(NetworkMemory[TTTState]):
         return tuple(w - scale * s for w, s in zip(state.start, state.steps, strict=True))
 
     def update(self, state: TTTState, token: Tokens) -> TTTState:
-        gradients = self.gradients(state.start, token._replace(k=self.placed(token.k, self.places(state.filled))))
+        gradients = self.gradients(
+            state.start, token._replace(k=self.placed(token.k, self.places(state.filled)))
+        )
         return self.after(state, tuple(token.rates * g for g in gradients), 1)
 
     def query(self, state: TTTState, q: Tensor) -> Tensor:
@@ -131,11 +153,20 @@ class TTT(NetworkMemory[TTTState]):
         for part in chunks(tokens, self.chunk, state.filled):
             n = part.k.shape[2]
             places = self.places(state.filled, n)
-            part, scale = part._replace(q=self.placed(part.q, places), k=self.placed(part.k, places)), self.scales(places)
+            part, scale = (
+                part._replace(q=self.placed(part.q, places), k=self.placed(part.k, places)),
+                self.scales(places),
+            )
             steps = self.steps(state.start, part)
             mix = scale * torch.tril(part.rates.mT.expand(-1, -1, n, -1))
-            before = [moved(w, s, scale) for w, s in zip(state.start, state.steps, strict=True)] if state.filled else fixed(state.start)
-            read.append(self.f([stepped(base, step, mix) for base, step in zip(before, steps, strict=True)], part.q))
+            before = (
+                [moved(w, s, scale) for w, s in zip(state.start, state.steps, strict=True)]
+                if state.filled
+                else fixed(state.start)
+            )
+            read.append(
+                self.f([stepped(base, step, mix) for base, step in zip(before, steps, strict=True)], part.q)
+            )
             state = self.after(state, tuple(taken(step, part.rates) for step in steps), n)
         return torch.cat(read, dim=2), state
 
@@ -186,7 +217,9 @@ class TTTMLP(TTT):
         form: Form = "paper",
     ) -> None:
         d = head_width(dim, heads)
-        super().__init__(dim, heads, mini_batch, [(4 * d, d), (d, 4 * d)], eta_base, learnt_rate, residual_norm, form)
+        super().__init__(
+            dim, heads, mini_batch, [(4 * d, d), (d, 4 * d)], eta_base, learnt_rate, residual_norm, form
+        )
         self.gelu = nn.GELU("tanh" if self.public else "none")
 
     def f(self, maps: Sequence[LinearMap], x: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""One mini-batch of a two-layer memory, primal and dual: the functional form of the article "Implementing Test-Time Training, part 1".
+"""One mini-batch of a two-layer memory, primal and dual: the functional form of the article "Implementing
+Test-Time Training, part 1".
 
-f(x) = W2 relu(W1 x) + x, loss ½‖f(k) − v‖², η = 1, no batch and no heads. q, k, v [b, d], w1 [d_h, d], w2 [d, d_h].
-Gradients are taken at the weights given; a query reads both layers with the steps of the tokens up to its own.
+f(x) = W2 relu(W1 x) + x, loss ½‖f(k) − v‖², η = 1, no batch and no heads. q, k, v [b, d], w1 [d_h, d], w2 [d,
+d_h]. Gradients are taken at the weights given; a query reads both layers with the steps of the tokens up to
+its own.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from torch import Tensor
 from .protocol import gradient
 
 
-def two_layer_primal(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def two_layer_primal(
+    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, w2: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """y [b, d] and both weights after the mini-batch, token by token with autograd."""
     start, read = (w1, w2), []
     for q_t, k_t, v_t in zip(q, k, v, strict=True):

@@ -56,26 +56,28 @@ def fast_weight(
     backend: Backend = "auto",
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """O_i = Z_i (W0 + η S_i)ᵀ with S_i = S_init + Σ_{j<i, same document, complete} c_j V_jᵀZ_j (paper Eq. (1)).
+    """O_i = Z_i (W0 + η S_i)ᵀ with S_i = S_init + Σ_{j<i, same document, complete} c_j V_jᵀZ_j (paper Eq.
+    (1)).
 
     z: keys, the down-projection's input, [B, T, h]. v: targets, [B, T, d], of z's dtype.
-    weight: W0 [d, h], of z's dtype; None leaves W0 out, which gives η Z_i S_iᵀ to add to someone else's product.
+    weight: W0 [d, h], of z's dtype; None leaves W0 out, which gives η Z_i S_iᵀ to add to someone else's
+        product.
     layout: the documents and their chunks; tokens outside every document read W0 and write nothing.
-    initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64 inputs).
+    initial_state: S at the first token of each row's first document, [B, d, h], float32 (float64 for float64
+        inputs).
     clip: largest Frobenius norm of one chunk's delta V_jᵀZ_j; a constant to the gradient.
-    rule: what is summed and what is read of the sum (`inplace_ttt.rules`); the default is the paper's. A state of the ridge rule is
-        [B, d + h, h].
-    gate: with the ridge rule, how much each token's write counts, β [B, T] of 0 and more (extension): B sums β_t v_tᵀz_t and
-        G β_t z_tᵀz_t.
-    keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension): given where the
-        rule has `preserve_row_norms`. S stays the raw sum.
+    rule: what is summed and what is read of the sum (`inplace_ttt.rules`); the default is the paper's. A
+        state of the ridge rule is [B, d + h, h].
+    gate: with the ridge rule, how much each token's write counts, β [B, T] of 0 and more (extension): B sums
+        β_t v_tᵀz_t and G β_t z_tᵀz_t.
+    keep_norms_of: W0 [d, h], to whose norm each row of W0 + ηS_i is brought where it is read (extension):
+        given where the rule has `preserve_row_norms`. S stays the raw sum.
     return_state: also give S after the complete chunks of each row's last document, [B, d, h].
-    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere; `ops/forms.py`
-        names the code of each rule.
+    backend: "auto" takes the Triton kernels in half precision on CUDA, and "chunked" elsewhere;
+        `ops/forms.py` names the code of each rule.
 
-    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight, gate, keep_norms_of and
-    initial_state.
-    Raises InPlaceTTTError when shapes or dtypes disagree.
+    Returns the outputs [B, T, d] in z's dtype (and the state). Differentiable once in z, v, weight, gate,
+    keep_norms_of and initial_state. Raises InPlaceTTTError when shapes or dtypes disagree.
     """
     _check(z, v, weight, layout, initial_state, rule)
     _check_gate(z, rule, gate)
@@ -86,7 +88,9 @@ def fast_weight(
         )  # fmt: skip
         return (out, state) if return_state else out
     if backend not in ("auto", "chunked", "triton"):
-        raise InPlaceTTTError(f"backend {backend!r} does not exist; choose auto, triton, chunked or reference.")
+        raise InPlaceTTTError(
+            f"backend {backend!r} does not exist; choose auto, triton, chunked or reference."
+        )
     if backend == "triton":
         triton.require(z.device, z.dtype)
     out, kept = form_of(rule).fast_weight(
@@ -97,7 +101,8 @@ def fast_weight(
 
 
 def takes_weight(z: Tensor) -> bool:
-    """Whether W0 of z's dtype belongs into the op: in full precision, and with the kernels, which round W0 + ηS without bias.
+    """Whether W0 of z's dtype belongs into the op: in full precision, and with the kernels, which round W0 +
+    ηS without bias.
 
     Otherwise the op adds to a product with W0 that is made beside it, which leaves that product as it was.
     """
@@ -114,17 +119,24 @@ def chunk_conv(x: Tensor, taps: Tensor, layout: ChunkLayout, first_tap: int) -> 
 
 
 def next_in_chunk(x: Tensor, layout: ChunkLayout) -> Tensor:
-    """For each token of x [B, T, d] the next one of its chunk; zero for a chunk's last token and for padding."""
+    """For each token of x [B, T, d] the next one of its chunk; zero for a chunk's last token and for
+    padding."""
     ids = layout.chunk_ids(x.device)
     follows = (ids[:, :-1] == ids[:, 1:]) & (ids[:, 1:] >= 0)
     return torch.nn.functional.pad(torch.where(follows.unsqueeze(-1), x[:, 1:], 0), (0, 0, 0, 1))
 
 
-def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None, rule: Rule) -> None:
+def _check(
+    z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, initial_state: Tensor | None, rule: Rule
+) -> None:
     if z.dim() != 3 or v.dim() != 3 or z.shape[:2] != v.shape[:2]:
-        raise InPlaceTTTError(f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and {list(v.shape)}.")
+        raise InPlaceTTTError(
+            f"z must be [B, T, h] and v [B, T, d] with the same B and T, got {list(z.shape)} and {list(v.shape)}."
+        )
     if tuple(z.shape[:2]) != (layout.batch, layout.length):
-        raise InPlaceTTTError(f"the layout is for [{layout.batch}, {layout.length}] tokens, z has {list(z.shape[:2])}.")
+        raise InPlaceTTTError(
+            f"the layout is for [{layout.batch}, {layout.length}] tokens, z has {list(z.shape[:2])}."
+        )
     matrix = (v.shape[-1], z.shape[-1])
     if weight is not None and tuple(weight.shape) != matrix:
         raise InPlaceTTTError(f"weight must be [d, h] = {list(matrix)}, got {list(weight.shape)}.")
@@ -135,26 +147,42 @@ def _check(z: Tensor, v: Tensor, weight: Tensor | None, layout: ChunkLayout, ini
         state = [z.shape[0], rule.state_rows(*matrix), z.shape[-1]]
         if list(initial_state.shape) != state:
             named = "[B, d, h]" if rule.state_rows(*matrix) == matrix[0] else "[B, d + h, h]"
-            raise InPlaceTTTError(f"initial_state must be {named} = {state}, got {list(initial_state.shape)}.")
+            raise InPlaceTTTError(
+                f"initial_state must be {named} = {state}, got {list(initial_state.shape)}."
+            )
         if initial_state.dtype != state_dtype(z.dtype):
-            raise InPlaceTTTError(f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}.")
+            raise InPlaceTTTError(
+                f"initial_state must be {state_dtype(z.dtype)} for {z.dtype} inputs, got {initial_state.dtype}."
+            )
 
 
 def _check_gate(z: Tensor, rule: Rule, gate: Tensor | None) -> None:
     if gate is None:
         return
     if not isinstance(rule, RidgeRule):
-        raise InPlaceTTTError("gate weighs what the ridge rule fits; with the sum of writes, give v times the gate instead.")
+        raise InPlaceTTTError(
+            "gate weighs what the ridge rule fits; with the sum of writes, give v times the gate instead."
+        )
     if gate.shape != z.shape[:2] or not gate.is_floating_point():
-        raise InPlaceTTTError(f"gate must be floating-point numbers [B, T] = {list(z.shape[:2])}, got {gate.dtype} {list(gate.shape)}.")
+        raise InPlaceTTTError(
+            f"gate must be floating-point numbers [B, T] = {list(z.shape[:2])}, got {gate.dtype} {list(gate.shape)}."
+        )
 
 
-def _check_norms(v: Tensor, z: Tensor, clip: float | Tensor | None, rule: Rule, keep_norms_of: Tensor | None) -> None:
+def _check_norms(
+    v: Tensor, z: Tensor, clip: float | Tensor | None, rule: Rule, keep_norms_of: Tensor | None
+) -> None:
     if clip is not None and isinstance(rule, SumRule) and rule.write_norm is not None:
-        raise InPlaceTTTError("write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out.")
+        raise InPlaceTTTError(
+            "write_norm gives every write one size, which leaves a clip nothing to bound; leave one of them out."
+        )
     if isinstance(rule, SumRule) and rule.preserve_row_norms:
         if keep_norms_of is None or tuple(keep_norms_of.shape) != (v.shape[-1], z.shape[-1]):
             given = "nothing" if keep_norms_of is None else list(keep_norms_of.shape)
-            raise InPlaceTTTError(f"keep_norms_of must be W0 [d, h] = {[v.shape[-1], z.shape[-1]]}, got {given}.")
+            raise InPlaceTTTError(
+                f"keep_norms_of must be W0 [d, h] = {[v.shape[-1], z.shape[-1]]}, got {given}."
+            )
     elif keep_norms_of is not None:
-        raise InPlaceTTTError("keep_norms_of belongs to a SumRule with preserve_row_norms; leave it out with this rule.")
+        raise InPlaceTTTError(
+            "keep_norms_of belongs to a SumRule with preserve_row_norms; leave it out with this rule."
+        )

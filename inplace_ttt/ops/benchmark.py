@@ -1,4 +1,5 @@
-"""The op's forms against the plain linear, the materialising formulation and the limit: time and peak memory as ratios."""
+"""The op's forms against the plain linear, the materialising formulation and the limit: time and peak memory
+as ratios."""
 
 from __future__ import annotations
 
@@ -55,12 +56,15 @@ class Shape:
 def registry() -> Iterator[tuple[str, Shape]]:
     """Every shape that is measured on a GPU, with the model it is from, the most telling ones first."""
     names = sorted(WIDTHS, key=lambda name: name != "Qwen3-4B")
-    for tokens, name, chunk_size in itertools.product(sorted(TOKENS, key=lambda n: n != 32768), names, CHUNK_SIZES):
+    for tokens, name, chunk_size in itertools.product(
+        sorted(TOKENS, key=lambda n: n != 32768), names, CHUNK_SIZES
+    ):
         yield name, Shape(*WIDTHS[name], tokens, chunk_size)
 
 
 def materialising(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
-    """The formulation of the public code: one weight for every chunk, by cumulative sum, then a batched product."""
+    """The formulation of the public code: one weight for every chunk, by cumulative sum, then a batched
+    product."""
     batch, tokens, h = z.shape
     keys, values = z.view(batch, -1, chunk_size, h), v.view(batch, -1, chunk_size, v.shape[-1])
     deltas = torch.einsum("bkcd,bkch->bkdh", values[:, :-1], keys[:, :-1])
@@ -70,20 +74,25 @@ def materialising(z: Tensor, v: Tensor, weight: Tensor, chunk_size: int) -> Tens
 
 
 def measure(
-    shape: Shape, repeats: int = 5, device: str = "cpu", dtype: torch.dtype = torch.float32, every_form: bool | None = None
+    shape: Shape,
+    repeats: int = 5,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    every_form: bool | None = None,
 ) -> list[dict[str, Any]]:
     """Forward + backward of each formulation, interleaved in one run.
 
-    "additive" is the paper's rule beside a product with W0, as for half-precision weights on a CPU; "least squares" that rule on
-    d/2 keys, these and the product with W0 included. Rows: name, median / min / max seconds, the ratio of its time to the plain
-    linear's (median of paired runs, with the range), peak bytes beyond inputs and gradients of the plain linear's own run, and
-    the rate of 7 products in its time.
-    A formulation that does not fit in the GPU's memory has `out_of_memory` instead of figures.
+    "additive" is the paper's rule beside a product with W0, as for half-precision weights on a CPU; "least
+    squares" that rule on d/2 keys, these and the product with W0 included. Rows: name, median / min / max
+    seconds, the ratio of its time to the plain linear's (median of paired runs, with the range), peak bytes
+    beyond inputs and gradients of the plain linear's own run, and the rate of 7 products in its time. A
+    formulation that does not fit in the GPU's memory has `out_of_memory` instead of figures.
     every_form: the chunked form and the materialising one under torch.compile too, None: on a GPU.
     """
     if shape.tokens % shape.chunk_size:
         raise InPlaceTTTError(
-            f"{shape.tokens} tokens are not whole chunks of {shape.chunk_size}, which the materialising formulation needs."
+            f"{shape.tokens} tokens are not whole chunks of {shape.chunk_size}, which the materialising "
+            "formulation needs."
         )
     generator = torch.Generator(device).manual_seed(0)
 
@@ -94,11 +103,17 @@ def measure(
     weight = tensor(shape.d, shape.h, scale=0.02)
     grad = torch.randn(1, shape.tokens, shape.d, generator=generator, device=device).to(dtype)
     layout = ChunkLayout.from_lengths([[shape.tokens]], shape.chunk_size)
-    directions = torch.randn(shape.d // 2, shape.h, generator=generator, device=device).mul_((shape.h * shape.d / 2) ** -0.5).to(dtype)
+    directions = (
+        torch.randn(shape.d // 2, shape.h, generator=generator, device=device)
+        .mul_((shape.h * shape.d / 2) ** -0.5)
+        .to(dtype)
+    )
     linear = torch.nn.functional.linear
 
     def least_squares() -> Tensor:
-        return linear(z, weight) + fast_weight(linear(z, directions), v, None, eta=_ETA, layout=layout, rule=RidgeRule(1.0))
+        return linear(z, weight) + fast_weight(
+            linear(z, directions), v, None, eta=_ETA, layout=layout, rule=RidgeRule(1.0)
+        )
 
     forms: dict[str, Callable[[], Tensor]] = {
         "linear": lambda: linear(z, weight),
@@ -145,7 +160,9 @@ def measure(
     ]
 
 
-def _row(name: str, seconds: list[float], linear: list[float], extra_bytes: int, shape: Shape) -> dict[str, Any]:
+def _row(
+    name: str, seconds: list[float], linear: list[float], extra_bytes: int, shape: Shape
+) -> dict[str, Any]:
     ratios = sorted(mine / theirs for mine, theirs in zip(seconds, linear, strict=True))
     return {
         "name": name,
@@ -172,7 +189,9 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int:
     try:
         peak_starts_again()
     except OSError:
-        raise InPlaceTTTError("the peak memory of a run on the CPU is read from Linux's /proc; bench there, or on a GPU.") from None
+        raise InPlaceTTTError(
+            "the peak memory of a run on the CPU is read from Linux's /proc; bench there, or on a GPU."
+        ) from None
     before = memory_status("VmRSS")
     run()
     return memory_status("VmHWM") - before

@@ -1,9 +1,11 @@
-"""The lean form: one walk over the chunks with one running matrix, on any device, with a hand-written backward.
+"""The lean form: one walk over the chunks with one running matrix, on any device, with a hand-written
+backward.
 
-A document is walked with a carry M, either the running weight W0 + ηS (fused, when `weight` is given) or the state S
-alone (additive). Reading is `read · Z_i Mᵀ`, writing is `M += write · c_i V_iᵀZ_i`, with (read, write) = (1, η) or
-(η, 1). The backward walks forward once more for dZ through M, then backward with the gradient R of the carry. Nothing
-is kept a chunk: the extra memory is a few [d, h] matrices whatever the length.
+A document is walked with a carry M, either the running weight W0 + ηS (fused, when `weight` is given) or the
+state S alone (additive). Reading is `read · Z_i Mᵀ`, writing is `M += write · c_i V_iᵀZ_i`, with (read,
+write) = (1, η) or (η, 1). The backward walks forward once more for dZ through M, then backward with the
+gradient R of the carry. Nothing is kept a chunk: the extra memory is a few [d, h] matrices whatever the
+length.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ def fast_weight(
     return_state: bool = False,
     rule: SumRule = PAPER_RULE,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`.
+    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in
+    `inplace_ttt.ops.fast_weight`.
 
-    The fused form serves full-precision weights. Half-precision ones take the additive form, since W0 + ηS rounded to
-    the grid of W0 loses every change below half a step; so do calls that want the state, which fused never forms.
+    The fused form serves full-precision weights. Half-precision ones take the additive form, since W0 + ηS
+    rounded to the grid of W0 loses every change below half a step; so do calls that want the state, which
+    fused never forms.
     """
     fused = weight is not None and not return_state and fuses(weight.dtype)
-    out, state = _FastWeight.apply(z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state, rule)
+    out, state = _FastWeight.apply(
+        z, v, weight if fused else None, initial_state, float(eta), clip, layout, return_state, rule
+    )
     if weight is not None and not fused:
         out = out + torch.nn.functional.linear(z, weight)
     return out, state if return_state else None
@@ -76,7 +82,14 @@ class _FastWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
         z, v, weight, initial_state = ctx.saved_tensors
-        return *gradients(d_out, d_state, z, v, weight, initial_state, *ctx.settings), None, None, None, None, None
+        return (
+            *gradients(d_out, d_state, z, v, weight, initial_state, *ctx.settings),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def gradients(
@@ -107,7 +120,8 @@ def sum_of_writes(
     clip: float | Tensor | None = None,
     rule: SumRule = PAPER_RULE,
 ) -> Tensor:
-    """Σ c_j V_jᵀZ_j over the complete chunks of one span in each row, [B, d, h] in the state's dtype; zero without a span.
+    """Σ c_j V_jᵀZ_j over the complete chunks of one span in each row, [B, d, h] in the state's dtype; zero
+    without a span.
 
     Each span starts where a chunk does. Differentiable once in z [B, T, h] and v [B, T, d].
     """
@@ -165,7 +179,8 @@ class Walk:
         self.dtype = state_dtype(self.z.dtype)
 
     def segments(self, row: int) -> Iterator[tuple[Span, int | None]]:
-        """The row in order: (span, n) for document n where the fast weight acts, (span, None) for the rest, merged."""
+        """The row in order: (span, n) for document n where the fast weight acts, (span, None) for the rest,
+        merged."""
         documents = self.layout.documents[row]
         done = 0
         for number, (start, stop) in enumerate(documents):
@@ -223,7 +238,9 @@ class Walk:
                 for chunk in self.layout.chunks((start, stop)):
                     here = slice(*chunk)
                     if carry is not None:
-                        add_product_(out[row, here], z[row, here], self.read_with(carry).T, beta=0, alpha=self.read)
+                        add_product_(
+                            out[row, here], z[row, here], self.read_with(carry).T, beta=0, alpha=self.read
+                        )
                     if self.is_written(chunk, row, number):
                         carry = self.add_delta(carry, row, chunk)
                 if state is not None and number == len(self.layout.documents[row]) - 1:
@@ -258,7 +275,9 @@ class Walk:
                     d_initial[row] = d_carry * (self.eta if self.weight is not None else 1.0)
         return dz, dv, d_weight, d_initial
 
-    def _through_reads(self, row: int, number: int, chunks: list[Span], d_out: Tensor, dz: Tensor) -> Tensor | None:
+    def _through_reads(
+        self, row: int, number: int, chunks: list[Span], d_out: Tensor, dz: Tensor
+    ) -> Tensor | None:
         """dZ_i = read · dO_i M_i, with the carry rebuilt in order; the carry that the last chunk reads."""
         carry = self.start_carry(row, number)
         for chunk in chunks:
@@ -270,9 +289,18 @@ class Walk:
         return carry
 
     def through_writes(
-        self, row: int, number: int, chunks: list[Span], carry: Tensor | None, d_out: Tensor, d_carry: Tensor, dz: Tensor, dv: Tensor
+        self,
+        row: int,
+        number: int,
+        chunks: list[Span],
+        carry: Tensor | None,
+        d_out: Tensor,
+        d_carry: Tensor,
+        dz: Tensor,
+        dv: Tensor,
     ) -> None:
-        """From the last chunk, which read `carry`, to the first: what each delta did to later reads, gathered in `d_carry`."""
+        """From the last chunk, which read `carry`, to the first: what each delta did to later reads, gathered
+        in `d_carry`."""
         for chunk in reversed(chunks):
             if self.is_written(chunk, row, number):
                 self.through_write(row, chunk, d_carry, dz, dv)
@@ -288,7 +316,8 @@ class Walk:
         add_product_(dz[row, here], values, d_delta, alpha=self.write)
 
     def _through_factor(self, d_clipped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The gradient of a delta D from that of cD; for c = min(1, τ/‖D‖) it is c (G - [c<1] D ⟨D, G⟩ / ‖D‖²)."""
+        """The gradient of a delta D from that of cD; for c = min(1, τ/‖D‖) it is c (G - [c<1] D ⟨D, G⟩ /
+        ‖D‖²)."""
         if self.clip is None and self.rule.write_norm is None:
             return d_clipped
         delta = values.T.to(self.dtype) @ keys.to(self.dtype)

@@ -19,7 +19,8 @@ from .precision import state_dtype
 
 @dataclass(frozen=True)
 class TracedLayout:
-    """A `ChunkLayout` whose documents are known when the graph runs: spans [n, 3] int64 on the CPU, its other attributes."""
+    """A `ChunkLayout` whose documents are known when the graph runs: spans [n, 3] int64 on the CPU, its other
+    attributes."""
 
     spans: Tensor
     batch: int
@@ -46,10 +47,13 @@ def fast_weight(
     rule: Rule,
     gate: Tensor | None,
 ) -> Tensor:
-    """Outputs [B, T, d]; arguments as in `inplace_ttt.ops.fast_weight`, which this calls when the graph runs."""
+    """Outputs [B, T, d]; arguments as in `inplace_ttt.ops.fast_weight`, which this calls when the graph
+    runs."""
     if isinstance(clip, float | int):
         clip = torch.full((), clip, dtype=state_dtype(z.dtype), device=z.device)
-    return read(z, v, weight, gate, clip, layout.spans, layout.length, layout.chunk_size, float(eta), rule.text)
+    return read(
+        z, v, weight, gate, clip, layout.spans, layout.length, layout.chunk_size, float(eta), rule.text
+    )
 
 
 def _layout_of(spans: Tensor, batch: int, length: int, chunk_size: int) -> ChunkLayout:
@@ -75,7 +79,8 @@ def read(
     z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, tau: Tensor | None, spans: Tensor, length: int, chunk_size: int,
     eta: float, rule: str,
 ) -> Tensor:  # fmt: skip
-    """Outputs [B, T, d] of z [B, T, h] and v [B, T, d] over documents spans [n, 3]; weight only where it is fused."""
+    """Outputs [B, T, d] of z [B, T, h] and v [B, T, d] over documents spans [n, 3]; weight only where it is
+    fused."""
     layout, of = _layout_of(spans, z.shape[0], length, chunk_size), rule_of_text(rule)
     if isinstance(of, RidgeRule):
         return least_squares.fast_weight(z, v, eta=eta, layout=layout, clip=tau, rule=of, gate=gate)[0]
@@ -103,7 +108,9 @@ def read_backward(
 
 
 @read_backward.register_fake
-def _(d_out: Tensor, z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, *rest: Any) -> list[Tensor]:
+def _(
+    d_out: Tensor, z: Tensor, v: Tensor, weight: Tensor | None, gate: Tensor | None, *rest: Any
+) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _given(z, v, weight, gate)]
 
 
@@ -119,7 +126,17 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     dz, dv, *others = read_backward(d_out, *ctx.saved_tensors, ctx.length, ctx.chunk_size, ctx.eta, ctx.rule)
     _, _, weight, gate, *_ = ctx.saved_tensors
-    return dz, dv, *(None if tensor is None else others.pop(0) for tensor in (weight, gate)), None, None, None, None, None, None
+    return (
+        dz,
+        dv,
+        *(None if tensor is None else others.pop(0) for tensor in (weight, gate)),
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 read.register_autograd(_gradients, setup_context=_keep_for_backward)

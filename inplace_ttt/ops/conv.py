@@ -34,12 +34,15 @@ class _ChunkConv(torch.autograd.Function):
             grad = torch.where(inside, d_out[:, here], 0)
             dx[:, there].addcmul_(grad, conv[:, 0, tap])
             source = torch.where(inside, x[:, there], 0)  # padding may hold anything, NaN included
-            d_conv[:, 0, tap] = (grad * source).sum(dim=(0, 1), dtype=torch.float32 if x.dtype != torch.float64 else None)
+            d_conv[:, 0, tap] = (grad * source).sum(
+                dim=(0, 1), dtype=torch.float32 if x.dtype != torch.float64 else None
+            )
         return dx, d_conv, None, None
 
 
 def _taps(chunk_ids: Tensor, first_tap: int, kernel_size: int) -> list[tuple[slice, slice, Tensor]]:
-    """For each tap: the tokens that have it, the tokens it reads, and [B, n, 1] whether both are in one chunk."""
+    """For each tap: the tokens that have it, the tokens it reads, and [B, n, 1] whether both are in one
+    chunk."""
     length = chunk_ids.shape[1]
     taps = []
     for offset in range(first_tap, first_tap + kernel_size):

@@ -1,4 +1,5 @@
-"""The fast code of each rule, and which of it runs: by backend, dtype, device, and whether torch.compile traces the call."""
+"""The fast code of each rule, and which of it runs: by backend, dtype, device, and whether torch.compile
+traces the call."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Form:
     fast_weight: outputs and, if asked for, the final state; arguments as of `inplace_ttt.ops.fast_weight`.
     sum_of_writes: the state after the complete chunks of one span per row.
     readout: the matrix [..., d, r] that keys are read with, of states [..., ·, r].
-    read_once: what keys [..., n, r] read of such states, for less than a readout where n < d; None where a readout costs nothing.
+    read_once: what keys [..., n, r] read of such states, for less than a readout where n < d; None where a
+        readout costs nothing.
     """
 
     fast_weight: Callable[..., tuple[Tensor, Tensor | None]]
@@ -46,11 +48,21 @@ def preferred(x: Tensor) -> ModuleType:
 
 
 def _by_sum(
-    z: Tensor, v: Tensor, weight: Tensor | None, *, rule: SumRule, backend: Backend, gate: None, keep_norms_of: Tensor | None, **given: Any
+    z: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    *,
+    rule: SumRule,
+    backend: Backend,
+    gate: None,
+    keep_norms_of: Tensor | None,
+    **given: Any,
 ) -> tuple[Tensor, Tensor | None]:
     has_norms = rule.write_norm is not None or keep_norms_of is not None
     if has_norms and backend == "triton":
-        raise InPlaceTTTError("the kernels know no norms of writes and rows; use backend='auto' with write_norm and keep_norms_of.")
+        raise InPlaceTTTError(
+            "the kernels know no norms of writes and rows; use backend='auto' with write_norm and keep_norms_of."
+        )
     if keep_norms_of is not None:
         out, state = row_norms.fast_weight(z, v, keep_norms_of, rule=rule, **given)
         return (out if weight is None else out + linear(z, weight)), state
@@ -81,12 +93,21 @@ def _traced(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sum_of_sums(
-    z: Tensor, v: Tensor, spans: Sequence[Span | None], *, layout: ChunkLayout, rule: SumRule, clip: float | Tensor | None, gate: None
+    z: Tensor,
+    v: Tensor,
+    spans: Sequence[Span | None],
+    *,
+    layout: ChunkLayout,
+    rule: SumRule,
+    clip: float | Tensor | None,
+    gate: None,
 ) -> Tensor:
     return chunked.sum_of_writes(z, v, spans, layout=layout, clip=clip, rule=rule)
 
 
 _FORMS: dict[type[Rule], Form] = {
     SumRule: Form(_by_sum, _sum_of_sums, lambda state, rule: state, None),
-    RidgeRule: Form(_by_ridge, least_squares.sum_of_writes, normal_equations.readout, normal_equations.read_once),
+    RidgeRule: Form(
+        _by_ridge, least_squares.sum_of_writes, normal_equations.readout, normal_equations.read_once
+    ),
 }

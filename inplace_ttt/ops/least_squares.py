@@ -1,17 +1,20 @@
-"""Least squares from sums (extension): what is read is the best linear map from keys to targets over all that was written.
+"""Least squares from sums (extension): what is read is the best linear map from keys to targets over all that
+was written.
 
-The state is two sums in one matrix [d + r, r], B = Σ c_j V_jᵀK_j above G = Σ c_j K_jᵀK_j, so that all that holds of the
-paper's sum holds of it. A chunk reads with M = B (G + λI)⁻¹, which minimises Σ c_j ‖V_j - K_jMᵀ‖² + λ‖M‖². In keys' place:
+The state is two sums in one matrix [d + r, r], B = Σ c_j V_jᵀK_j above G = Σ c_j K_jᵀK_j, so that all that
+holds of the paper's sum holds of it. A chunk reads with M = B (G + λI)⁻¹, which minimises Σ c_j ‖V_j -
+K_jMᵀ‖² + λ‖M‖². In keys' place:
 
     forward     Y = K (G + λI)⁻¹        O = η Y Bᵀ
     backward    X = η dO B (G + λI)⁻¹   dK = X   dB = η dOᵀY   dG = -YᵀX
 
 Of dG the symmetric part counts: of G = KᵀK a key's gradient is K (dG + dGᵀ).
 
-A gate β weighs tokens: what M minimises counts each as often, for which βK_j stands in the second place of both products.
+A gate β weighs tokens: what M minimises counts each as often, for which βK_j stands in the second place of
+both products.
 
-What reaches the sums goes on to earlier chunks as a sum that runs backward. Chunks are walked in groups, with one
-running sum; nothing is kept a chunk.
+What reaches the sums goes on to earlier chunks as a sum that runs backward. Chunks are walked in groups, with
+one running sum; nothing is kept a chunk.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from .products import Operand, product
 from .reference import clip_factor
 
 _SUMS_BYTES = 1 << 29
-"""Of a GPU's memory for the sums of the chunks that go together. Their gradients, factors and parts take four times as much again."""
+"""Of a GPU's memory for the sums of the chunks that go together. Their gradients, factors and parts take four
+times as much again."""
 
 
 def chunks_together(device: torch.device, state_bytes: int) -> int:
-    """Chunks whose products and factorisations a device is handed at once, for states of so many bytes: a CPU is busy with one."""
+    """Chunks whose products and factorisations a device is handed at once, for states of so many bytes: a CPU
+    is busy with one."""
     return 1 if device.type == "cpu" else max(_SUMS_BYTES // state_bytes, 1)
 
 
@@ -52,7 +57,8 @@ def fast_weight(
     clip: float | Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """η K_i M_iᵀ [B, T, d] for keys k [B, T, r] and targets v [B, T, d] and, if asked for, the final state [B, d + r, r].
+    """η K_i M_iᵀ [B, T, d] for keys k [B, T, r] and targets v [B, T, d] and, if asked for, the final state
+    [B, d + r, r].
 
     Arguments as in `inplace_ttt.ops.fast_weight`.
     """
@@ -101,7 +107,9 @@ def gradients(
 
 class _SumOfWrites(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, spans: Sequence[Span | None], *settings: Any) -> Tensor:
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, gate: Tensor | None, spans: Sequence[Span | None], *settings: Any
+    ) -> Tensor:
         ctx.save_for_backward(k, v, gate)
         ctx.spans, ctx.settings = spans, settings
         walk = _Walk(k, v, gate, None, *settings)
@@ -150,12 +158,17 @@ class _Gradients:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, gate: Tensor | None) -> _Gradients:
-        return cls(torch.zeros_like(k, dtype=state_dtype(k.dtype)), torch.zeros_like(v), None if gate is None else torch.zeros_like(gate))
+        return cls(
+            torch.zeros_like(k, dtype=state_dtype(k.dtype)),
+            torch.zeros_like(v),
+            None if gate is None else torch.zeros_like(gate),
+        )
 
 
 @dataclass(eq=False)
 class _Walk:
-    """The walk over every row and document of a layout, with the running sums [d + r, r] of what is written."""
+    """The walk over every row and document of a layout, with the running sums [d + r, r] of what is
+    written."""
 
     k: Tensor
     v: Tensor
@@ -183,18 +196,23 @@ class _Walk:
                     before, state = self.sums_around(row, number, group, state)
                     if self.may_read(row, number, group):
                         (solved,) = self.factor(before).solve(self.of(self.k[row], group))
-                        read = product(self.operand(solved), self.operand(before[:, : self.d]).mT, alpha=self.eta)
+                        read = product(
+                            self.operand(solved), self.operand(before[:, : self.d]).mT, alpha=self.eta
+                        )
                         out[row, group.here] = read.flatten(0, 1).to(out.dtype)
             states.append(state)
         return out, torch.stack(states) if self.keeps_state else None
 
-    def backward(self, d_out: Tensor, d_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def backward(
+        self, d_out: Tensor, d_state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         into = _Gradients.of(self.k, self.v, self.gate)
         d_initial = None if self.initial_state is None else torch.zeros_like(self.initial_state)
         for row, documents in enumerate(self.layout.documents):
             if d_initial is not None and d_state is not None and not documents:
                 d_initial[row] = d_state[row]  # a row of padding hands its state on untouched
-            # in the sums' precision: after little was written most of a solved key lies beside it, and rounded it would be most of dV
+            # in the sums' precision: after little was written most of a solved key lies beside it, and
+            # rounded it would be most of dV
             solved = self.k.new_empty(self.k.shape[1:], dtype=self.dtype)
             for number, document in enumerate(documents):
                 if not self.matters(row, number):
@@ -211,7 +229,9 @@ class _Walk:
                     d_initial[row, self.d :] += (by_reads.mT - by_reads) / 2  # its symmetric part
         return into.k.to(self.k.dtype), into.v, into.gate, d_initial
 
-    def through_reads(self, row: int, number: int, groups: list[_Group], d_out: Tensor, y: Tensor, x: Tensor) -> None:
+    def through_reads(
+        self, row: int, number: int, groups: list[_Group], d_out: Tensor, y: Tensor, x: Tensor
+    ) -> None:
         """Y and X, which is dK of the reads, of a row [T, r], with the sums rebuilt in order."""
         state = self.start(row, number)
         for group in groups:
@@ -223,15 +243,26 @@ class _Walk:
                 y[group.here], x[group.here] = of_keys.flatten(0, 1), of_grads.flatten(0, 1)
 
     def through_sums(
-        self, row: int, number: int, groups: list[_Group], d_out: Tensor, y: Tensor, d_sums: Tensor, into: _Gradients
+        self,
+        row: int,
+        number: int,
+        groups: list[_Group],
+        d_out: Tensor,
+        y: Tensor,
+        d_sums: Tensor,
+        into: _Gradients,
     ) -> Tensor:
-        """From the last chunk to the first: what each one's writes did to later reads; the gradient of the sums before all."""
+        """From the last chunk to the first: what each one's writes did to later reads; the gradient of the
+        sums before all."""
         for group in reversed(groups):
-            after, before = d_sums[None], d_sums  # the gradients of the sums after each chunk of the group, the last one's first
+            # the gradients of the sums after each chunk of the group, the last one's first
+            after, before = d_sums[None], d_sums
             if self.may_read(row, number, group):
                 of_keys, of_grads = (self.operand(self.turned(rows, group)) for rows in (y, into.k[row]))
                 grad = self.turned(d_out[row], group)
-                after, before = self.running(d_sums, (grad.mT, of_keys, self.eta), (of_keys.mT, of_grads, -1.0))
+                after, before = self.running(
+                    d_sums, (grad.mT, of_keys, self.eta), (of_keys.mT, of_grads, -1.0)
+                )
             if self.is_written(row, number, group):
                 self.through_write(row, group, after, into)
             else:
@@ -240,7 +271,8 @@ class _Walk:
         return d_sums
 
     def through_write(self, row: int, group: _Group, d_after: Tensor, into: _Gradients) -> None:
-        """Add to dK, and set dV and dβ, of chunks that were added to sums with gradients `d_after` [n, d + r, r], the last one's first."""
+        """Add to dK, and set dV and dβ, of chunks that were added to sums with gradients `d_after` [n, d + r,
+        r], the last one's first."""
         keys, values = (self.turned(x[row], group) for x in (self.k, self.v))
         counts = None if self.gate is None else self.turned(self.gate[row], group)[..., None]
         written = keys if counts is None else keys.to(self.dtype) * counts
@@ -256,7 +288,9 @@ class _Walk:
         d_keys = by_targets + by_keys
         into.k[row, group.here] += self.flat(d_keys if counts is None else d_keys * counts)
         if into.gate is not None:
-            into.gate[row, group.here] = self.flat(((by_targets + by_keys / 2) * keys).sum(-1)).to(into.gate.dtype)
+            into.gate[row, group.here] = self.flat(((by_targets + by_keys / 2) * keys).sum(-1)).to(
+                into.gate.dtype
+            )
 
     def through_clip(self, d_b: Tensor, d_g: Tensor, delta: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of VᵀK and KᵀK from those of c VᵀK and c KᵀK, c = min(1, τ/‖VᵀK‖)."""
@@ -267,19 +301,30 @@ class _Walk:
         return c * (d_b - along * delta), c * d_g
 
     def sums_around(self, row: int, number: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums before each chunk of a group [n, d + r, r], and those after all [d + r, r], if anything reads them."""
-        return self.with_writes(row, group, state) if self.is_written(row, number, group) else (state[None], state)
+        """The sums before each chunk of a group [n, d + r, r], and those after all [d + r, r], if anything
+        reads them."""
+        return (
+            self.with_writes(row, group, state)
+            if self.is_written(row, number, group)
+            else (state[None], state)
+        )
 
     def with_writes(self, row: int, group: _Group, state: Tensor) -> tuple[Tensor, Tensor]:
         """The same of complete chunks that are written."""
         keys, values = self.of(self.k[row], group), self.of(self.v[row], group)
-        written = keys if self.gate is None else keys.to(self.dtype) * self.of(self.gate[row], group)[..., None]
+        written = (
+            keys if self.gate is None else keys.to(self.dtype) * self.of(self.gate[row], group)[..., None]
+        )
         # G in full precision: what is solved with must stay positive definite
-        return self.running(state, (values.mT, self.operand(written), 1.0), (keys.mT, written, 1.0), self.clip)
+        return self.running(
+            state, (values.mT, self.operand(written), 1.0), (keys.mT, written, 1.0), self.clip
+        )
 
-    def running(self, first: Tensor, above: _Step, below: _Step, clip: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The sums before each of n steps [n, d + r, r] and after all, from `first` on. A step is B above G, each a product of two
-        matrices [n, ·, ·] times a number; the clip is by B."""
+    def running(
+        self, first: Tensor, above: _Step, below: _Step, clip: float | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sums before each of n steps [n, d + r, r] and after all, from `first` on. A step is B above G,
+        each a product of two matrices [n, ·, ·] times a number; the clip is by B."""
         n = len(above[0].parts[0] if isinstance(above[0], Operand) else above[0])
         sums = first.new_empty(n + (n > 1), self.d + self.r, self.r)
         steps = sums[-n:]
@@ -301,7 +346,8 @@ class _Walk:
         return state
 
     def groups(self, document: Span) -> Iterator[_Group]:
-        """The first chunk alone, which may have nothing to read, then as many as go together, and what is left."""
+        """The first chunk alone, which may have nothing to read, then as many as go together, and what is
+        left."""
         start, stop = document
         size = self.layout.chunk_size
         together = 1
@@ -321,13 +367,16 @@ class _Walk:
     def matters(self, row: int, number: int) -> bool:
         """Whether anything in the document reads a write, or anything is handed on."""
         start, stop = self.layout.documents[row][number]
-        return stop - start > self.layout.chunk_size or self.hands_on(row, number) or self.starts_written(number)
+        return (
+            stop - start > self.layout.chunk_size or self.hands_on(row, number) or self.starts_written(number)
+        )
 
     def hands_on(self, row: int, number: int) -> bool:
         return self.keeps_state and number == len(self.layout.documents[row]) - 1
 
     def is_written(self, row: int, number: int, group: _Group) -> bool:
-        """Whether anything reads what a group writes: a chunk of its own, a later one, or who is handed the state."""
+        """Whether anything reads what a group writes: a chunk of its own, a later one, or who is handed the
+        state."""
         is_last = group.stop == self.layout.documents[row][number][1]
         return group.is_complete and (group.chunks > 1 or not is_last or self.hands_on(row, number))
 

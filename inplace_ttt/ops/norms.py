@@ -1,4 +1,5 @@
-"""Norms of TTT-NTP (extension): a write by its spectral norm, and the rows of what is read by those of W0. Differentiable."""
+"""Norms of TTT-NTP (extension): a write by its spectral norm, and the rows of what is read by those of W0.
+Differentiable."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def spectral_norm(delta: Tensor) -> Tensor:
 
 
 def row_factors(total: Tensor, w0: Tensor) -> tuple[Tensor, Tensor]:
-    """s = ‖W0_r‖ / ‖U_r‖ of rows of U [..., d, h] and W0 [d, h], and ‖U_r‖, each [..., d, 1]; s = 1 for rows of U of 1e-5 and less."""
+    """s = ‖W0_r‖ / ‖U_r‖ of rows of U [..., d, h] and W0 [d, h], and ‖U_r‖, each [..., d, 1]; s = 1 for rows
+    of U of 1e-5 and less."""
     norms = torch.linalg.vector_norm(total, dim=-1, keepdim=True)
     wanted = torch.linalg.vector_norm(w0, dim=-1, keepdim=True)
     large = norms > _LEAST_ROW
@@ -28,7 +30,8 @@ def row_factors(total: Tensor, w0: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keeping_row_norms(state: Tensor, w0: Tensor, eta: float) -> Tensor:
-    """M [..., d, h] such that W0 + ηM is W0 + ηS with each row brought to the norm of W0's; state S [..., d, h], w0 [d, h]."""
+    """M [..., d, h] such that W0 + ηM is W0 + ηS with each row brought to the norm of W0's; state S [..., d,
+    h], w0 [d, h]."""
     if eta == 0:
         return state
     total = w0 + eta * state
@@ -39,6 +42,8 @@ def through_row_norms(d_change: Tensor, state: Tensor, w0: Tensor, eta: float) -
     """Gradients of S and W0, each [d, h], from that of ηM."""
     total = w0 + eta * state
     factor, norms = row_factors(total, w0)
-    along = torch.where(norms > _LEAST_ROW, (d_change * total).sum(-1, keepdim=True) / norms.clamp(min=_LEAST_ROW), 0.0)
+    along = torch.where(
+        norms > _LEAST_ROW, (d_change * total).sum(-1, keepdim=True) / norms.clamp(min=_LEAST_ROW), 0.0
+    )
     d_total = factor * d_change - (factor * along / norms.clamp(min=_LEAST_ROW)) * total
     return eta * d_total, d_total - d_change + along * normalize(w0, dim=-1, eps=torch.finfo(w0.dtype).tiny)

@@ -19,7 +19,8 @@ class Operand:
 
     @classmethod
     def of(cls, x: Tensor, beside: torch.dtype) -> Operand:
-        """In two parts where that is how a GPU multiplies by tensors like `beside`: 16 of float32's 24 bits, of bfloat16's 8."""
+        """In two parts where that is how a GPU multiplies by tensors like `beside`: 16 of float32's 24 bits,
+        of bfloat16's 8."""
         return cls(triton.halves(x)) if splits(x, beside) else cls((x,))
 
     @property
@@ -35,11 +36,13 @@ def splits(x: Tensor, beside: torch.dtype) -> bool:
     return x.dtype == torch.float32 and beside == torch.bfloat16 and triton.preferred(x.device, beside)
 
 
-def product(a: Tensor | Operand, b: Tensor | Operand, *, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:
+def product(
+    a: Tensor | Operand, b: Tensor | Operand, *, alpha: float = 1.0, out: Tensor | None = None
+) -> Tensor:
     """alpha · a @ b in the state's dtype, into `out` if given.
 
-    A GPU's tensor cores multiply bfloat16 and float16 as they are and add up in float32. Of parts, the product of two low ones is
-    left out.
+    A GPU's tensor cores multiply bfloat16 and float16 as they are and add up in float32. Of parts, the
+    product of two low ones is left out.
     """
     a_parts, b_parts = (x.parts if isinstance(x, Operand) else (x,) for x in (a, b))
     pairs = [(x, y) for i, x in enumerate(a_parts) for j, y in enumerate(b_parts) if i + j < 2]

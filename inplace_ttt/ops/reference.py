@@ -1,4 +1,5 @@
-"""The law: In-Place TTT as the plain sequential loop (paper Eq. (1), Algorithm 1). Slow, short, differentiable."""
+"""The law: In-Place TTT as the plain sequential loop (paper Eq. (1), Algorithm 1). Slow, short,
+differentiable."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .precision import state_dtype
 
 
 def clip_factor(delta: Tensor, tau: float | Tensor | None) -> Tensor:
-    """c = min(1, tau / ‖delta‖_F) [..., 1, 1] of deltas [..., d, h], safe at ‖delta‖ = 0; 1 without a bound."""
+    """c = min(1, tau / ‖delta‖_F) [..., 1, 1] of deltas [..., d, h], safe at ‖delta‖ = 0; 1 without a
+    bound."""
     if tau is None:
         return delta.new_ones(())
     norm = torch.linalg.vector_norm(delta, dim=(-2, -1), keepdim=True)
@@ -27,7 +29,8 @@ def write_factor(delta: Tensor, clip: float | Tensor | None, rule: Rule) -> Tens
 
 
 def written(values: Tensor, keys: Tensor, counted: Tensor, clip: float | Tensor | None, rule: Rule) -> Tensor:
-    """What a chunk adds to a state [·, h], of values [C, d] and keys [C, h]; counted: the keys, each times its gate."""
+    """What a chunk adds to a state [·, h], of values [C, d] and keys [C, h]; counted: the keys, each times
+    its gate."""
     delta = values.T @ counted
     factor = write_factor(delta, clip, rule)
     return factor * (torch.cat([delta, keys.T @ counted]) if isinstance(rule, RidgeRule) else delta)
@@ -46,7 +49,8 @@ def fast_weight(
     gate: Tensor | None = None,
     keep_norms_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, d] and final state, [B, d, h] or, by the ridge rule, [B, d + h, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
+    """Outputs [B, T, d] and final state, [B, d, h] or, by the ridge rule, [B, d + h, h]; arguments as in
+    `inplace_ttt.ops.fast_weight`."""
     accurate = state_dtype(z.dtype)
     keys, values = z.to(accurate), v.to(accurate)
     w0 = keys.new_zeros(v.shape[-1], z.shape[-1]) if weight is None else weight.to(accurate)
@@ -72,10 +76,11 @@ def fast_weight(
 
 
 def _read(state: Tensor, rule: Rule) -> Tensor:
-    """What a key is read with [d, h]: the sum B of VᵀZ itself, or by the ridge rule the M that minimizes Σ ‖V - ZMᵀ‖² + λ‖M‖².
+    """What a key is read with [d, h]: the sum B of VᵀZ itself, or by the ridge rule the M that minimizes Σ ‖V
+    - ZMᵀ‖² + λ‖M‖².
 
-    For the second the state holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹, the normal equations. To λ comes what rounding may
-    have taken from G, 8 ε tr G, a constant to the gradient.
+    For the second the state holds the sum G of ZᵀZ below B, and M = B (G + λI)⁻¹, the normal equations. To λ
+    comes what rounding may have taken from G, 8 ε tr G, a constant to the gradient.
     """
     if not isinstance(rule, RidgeRule):
         return state

@@ -1,7 +1,9 @@
-"""The form that keeps the row norms of W0 in what is read (extension): the walk of `chunked` with the raw sum S as its carry.
+"""The form that keeps the row norms of W0 in what is read (extension): the walk of `chunked` with the raw sum
+S as its carry.
 
-A chunk reads with M = (diag(s)(W0 + ηS) - W0)/η, so that Z W0ᵀ + η Z Mᵀ is Z (diag(s)(W0 + ηS))ᵀ; writes, resets and the
-sum over ranks do not change. The backward takes each write off again to know the S that a chunk had read, and keeps nothing a chunk.
+A chunk reads with M = (diag(s)(W0 + ηS) - W0)/η, so that Z W0ᵀ + η Z Mᵀ is Z (diag(s)(W0 + ηS))ᵀ; writes,
+resets and the sum over ranks do not change. The backward takes each write off again to know the S that a
+chunk had read, and keeps nothing a chunk.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def fast_weight(
     clip: float | Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """η Z_i M_iᵀ [B, T, d], to add to Z W0ᵀ, and the final state [B, d, h] if asked for; arguments as in `inplace_ttt.ops.fast_weight`."""
+    """η Z_i M_iᵀ [B, T, d], to add to Z W0ᵀ, and the final state [B, d, h] if asked for; arguments as in
+    `inplace_ttt.ops.fast_weight`."""
     out, state = _KeepingRowNorms.apply(z, v, w0, initial_state, float(eta), clip, layout, return_state, rule)
     return out, state if return_state else None
 
@@ -74,7 +77,15 @@ class _Walk(Walk):
         return keeping_row_norms(carry, self.w0, self.eta)
 
     def through_writes(
-        self, row: int, number: int, chunks: list[Span], carry: Tensor | None, d_out: Tensor, d_carry: Tensor, dz: Tensor, dv: Tensor
+        self,
+        row: int,
+        number: int,
+        chunks: list[Span],
+        carry: Tensor | None,
+        d_out: Tensor,
+        d_carry: Tensor,
+        dz: Tensor,
+        dv: Tensor,
     ) -> None:
         for chunk in reversed(chunks):
             if self.is_written(chunk, row, number):

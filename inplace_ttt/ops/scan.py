@@ -1,10 +1,11 @@
-"""The op over a sequence that lies across ranks (paper §3.4, Algorithm 1): sum locally, scan across, apply locally.
+"""The op over a sequence that lies across ranks (paper §3.4, Algorithm 1): sum locally, scan across, apply
+locally.
 
-Rank r of P holds tokens [r·T/P, (r+1)·T/P) of every row. Each sums the writes of its last document, which may go on at
-the next rank. What a rank starts from is a sum of such sums, given by the 0/1 matrix `ChunkLayout.links`, and the
-gradient goes the other way through its transpose. Every rank computes that for a slice of d: one all-to-all brings it
-all ranks' slices, another brings the results back, so a rank sends less than 2·d·h numbers whatever P is. One document
-over three ranks, with a, b, c for the three slices of d:
+Rank r of P holds tokens [r·T/P, (r+1)·T/P) of every row. Each sums the writes of its last document, which may
+go on at the next rank. What a rank starts from is a sum of such sums, given by the 0/1 matrix
+`ChunkLayout.links`, and the gradient goes the other way through its transpose. Every rank computes that for a
+slice of d: one all-to-all brings it all ranks' slices, another brings the results back, so a rank sends less
+than 2·d·h numbers whatever P is. One document over three ranks, with a, b, c for the three slices of d:
 
                   rank 0             rank 1             rank 2
     local sums    Σ0                 Σ1                 Σ2                 [d, h]
@@ -60,13 +61,16 @@ def fast_weight_across_ranks(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fast_weight` for this rank's part of each row; a collective call, also in its backward.
 
-    z [B, T/P, h], v [B, T/P, d] and gate [B, T/P] are this rank's tokens; `layout` is that of whole rows. initial_state and the state
-    returned, [B, d, h], or [B, d + h, h] by the ridge rule, are whole rows' and the same on every rank; the initial state's
-    gradients of all ranks add up to the whole one. Raises InPlaceTTTError when a border between ranks would cut a chunk.
+    z [B, T/P, h], v [B, T/P, d] and gate [B, T/P] are this rank's tokens; `layout` is that of whole rows.
+    initial_state and the state returned, [B, d, h], or [B, d + h, h] by the ridge rule, are whole rows' and
+    the same on every rank; the initial state's gradients of all ranks add up to the whole one. Raises
+    InPlaceTTTError when a border between ranks would cut a chunk.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     part = layout.part(rank, ranks)
-    links, links_here = _links(layout, ranks, initial_state is not None, return_state, z.device, state_dtype(z.dtype))
+    links, links_here = _links(
+        layout, ranks, initial_state is not None, return_state, z.device, state_dtype(z.dtype)
+    )
     given: dict[str, Any] = {"clip": clip, "rule": rule, "gate": gate}
     if not links.any():  # no document crosses a border
         return fast_weight(z, v, weight, eta=eta, layout=part, keep_norms_of=keep_norms_of, **given)
@@ -74,7 +78,9 @@ def fast_weight_across_ranks(
     spans = [spans[-1] if spans and wanted[row] else None for row, spans in enumerate(part.documents)]
     sums = form_of(rule).sum_of_writes(z, v, spans, layout=part, **given)
     start, final = _Scan.apply(sums, initial_state, links_here, group, return_state)
-    out = fast_weight(z, v, weight, eta=eta, layout=part, initial_state=start, keep_norms_of=keep_norms_of, **given)
+    out = fast_weight(
+        z, v, weight, eta=eta, layout=part, initial_state=start, keep_norms_of=keep_norms_of, **given
+    )
     return (out, final) if return_state else out
 
 
@@ -98,12 +104,25 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, sums: Tensor, initial: Tensor | None, links: Tensor, group: ProcessGroup, wants_final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.links, ctx.group, ctx.has_initial, ctx.wants_final = links, group, initial is not None, wants_final
+        ctx.links, ctx.group, ctx.has_initial, ctx.wants_final = (
+            links,
+            group,
+            initial is not None,
+            wants_final,
+        )
         ctx.set_materialize_grads(False)
         exchange = _Exchange(sums, group)
-        first = sums.new_zeros(()).expand(exchange.slice_shape) if initial is None else exchange.own_slice(initial)
-        into = torch.einsum("brq,qbdh->rbdh", links, torch.cat([first[None], exchange.all_to_all_into_slices(sums)]))
-        return exchange.all_to_all_back(into[:-1]), exchange.all_to_all_back(into[-1:].expand_as(into[:-1])) if wants_final else None
+        first = (
+            sums.new_zeros(()).expand(exchange.slice_shape)
+            if initial is None
+            else exchange.own_slice(initial)
+        )
+        into = torch.einsum(
+            "brq,qbdh->rbdh", links, torch.cat([first[None], exchange.all_to_all_into_slices(sums)])
+        )
+        return exchange.all_to_all_back(into[:-1]), exchange.all_to_all_back(
+            into[-1:].expand_as(into[:-1])
+        ) if wants_final else None
 
     @staticmethod
     @once_differentiable
@@ -114,13 +133,22 @@ class _Scan(torch.autograd.Function):
         into_start = exchange.all_to_all_into_slices(torch.zeros_like(some) if d_start is None else d_start)
         into_final = torch.zeros_like(into_start[:1])
         if ctx.wants_final:  # every rank holds the final state, and its gradient is what they all make of it
-            into_final = exchange.all_to_all_into_slices(torch.zeros_like(some) if d_final is None else d_final).sum(0, keepdim=True)
+            into_final = exchange.all_to_all_into_slices(
+                torch.zeros_like(some) if d_final is None else d_final
+            ).sum(0, keepdim=True)
         d_from = torch.einsum("brq,rbdh->qbdh", ctx.links, torch.cat([into_start, into_final]))
-        return exchange.all_to_all_back(d_from[1:]), exchange.placed(d_from[0]) if ctx.has_initial else None, None, None, None
+        return (
+            exchange.all_to_all_back(d_from[1:]),
+            exchange.placed(d_from[0]) if ctx.has_initial else None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Exchange:
-    """Matrices [B, d, h] of every rank, in slices of d: rank r holds slice r of all of them, [P, B, ⌈d/P⌉, h]."""
+    """Matrices [B, d, h] of every rank, in slices of d: rank r holds slice r of all of them, [P, B, ⌈d/P⌉,
+    h]."""
 
     def __init__(self, like: Tensor, group: ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)

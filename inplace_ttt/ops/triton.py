@@ -16,7 +16,8 @@ _said: set[str] = set()
 
 @torch.compiler.assume_constant_result
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they do."""
+    """Why the kernels do not run on tensors of this device and dtype, as the end of a sentence; None if they
+    do."""
     try:
         from ..kernels import unsupported
     except ModuleNotFoundError as error:
@@ -26,16 +27,20 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @torch.compiler.assume_constant_result
 def preferred(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether "auto" takes the kernels: in half precision on CUDA, where they can run. Says once why they cannot.
+    """Whether "auto" takes the kernels: in half precision on CUDA, where they can run. Says once why they
+    cannot.
 
-    In float32 a product takes so much longer that the running matrix in memory costs nothing, and cuBLAS is the faster.
+    In float32 a product takes so much longer that the running matrix in memory costs nothing, and cuBLAS is
+    the faster.
     """
     if device.type != "cuda" or dtype not in _HALF:
         return False
     reason = unavailable(device, dtype)
     if reason is not None and reason not in _said:
         _said.add(reason)
-        warnings.warn(f"The fast weight runs without its Triton kernels, which is slower: {reason}.", stacklevel=2)
+        warnings.warn(
+            f"The fast weight runs without its Triton kernels, which is slower: {reason}.", stacklevel=2
+        )
     return reason is None
 
 
@@ -47,7 +52,8 @@ def require(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def fuses(dtype: torch.dtype) -> bool:
-    """Whether W0 of this dtype can be the running weight: always, since the kernels keep W0 + ηS with stochastic rounding."""
+    """Whether W0 of this dtype can be the running weight: always, since the kernels keep W0 + ηS with
+    stochastic rounding."""
     return True
 
 
@@ -62,7 +68,8 @@ def fast_weight(
     clip: float | Tensor | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in `inplace_ttt.ops.fast_weight`."""
+    """Outputs [B, T, d] and, if asked for, the final state [B, d, h]; arguments as in
+    `inplace_ttt.ops.fast_weight`."""
     if isinstance(clip, Tensor):
         clip = clip.detach().to(z.device, torch.float32)
     elif clip is not None:
@@ -74,7 +81,8 @@ def fast_weight(
 
 
 def chunk_conv(x: Tensor, conv: Tensor, chunk_ids: Tensor, first_tap: int) -> Tensor:
-    """The convolution of `inplace_ttt.ops.conv`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B, T]."""
+    """The convolution of `inplace_ttt.ops.conv`, in one pass; x [B, T, d], conv [d, 1, k], chunk_ids [B,
+    T]."""
     return torch.ops.inplace_ttt.chunk_conv(x, conv, chunk_ids, first_tap)
 
 
@@ -84,7 +92,8 @@ def factors(device: torch.device) -> bool:
 
 
 def inverse_factor(matrices: Tensor) -> Tensor:
-    """L⁻¹ [n, r, r] of the Cholesky factors of float32 matrices [n, r, r], which are overwritten; NaN where there is none."""
+    """L⁻¹ [n, r, r] of the Cholesky factors of float32 matrices [n, r, r], which are overwritten; NaN where
+    there is none."""
     from ..kernels import inverse_factor
 
     return inverse_factor(matrices)

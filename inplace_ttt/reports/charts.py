@@ -19,11 +19,14 @@ def available() -> bool:
 
 
 def svg(chart: dict[str, Any]) -> str:
-    """One chart as an <svg> element; kinds: heat (a matrix), bars (labels and values), curve (lines on log axes)."""
+    """One chart as an <svg> element; kinds: heat (a matrix), bars (labels and values), curve (lines on log
+    axes)."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "audit", "font.family": "sans-serif", "font.size": 9}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "audit", "font.family": "sans-serif", "font.size": 9}
+    ):
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")
         axes = figure.subplots()
         _KINDS[chart["kind"]](axes, chart)
@@ -33,9 +36,12 @@ def svg(chart: dict[str, Any]) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
-    prefix = "chart-" + re.sub(r"\W+", "-", chart["title"]).strip("-").lower() + "-"  # one page holds many charts
+    # one page holds many charts
+    prefix = "chart-" + re.sub(r"\W+", "-", chart["title"]).strip("-").lower() + "-"
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", text)
-    return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{chart["title"].replace(chr(34), "")}" ', 1)
+    return text[text.index("<svg") :].replace(
+        "<svg ", f'<svg role="img" aria-label="{chart["title"].replace(chr(34), "")}" ', 1
+    )
 
 
 def _heat(axes: Any, chart: dict[str, Any]) -> None:
@@ -44,7 +50,9 @@ def _heat(axes: Any, chart: dict[str, Any]) -> None:
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             text = "0" if abs(value) < 5e-4 else f"{value:.2g}"
-            axes.text(j, i, text, ha="center", va="center", color="white" if value > 0.6 else _INK, fontsize=8)
+            axes.text(
+                j, i, text, ha="center", va="center", color="white" if value > 0.6 else _INK, fontsize=8
+            )
     axes.set_xticks(range(len(values)))
     axes.set_yticks(range(len(values)))
 

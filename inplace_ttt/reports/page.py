@@ -1,4 +1,5 @@
-"""Pages out of the templates beside this file; style, script and pictures are inside the page, which loads nothing."""
+"""Pages out of the templates beside this file; style, script and pictures are inside the page, which loads
+nothing."""
 
 from __future__ import annotations
 

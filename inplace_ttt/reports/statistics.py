@@ -22,7 +22,9 @@ class Mean:
         n = len(values)
         mean = sum(values) / n
         # Not statistics.stdev: values that are not finite give an error that is not finite, and no exception.
-        return cls(mean, (sum((x - mean) * (x - mean) for x in values) / (n - 1) / n) ** 0.5 if n > 1 else alone, n)
+        return cls(
+            mean, (sum((x - mean) * (x - mean) for x in values) / (n - 1) / n) ** 0.5 if n > 1 else alone, n
+        )
 
 
 def wilson(hits: Sequence[bool]) -> dict[str, Any]:
@@ -31,4 +33,8 @@ def wilson(hits: Sequence[bool]) -> dict[str, Any]:
     middle, scale = share + z * z / (2 * n), 1 + z * z / n
     half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
     # By rounding an end may lie beyond 0 or 1, or on the wrong side of a share that is 0 or 1.
-    return {"share": share, "low": min(share, max(0.0, (middle - half) / scale)), "high": max(share, min(1.0, (middle + half) / scale))}
+    return {
+        "share": share,
+        "low": min(share, max(0.0, (middle - half) / scale)),
+        "high": max(share, min(1.0, (middle + half) / scale)),
+    }

@@ -1,6 +1,8 @@
-"""What the requests of a step's batch say of their fast weights, and what they leave behind: the worker's side of memories.
+"""What the requests of a step's batch say of their fast weights, and what they leave behind: the worker's
+side of memories.
 
-vLLM tells its logits processors before each forward which request is where in the batch. This one changes no logits.
+vLLM tells its logits processors before each forward which request is where in the batch. This one changes no
+logits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ NAME = "inplace_ttt.batch"
 
 @dataclass
 class Row:
-    """A request in the batch. slot: where it writes, None before its first step; tokens: what the slot has read, those of `start` too."""
+    """A request in the batch. slot: where it writes, None before its first step; tokens: what the slot has
+    read, those of `start` too."""
 
     settings: RequestSettings
     slot: int | None = None
@@ -33,7 +36,8 @@ class Row:
 
 
 class Batch(LogitsProcessor):
-    """rows: of the batch that comes, in its order. snapshots: by id. left: what requests that went away had written, by `keep`."""
+    """rows: of the batch that comes, in its order. snapshots: by id. left: what requests that went away had
+    written, by `keep`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, Row] = {}
@@ -69,7 +73,8 @@ class Batch(LogitsProcessor):
                 self.rows[source] = there
 
     def begin(self, row: int, slot: int, read: int) -> tuple[RequestSettings, Snapshot | None]:
-        """Note the slot of a row's request, and that it will have read so many of its tokens after this step."""
+        """Note the slot of a row's request, and that it will have read so many of its tokens after this
+        step."""
         known = self.rows.get(row) or Row(RequestSettings())  # vLLM warms up with rows of its own
         start = None if known.settings.start is None else self.snapshots[known.settings.start]
         known.slot, known.tokens = slot, read + (0 if start is None else start.tokens)

@@ -1,4 +1,5 @@
-"""Throughput of many requests at once: a converted model in vLLM, beside its base there, and beside `generate` on one after the other."""
+"""Throughput of many requests at once: a converted model in vLLM, beside its base there, and beside
+`generate` on one after the other."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from tqdm import tqdm
 from ..errors import InPlaceTTTError
 
 _ALONE = 2
-"""Requests that `generate` answers in a round, the longest and a middling one; it knows no others that wait."""
+"""Requests that `generate` answers in a round, the longest and a middling one; it knows no others that
+wait."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """requests: at once. prompt: tokens of the longest one, the shortest has a sixteenth. new: tokens that each generates."""
+    """requests: at once. prompt: tokens of the longest one, the shortest has a sixteenth. new: tokens that
+    each generates."""
 
     requests: int
     prompt: int
@@ -40,11 +43,14 @@ class Load:
 
 
 def compare(converted: str, base: str, load: Load) -> dict[str, Any]:
-    """Rounds in which each contender answers the same requests, one contender after the other; ratios are within rounds."""
+    """Rounds in which each contender answers the same requests, one contender after the other; ratios are
+    within rounds."""
     kinds = {"base": (_vllm, base), "converted": (_vllm, converted), "generate": (_generate, converted)}
     seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with _contenders(kinds, load) as ask:
-        for number in tqdm(range(load.rounds + 1), desc="rounds, one to warm up", file=sys.stderr, disable=None):
+        for number in tqdm(
+            range(load.rounds + 1), desc="rounds, one to warm up", file=sys.stderr, disable=None
+        ):
             for kind in kinds:
                 found = ask(kind, number)
                 if number:
@@ -55,8 +61,12 @@ def compare(converted: str, base: str, load: Load) -> dict[str, Any]:
         "load": vars(load),
         "tokens_per_second": {kind: _spread(values) for kind, values in rates.items()},
         "seconds_a_request": {kind: _spread(values) for kind, values in waits.items()},
-        "of_base": _spread([mine / others for mine, others in zip(rates["converted"], rates["base"], strict=True)]),
-        "of_generate": _spread([mine / others for mine, others in zip(rates["converted"], rates["generate"], strict=True)]),
+        "of_base": _spread(
+            [mine / others for mine, others in zip(rates["converted"], rates["base"], strict=True)]
+        ),
+        "of_generate": _spread(
+            [mine / others for mine, others in zip(rates["converted"], rates["generate"], strict=True)]
+        ),
     }
 
 
@@ -65,7 +75,9 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 @contextmanager
-def _contenders(kinds: dict[str, tuple[Callable[..., None], str]], load: Load) -> Iterator[Callable[[str, int], dict[str, float]]]:
+def _contenders(
+    kinds: dict[str, tuple[Callable[..., None], str]], load: Load
+) -> Iterator[Callable[[str, int], dict[str, float]]]:
     """Each in a process of its own, asleep while it is not asked."""
     context, pipes, processes = get_context("spawn"), {}, []
     try:
@@ -116,7 +128,12 @@ def _vllm(pipe: Connection, path: str, load: Load) -> None:
 
     length = load.prompt + load.new
     settings = EngineArgs(
-        path, dtype=load.dtype, max_model_len=length, max_num_seqs=load.requests, skip_tokenizer_init=True, enable_prefix_caching=False
+        path,
+        dtype=load.dtype,
+        max_model_len=length,
+        max_num_seqs=load.requests,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
     )
     engine = LLMEngine.from_engine_args(settings)
     params = SamplingParams(temperature=0, max_tokens=load.new, ignore_eos=True, detokenize=False)
@@ -129,7 +146,9 @@ def _vllm(pipe: Connection, path: str, load: Load) -> None:
         ends = []
         while engine.has_unfinished_requests():
             ends += [time.perf_counter() - began for output in engine.step() if output.finished]
-        pipe.send({"tokens_per_second": len(prompts) * load.new / ends[-1], "seconds": statistics.median(ends)})
+        pipe.send(
+            {"tokens_per_second": len(prompts) * load.new / ends[-1], "seconds": statistics.median(ends)}
+        )
 
 
 def _generate(pipe: Connection, path: str, load: Load) -> None:
@@ -144,6 +163,12 @@ def _generate(pipe: Connection, path: str, load: Load) -> None:
         took = []
         for prompt in prompts[:: max(len(prompts) // _ALONE, 1)][:_ALONE]:
             ids, began = torch.tensor([prompt]), time.perf_counter()
-            model.generate(ids, max_new_tokens=load.new, min_new_tokens=load.new, attention_mask=torch.ones_like(ids), **settings)
+            model.generate(
+                ids,
+                max_new_tokens=load.new,
+                min_new_tokens=load.new,
+                attention_mask=torch.ones_like(ids),
+                **settings,
+            )
             took.append(time.perf_counter() - began)
         pipe.send({"tokens_per_second": len(took) * load.new / sum(took), "seconds": statistics.median(took)})

@@ -1,8 +1,9 @@
 """Which requests have a slot: the fast weights' part of vLLM's scheduler.
 
-vLLM lends every request a block of each kind of cache, and takes it back when the request ends, is preempted or aborted. What is
-lent here is a slot: the block's number. It has no memory of the cache's, so that blocks stay at the size that attention wants; the
-states lie in the layers' own tensors (`slots.py`). There are as many as slots: a request that finds none free waits.
+vLLM lends every request a block of each kind of cache, and takes it back when the request ends, is preempted
+or aborted. What is lent here is a slot: the block's number. It has no memory of the cache's, so that blocks
+stay at the size that attention wants; the states lie in the layers' own tensors (`slots.py`). There are as
+many as slots: a request that finds none free waits.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ SETTING = "inplace_ttt_slots"
 
 
 def number_of_slots(vllm_config: VllmConfig) -> int:
-    """One for each request that may run, two where prefixes are cached (the state that a step starts from and the one it makes), and 0."""
+    """One for each request that may run, two where prefixes are cached (the state that a step starts from and
+    the one it makes), and 0."""
     each = 1 if vllm_config.cache_config.mamba_cache_mode == "none" else 2
-    asked = dict(vllm_config.additional_config or {}).get(SETTING, each * vllm_config.scheduler_config.max_num_seqs)
+    asked = dict(vllm_config.additional_config or {}).get(
+        SETTING, each * vllm_config.scheduler_config.max_num_seqs
+    )
     if not isinstance(asked, int) or asked < each:
-        raise InPlaceTTTError(f"{SETTING} of --additional-config must be a whole number of at least {each}, got {asked!r}.")
+        raise InPlaceTTTError(
+            f"{SETTING} of --additional-config must be a whole number of at least {each}, got {asked!r}."
+        )
     return 1 + asked
 
 
@@ -71,10 +77,11 @@ class SlotSpec(MambaSpec):
 
 
 class SlotHandle(MambaBase):
-    """What stands for the slots among the layers that vLLM gives blocks: eight bytes a block, of which it knows nothing.
+    """What stands for the slots among the layers that vLLM gives blocks: eight bytes a block, of which it
+    knows nothing.
 
-    They say in which slot the state of a block lies. Where prefixes are cached vLLM copies them from the block that a step starts from
-    to the one it makes, and they then name the other slot.
+    They say in which slot the state of a block lies. Where prefixes are cached vLLM copies them from the
+    block that a step starts from to the one it makes, and they then name the other slot.
     """
 
     def __init__(self, name: str, slots: int, device: torch.device) -> None:
@@ -101,12 +108,17 @@ class SlotHandle(MambaBase):
         spec = super().get_kv_cache_spec(vllm_config)
         assert isinstance(spec, MambaSpec)
         known = {name: getattr(spec, name) for name in MambaSpec.__dataclass_fields__}
-        page = max(other.page_size_bytes for other in attention_specs(vllm_config))  # vLLM's layers share pages of one size
+        # vLLM's layers share pages of one size
+        page = max(other.page_size_bytes for other in attention_specs(vllm_config))
         return SlotSpec(**{**known, "page_size_padded": page}, slots=self.slots)
 
 
 def attention_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
     """What the attention layers declare."""
     layers = vllm_config.compilation_config.static_forward_context.values()
-    attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase) and not isinstance(layer, SlotHandle)]
+    attention = [
+        layer
+        for layer in layers
+        if isinstance(layer, AttentionLayerBase) and not isinstance(layer, SlotHandle)
+    ]
     return [spec for layer in attention if (spec := layer.get_kv_cache_spec(vllm_config)) is not None]

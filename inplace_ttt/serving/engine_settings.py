@@ -12,7 +12,8 @@ WORKER = f"{__package__}.worker.MemoryWorker"
 
 
 class ServedConfig(MambaModelConfig):
-    """vLLM takes a model whose layer_types name attention alone for one without a state, and leaves `MambaModelConfig`'s settings out."""
+    """vLLM takes a model whose layer_types name attention alone for one without a state, and leaves
+    `MambaModelConfig`'s settings out."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -20,6 +21,11 @@ class ServedConfig(MambaModelConfig):
         given = vllm_config.model_config.logits_processors or []
         vllm_config.model_config.logits_processors = [*(given if _BATCH in given else [*given, _BATCH])]
         if vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE):
-            _LOG.warning("In-Place TTT: without CUDA graphs: a graph would go on writing the slots of the step that it was recorded in.")
+            _LOG.warning(
+                "In-Place TTT: without CUDA graphs: a graph would go on writing the slots of the step that "
+                "it was recorded in."
+            )
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        vllm_config.parallel_config.worker_extension_cls = vllm_config.parallel_config.worker_extension_cls or WORKER
+        vllm_config.parallel_config.worker_extension_cls = (
+            vllm_config.parallel_config.worker_extension_cls or WORKER
+        )

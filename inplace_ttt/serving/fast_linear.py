@@ -18,20 +18,26 @@ from .steps import Step
 
 
 class Source:
-    """The target source of the forward that runs: the embeddings for all TTT layers, or the MLP's input for one."""
+    """The target source of the forward that runs: the embeddings for all TTT layers, or the MLP's input for
+    one."""
 
     value: Tensor | None = None
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of a decoder layer or an MLP, before its forward."""
-        self.value = kwargs["hidden_states"] if "hidden_states" in kwargs else next(x for x in args if x.is_floating_point())
+        self.value = (
+            kwargs["hidden_states"]
+            if "hidden_states" in kwargs
+            else next(x for x in args if x.is_floating_point())
+        )
 
 
 class FastRowParallelLinear(FastWeight, RowParallelLinear):
     """A `RowParallelLinear` that reads and writes the slots of the requests whose tokens it sees.
 
-    Under tensor parallelism each rank has a part of W0's input. By the paper's rule its state is that part too, and what it reads is summed
-    with what W0 gives. A rule that wants the whole input gathers it, and every rank has the same state.
+    Under tensor parallelism each rank has a part of W0's input. By the paper's rule its state is that part
+    too, and what it reads is summed with what W0 gives. A rule that wants the whole input gathers it, and
+    every rank has the same state.
     """
 
     tp_size: int
@@ -62,7 +68,9 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
                 self.slots.restore(request.slot, request.restores.layers[self.fast.layer])
         keys = self.keys(z)
         if step.single:
-            self.slots.advance_each(out, keys, x, [(request.start, request.slot, request.seen) for request in step.single], self)
+            self.slots.advance_each(
+                out, keys, x, [(request.start, request.slot, request.seen) for request in step.single], self
+            )
         for request in step.longer:
             part = slice(request.start, request.stop)
             self.slots.advance(out[part], keys[part], x[part], request.slot, request.seen, self)
@@ -83,7 +91,13 @@ class FastRowParallelLinear(FastWeight, RowParallelLinear):
         return weight if isinstance(weight, Tensor) and weight.is_floating_point() else None
 
 
-def install(down: RowParallelLinear, settings: LayerSettings, source: Source, handle: SlotHandle, vllm_config: VllmConfig) -> None:
+def install(
+    down: RowParallelLinear,
+    settings: LayerSettings,
+    source: Source,
+    handle: SlotHandle,
+    vllm_config: VllmConfig,
+) -> None:
     """Make a down-projection a fast weight, in place."""
     h, d, config = down.input_size, down.output_size, settings.config
     dtype, device = vllm_config.model_config.dtype, next(down.parameters()).device
@@ -92,7 +106,9 @@ def install(down: RowParallelLinear, settings: LayerSettings, source: Source, ha
     down.fast, down.source, down.handle = settings, source, handle
     down.is_split = down.tp_size > 1 and not config.wanting_whole_input
     down.reduce_results = down.reduce_results and not down.is_split  # `forward` does it, with what was read
-    down.slots = Slots(handle.slots, config, d, down.input_size_per_partition if down.is_split else h, dtype, device)
+    down.slots = Slots(
+        handle.slots, config, d, down.input_size_per_partition if down.is_split else h, dtype, device
+    )
     vllm_config.compilation_config.static_forward_context[down.prefix] = down
 
 

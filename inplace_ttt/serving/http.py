@@ -1,7 +1,8 @@
 """Memories over HTTP: in requests to vLLM's own endpoints, and under /v1/memories.
 
-A request for a completion may say `"memory": NAME`, so that it starts from what that memory has read and leaves there what it reads and
-says itself; `"freeze": true`, so that it leaves nothing; and `"ttt": "off"`. Memories belong to the key that a request bears.
+A request for a completion may say `"memory": NAME`, so that it starts from what that memory has read and
+leaves there what it reads and says itself; `"freeze": true`, so that it leaves nothing; and `"ttt": "off"`.
+Memories belong to the key that a request bears.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from .request_settings import KEY, RequestSettings
 SETTINGS = "inplace_ttt_memories"
 """In vLLM's `additional_config`: `MemorySettings`."""
 _WITH_MEMORY = ("/v1/completions", "/v1/chat/completions")
-_WITHOUT = ("/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/invocations", "/inference/v1/generate")
+_WITHOUT = (
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/invocations",
+    "/inference/v1/generate",
+)
 _OURS = ("memory", "freeze", "ttt")
 _DONE = b"data: [DONE]"
 _ERROR = b'data: {"error"'
@@ -65,12 +72,20 @@ def memories_of(engine: EngineClient) -> Memories | InPlaceTTTError:
     config = engine.vllm_config
     try:
         if config.parallel_config.worker_extension_cls != WORKER:
-            raise InPlaceTTTError("memories are there for models that inplace-ttt convert made, without another worker extension.")
+            raise InPlaceTTTError(
+                "memories are there for models that inplace-ttt convert made, without another worker "
+                "extension."
+            )
         if config.parallel_config.data_parallel_size > 1:
             raise InPlaceTTTError("memories are known to one engine; leave --data-parallel-size out.")
         if config.scheduler_config.async_scheduling:
-            raise InPlaceTTTError("memories want --no-async-scheduling: else a request's last token may be read before it is known.")
-        return Memories(engine, from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS))
+            raise InPlaceTTTError(
+                "memories want --no-async-scheduling: else a request's last token may be read before it is "
+                "known."
+            )
+        return Memories(
+            engine, from_values(MemorySettings, (config.additional_config or {}).get(SETTINGS, {}), SETTINGS)
+        )
     except InPlaceTTTError as error:
         _LOG.warning("In-Place TTT: no memories over HTTP: %s", error)
         return error
@@ -83,12 +98,18 @@ async def _refusal(request: Request, error: Exception) -> Response:
 def refused(error: Exception) -> JSONResponse:
     """As OpenAI's errors are."""
     status = error.status if isinstance(error, Refused) else 400
-    return JSONResponse({"error": {"message": str(error), "type": "inplace_ttt", "param": None, "code": status}}, status_code=status)
+    return JSONResponse(
+        {"error": {"message": str(error), "type": "inplace_ttt", "param": None, "code": status}},
+        status_code=status,
+    )
 
 
 def user_of(headers: Headers) -> str:
-    """Whose memories a request means: those of the key that it bears, whether or not the server checks keys."""
-    return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].strip().encode()).hexdigest()[:32]
+    """Whose memories a request means: those of the key that it bears, whether or not the server checks
+    keys."""
+    return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].strip().encode()).hexdigest()[
+        :32
+    ]
 
 
 def _memories(app: Any) -> Memories:
@@ -144,18 +165,26 @@ async def delete_memory(name: str, request: Request) -> dict[str, Any]:
 async def download_memory(name: str, request: Request) -> Response:
     """What it is now, as a file of `Session.save`."""
     file = await _memories(request.app).export(user_of(request.headers), name)
-    return FileResponse(file, media_type="application/octet-stream", filename=f"{name}{SAVED}", background=BackgroundTask(file.unlink))
+    return FileResponse(
+        file,
+        media_type="application/octet-stream",
+        filename=f"{name}{SAVED}",
+        background=BackgroundTask(file.unlink),
+    )
 
 
 @router.put("/{name}/file")
 async def upload_memory(name: str, request: Request) -> dict[str, Any]:
     """A file of `Session.save`, with an empty KV cache."""
     memories = _memories(request.app)
-    return memories.describe(await memories.upload(user_of(request.headers), check_name(name), request.stream()))
+    return memories.describe(
+        await memories.upload(user_of(request.headers), check_name(name), request.stream())
+    )
 
 
 class RequestsWithMemory:
-    """Between a client and vLLM's endpoints: what a request says of its memory becomes settings of the engine's request."""
+    """Between a client and vLLM's endpoints: what a request says of its memory becomes settings of the
+    engine's request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -170,10 +199,14 @@ class RequestsWithMemory:
         try:
             values = _object(body)
             if KEY in _arguments(values):
-                raise Refused(f'{KEY} of vllm_xargs is the server\'s own; say "memory", "freeze" or "ttt".', 400)
+                raise Refused(
+                    f'{KEY} of vllm_xargs is the server\'s own; say "memory", "freeze" or "ttt".', 400
+                )
             if any(name in values for name in _OURS):
                 if path in _WITHOUT:
-                    raise Refused(f"memory, freeze and ttt are known to {' and '.join(_WITH_MEMORY)} alone.", 400)
+                    raise Refused(
+                        f"memory, freeze and ttt are known to {' and '.join(_WITH_MEMORY)} alone.", 400
+                    )
                 asked = Asked.of(values)
                 if asked.memory is not None:
                     memories = _memories(scope["app"])
@@ -227,12 +260,19 @@ def _refuse_several(values: dict[str, Any]) -> None:
     """What would leave several things in a memory, or more than was said."""
     prompt = values.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
-        raise Refused("several prompts cannot write one memory; send them one after the other, or say freeze.", 400)
+        raise Refused(
+            "several prompts cannot write one memory; send them one after the other, or say freeze.", 400
+        )
     for name in ("n", "best_of"):
         if values.get(name) not in (None, 1):
-            raise Refused(f"{name} {shown(values[name])} answers cannot write one memory; ask for one, or say freeze.", 400)
+            raise Refused(
+                f"{name} {shown(values[name])} answers cannot write one memory; ask for one, or say freeze.",
+                400,
+            )
     if values.get("stop"):
-        raise Refused("a stop string is seen after more tokens are read; use stop_token_ids, or say freeze.", 400)
+        raise Refused(
+            "a stop string is seen after more tokens are read; use stop_token_ids, or say freeze.", 400
+        )
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -273,8 +313,8 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 class _Exchange:
     """A request and its response, whose end waits until the memory has what was written.
 
-    So that a client that has its answer finds it in the memory, or is told that the memory has it not. A stream has ended for its client
-    with the event [DONE], after which it may hang up.
+    So that a client that has its answer finds it in the memory, or is told that the memory has it not. A
+    stream has ended for its client with the event [DONE], after which it may hang up.
     """
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, turn: Turn | None) -> None:
@@ -286,7 +326,10 @@ class _Exchange:
 
     async def run(self) -> None:
         try:
-            scope = {**self.scope, "headers": [pair for pair in self.scope["headers"] if pair[0] != b"content-length"]}
+            scope = {
+                **self.scope,
+                "headers": [pair for pair in self.scope["headers"] if pair[0] != b"content-length"],
+            }
             await self.app(scope, self._heard, self._pass_on if self.turn is not None else self.send)
         finally:
             if self.turn is not None:

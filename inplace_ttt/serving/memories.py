@@ -1,7 +1,8 @@
 """Which user's memory of which name is which snapshot of the workers: the server's side of memories.
 
-A snapshot never changes. A request starts from the one that its memory's name stands for, and makes a new one; those who started from
-the old one still read that. Where snapshots would take too much of the workers' memory, the least recently used rest on disk.
+A snapshot never changes. A request starts from the one that its memory's name stands for, and makes a new
+one; those who started from the old one still read that. Where snapshots would take too much of the workers'
+memory, the least recently used rest on disk.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ _LOG = logging.getLogger(f"vllm.{__name__}")
 class Engine(Protocol):
     """vLLM's `EngineClient`."""
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """folder: where memories rest that there is no room for, and are saved. per_user: memories of one user. in_memory: bytes of all
+    """folder: where memories rest that there is no room for, and are saved. per_user: memories of one user.
+        in_memory: bytes of all
     snapshots in the workers. upload: bytes of a file.
     """
 
@@ -44,7 +48,8 @@ class MemorySettings:
 
 @dataclass(eq=False)
 class Turn:
-    """One request's use of a memory. start: the snapshot that it starts from; keep: under which name what it writes is kept, if it is."""
+    """One request's use of a memory. start: the snapshot that it starts from; keep: under which name what it
+    writes is kept, if it is."""
 
     memory: Memory
     start: str | None
@@ -52,12 +57,14 @@ class Turn:
 
 
 class Memories:
-    """All users' memories; their files are FOLDER/USER/NAME.state and .resting. Raises InPlaceTTTError for a folder that takes none."""
+    """All users' memories; their files are FOLDER/USER/NAME.state and .resting. Raises InPlaceTTTError for a
+    folder that takes none."""
 
     def __init__(self, engine: Engine, settings: MemorySettings) -> None:
         self.engine, self.settings, self.folder = engine, settings, Path(settings.folder).resolve()
         check_writable(self.folder)
-        for cut_off in self.folder.glob(f"*/.{'[0-9a-f]' * 32}{SAVED}"):  # what `export` wrote for a server that was killed
+        # what `export` wrote for a server that was killed
+        for cut_off in self.folder.glob(f"*/.{'[0-9a-f]' * 32}{SAVED}"):
             cut_off.unlink(missing_ok=True)
         self._users: dict[str, dict[str, Memory]] = {}
         self._about: dict[str, Mapping[str, int]] = {}
@@ -70,8 +77,18 @@ class Memories:
 
     def describe(self, memory: Memory) -> dict[str, Any]:
         if memory.snapshot is not None:
-            return {"name": memory.name, **self._about[memory.snapshot], "in": "memory", "saved": memory.is_saved}
-        return {"name": memory.name, **about_file(memory.on_disk or memory.file), "in": "disk", "saved": memory.is_saved}
+            return {
+                "name": memory.name,
+                **self._about[memory.snapshot],
+                "in": "memory",
+                "saved": memory.is_saved,
+            }
+        return {
+            "name": memory.name,
+            **about_file(memory.on_disk or memory.file),
+            "in": "disk",
+            "saved": memory.is_saved,
+        }
 
     def find(self, user: str, name: str) -> Memory:
         memory = self._of(user).get(check_name(name))
@@ -80,7 +97,8 @@ class Memories:
         return memory
 
     async def begin(self, user: str, name: str, freeze: bool) -> Turn:
-        """A request's turn, which `end` must end. It waits for other requests that write this memory, unless it only reads."""
+        """A request's turn, which `end` must end. It waits for other requests that write this memory, unless
+        it only reads."""
         memory = self.find(user, name) if freeze else await self._own(user, name)
         try:
             start = await (self._woken(memory) if freeze else self._wake(memory))
@@ -96,7 +114,8 @@ class Memories:
         return Turn(memory, start, keep)
 
     async def end(self, turn: Turn, well: bool) -> None:
-        """Make what the request wrote the memory's, if all went well. Raises InPlaceTTTError where there is nothing."""
+        """Make what the request wrote the memory's, if all went well. Raises InPlaceTTTError where there is
+        nothing."""
         KNOWN.discard(turn.keep or "")
         try:
             if turn.keep is not None and well:
@@ -137,11 +156,13 @@ class Memories:
         return memory
 
     async def upload(self, user: str, name: str, body: AsyncIterator[bytes]) -> Memory:
-        """Take a session's file as a memory, a new one or in place of one; refused if it is not of this model."""
+        """Take a session's file as a memory, a new one or in place of one; refused if it is not of this
+        model."""
         memory = await self._own(user, name)
         try:
             _make_folder_of(memory.file)
-            with new_file(memory.file, ours=True) as partial:  # the name is the memory's: the folder is the server's own
+            # the name is the memory's: the folder is the server's own
+            with new_file(memory.file, ours=True) as partial:
                 await self._receive(body, partial)
                 made = await self._made("ttt_load", str(partial), status=400)
             await self._replace(memory, made)
@@ -156,7 +177,9 @@ class Memories:
         copy = await self._own(user, to)
         try:
             if copy.exists:
-                raise Refused(f"there is a memory {shown(to)} already; delete it, or choose another name.", 409)
+                raise Refused(
+                    f"there is a memory {shown(to)} already; delete it, or choose another name.", 409
+                )
             copy.snapshot = await self._woken(self.find(user, name))
             self._uses[copy.snapshot] += 1
             copy.used = next(self._clock)
@@ -176,19 +199,29 @@ class Memories:
         """A user's memories; the first time, those on disk."""
         if user not in self._users:
             files = (self.folder / user).glob("[!.]*")
-            known = {file.with_name(f"{file.stem}{SAVED}") for file in files if file.suffix in (SAVED, RESTING)}
+            known = {
+                file.with_name(f"{file.stem}{SAVED}") for file in files if file.suffix in (SAVED, RESTING)
+            }
             self._users[user] = {memory.name: memory for memory in map(Memory, known)}
         return self._users[user]
 
     async def _own(self, user: str, name: str) -> Memory:
-        """The memory of that name, made if it is new, for its caller alone to write: who must release `writing`."""
+        """The memory of that name, made if it is new, for its caller alone to write: who must release
+        `writing`."""
         if (problem := await self._make_room()) is not None:
             raise problem
         mine = self._of(user)
         while True:
             if check_name(name) not in mine:
-                if sum(memory.exists or memory.writing.locked() for memory in mine.values()) >= self.settings.per_user:
-                    raise Refused(f"there are {self.settings.per_user} memories, the most that one key may have; delete one.", 409)
+                if (
+                    sum(memory.exists or memory.writing.locked() for memory in mine.values())
+                    >= self.settings.per_user
+                ):
+                    raise Refused(
+                        f"there are {self.settings.per_user} memories, the most that one key may have; "
+                        "delete one.",
+                        409,
+                    )
                 mine[name] = Memory(self.folder / user / f"{name}{SAVED}")
             memory = mine[name]
             await memory.writing.acquire()
@@ -221,7 +254,8 @@ class Memories:
             return memory.snapshot
 
     async def _woken(self, memory: Memory) -> str:
-        """The snapshot of a memory that is there; it may have been deleted while others woke it or put it to rest."""
+        """The snapshot of a memory that is there; it may have been deleted while others woke it or put it to
+        rest."""
         if (snapshot := await self._wake(memory)) is None:
             raise _unknown(memory.name)
         return snapshot
@@ -267,7 +301,10 @@ class Memories:
             async for block in body:
                 size += len(block)
                 if size > self.settings.upload:
-                    raise Refused(f"the file is larger than {self.settings.upload:,} bytes, the most that is taken.", 413)
+                    raise Refused(
+                        f"the file is larger than {self.settings.upload:,} bytes, the most that is taken.",
+                        413,
+                    )
                 written.write(block)
 
     async def _write(self, snapshot: str, file: Path) -> None:
@@ -275,12 +312,16 @@ class Memories:
         await self._call("ttt_save", snapshot, str(file), status=507)
 
     async def _make_room(self) -> Refused | None:
-        """The least recently used go to disk, except those that a request writes; why one could not, where there is still no room.
+        """The least recently used go to disk, except those that a request writes; why one could not, where
+        there is still no room.
 
-        What a request has written is the memory's by then, so that its end does not fail by this: the next that would write does.
+        What a request has written is the memory's by then, so that its end does not fail by this: the next
+        that would write does.
         """
         problem = None
-        held = [memory for mine in self._users.values() for memory in mine.values() if memory.snapshot is not None]
+        held = [
+            memory for mine in self._users.values() for memory in mine.values() if memory.snapshot is not None
+        ]
         for memory in sorted(held, key=lambda memory: memory.used):
             if self._has_room():
                 break
@@ -305,7 +346,10 @@ class Memories:
         for answer in answers:
             if "error" in answer:
                 raise Refused(answer["error"], status)
-        return {name: sum(answer[name] for answer in answers) if name == "bytes" else answers[0][name] for name in answers[0]}
+        return {
+            name: sum(answer[name] for answer in answers) if name == "bytes" else answers[0][name]
+            for name in answers[0]
+        }
 
 
 def _unknown(name: str) -> Refused:

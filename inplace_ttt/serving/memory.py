@@ -29,7 +29,8 @@ class Refused(InPlaceTTTError):
 
 @dataclass(eq=False)
 class Memory:
-    """snapshot: None while it rests on disk, or before anything is written. saved, rested: the snapshots that its files hold, where known.
+    """snapshot: None while it rests on disk, or before anything is written. saved, rested: the snapshots that
+        its files hold, where known.
 
     file: what its user saved. resting: what was put there for want of room.
     """
@@ -52,7 +53,8 @@ class Memory:
 
     @property
     def on_disk(self) -> Path | None:
-        """The newest file; a server that was killed may have saved, and not yet removed what rested before."""
+        """The newest file; a server that was killed may have saved, and not yet removed what rested
+        before."""
         found = [file for file in (self.resting, self.file) if file.exists()]
         return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
 
@@ -63,7 +65,9 @@ class Memory:
     @property
     def is_saved(self) -> bool:
         """Whether its user's file holds what it is now."""
-        return self.file.exists() and (self.saved == self.snapshot if self.snapshot is not None else self.on_disk == self.file)
+        return self.file.exists() and (
+            self.saved == self.snapshot if self.snapshot is not None else self.on_disk == self.file
+        )
 
 
 def check_name(name: Any) -> str:
@@ -73,7 +77,8 @@ def check_name(name: Any) -> str:
 
 
 def about_file(file: Path) -> dict[str, int]:
-    """As the workers say it of a snapshot, of a file that nobody has proved; without numbers where it is none."""
+    """As the workers say it of a snapshot, of a file that nobody has proved; without numbers where it is
+    none."""
     try:
         with safe_open(file, framework="pt") as held:
             counts = next(held.get_tensor(name) for name in held.keys() if name.endswith(".counts"))  # noqa: SIM118 - not a mapping

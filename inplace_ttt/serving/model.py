@@ -1,4 +1,5 @@
-"""A base's model class in vLLM with fast weights in it, by the architecture that a converted checkpoint names."""
+"""A base's model class in vLLM with fast weights in it, by the architecture that a converted checkpoint
+names."""
 
 from __future__ import annotations
 
@@ -40,12 +41,22 @@ def _served(architecture: str) -> type:
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             mine: dict[str, Tensor] = {}
             loaded = super().load_weights(_without(weights, mine))
-            own = {name: tensor for name, tensor in (*self.named_parameters(), *self.named_buffers()) if _NEW in name}
+            own = {
+                name: tensor
+                for name, tensor in (*self.named_parameters(), *self.named_buffers())
+                if _NEW in name
+            }
             if odd := own.keys() ^ mine.keys():
-                raise InPlaceTTTError(f"the checkpoint's fast weights and its config differ in {min(odd)}; convert the base again.")
+                raise InPlaceTTTError(
+                    f"the checkpoint's fast weights and its config differ in {min(odd)}; convert the base "
+                    "again."
+                )
             for name, tensor in mine.items():
                 if tensor.shape != (shape := own[name].shape):  # else one number would be copied into all
-                    raise InPlaceTTTError(f"{name} is {list(tensor.shape)} and the config says {list(shape)}; convert the base again.")
+                    raise InPlaceTTTError(
+                        f"{name} is {list(tensor.shape)} and the config says {list(shape)}; convert the "
+                        "base again."
+                    )
                 own[name].data.copy_(tensor)
             for module in self.modules():
                 if isinstance(module, FastRowParallelLinear):
@@ -83,15 +94,25 @@ def _make_fast(model: Any, vllm_config: VllmConfig) -> None:
         if config.target == "hidden_states":
             source = Source()
             mlp.register_forward_pre_hook(source.take, with_kwargs=True)
-        install(mlp.down_proj, LayerSettings(index, config, config.eta_of(position)), source, handle, vllm_config)
+        install(
+            mlp.down_proj, LayerSettings(index, config, config.eta_of(position)), source, handle, vllm_config
+        )
     size = sum(layers[index].mlp.down_proj.slots.nbytes for index in indices)
-    _LOG.info("In-Place TTT: %d slots of %.1f MB, fast weights of %d layers", handle.slots - 1, size / 1e6, len(indices))
+    _LOG.info(
+        "In-Place TTT: %d slots of %.1f MB, fast weights of %d layers",
+        handle.slots - 1,
+        size / 1e6,
+        len(indices),
+    )
 
 
 def _handles(vllm_config: VllmConfig, device: torch.device) -> SlotHandle:
-    """The slots' handle, in as many copies as there are layers of the rarest kind of attention: vLLM groups its caches by that number."""
+    """The slots' handle, in as many copies as there are layers of the rarest kind of attention: vLLM groups
+    its caches by that number."""
     rarest = min(Counter(attention_specs(vllm_config)).values())
-    handles = [SlotHandle(f"inplace_ttt.slots.{i}", number_of_slots(vllm_config), device) for i in range(rarest)]
+    handles = [
+        SlotHandle(f"inplace_ttt.slots.{i}", number_of_slots(vllm_config), device) for i in range(rarest)
+    ]
     vllm_config.compilation_config.static_forward_context |= {handle.name: handle for handle in handles}
     return handles[0]
 
@@ -109,7 +130,10 @@ def _refuse(config: InPlaceTTTConfig, vllm_config: VllmConfig) -> None:
         "LoRA requests": vllm_config.lora_config is not None,
     }
     if held := [what for what, is_on in refused.items() if is_on]:
-        raise InPlaceTTTError(f"{' and '.join(held)} cannot be served with fast weights yet; leave it out, or use inplace-ttt generate.")
+        raise InPlaceTTTError(
+            f"{' and '.join(held)} cannot be served with fast weights yet; leave it out, or use "
+            "inplace-ttt generate."
+        )
 
 
 def _without(weights: Iterable[tuple[str, Tensor]], mine: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

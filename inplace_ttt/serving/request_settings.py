@@ -14,15 +14,18 @@ from ..files.schema import from_values
 
 KEY = "inplace_ttt"
 KNOWN: set[str] = set()
-"""Snapshots that requests of this process may start from, and names under which they may be kept: nobody else's are let in."""
+"""Snapshots that requests of this process may start from, and names under which they may be kept: nobody
+else's are let in."""
 
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """off: nothing is read from fast weights and nothing written. start: the snapshot that the request starts from, None for W0.
+    """off: nothing is read from fast weights and nothing written. start: the snapshot that the request starts
+        from, None for W0.
     keep: under which name what it has written is kept at its end, for `MemoryWorker.ttt_keep`.
 
-    salted: the prompt has a `cache_salt` that no request with other settings has. vLLM knows a prefix by its tokens alone, and what a
+    salted: the prompt has a `cache_salt` that no request with other settings has. vLLM knows a prefix by its
+        tokens alone, and what a
     layer says of them depends on these settings too.
     """
 
@@ -41,11 +44,15 @@ class RequestSettings:
         settings = cls.of(params)
         if settings != cls() and not settings.salted:
             raise InPlaceTTTError(
-                f"{KEY} of extra_args changes what a prefix's cache holds; give the prompt a cache_salt of its own and say salted, or "
+                f"{KEY} of extra_args changes what a prefix's cache holds; give the prompt a cache_salt of "
+                "its own and say salted, or "
                 "use inplace-ttt serve, which does."
             )
         if not {settings.start or "", settings.keep or ""} - {""} <= KNOWN:
-            raise InPlaceTTTError(f"start and keep of {KEY} in extra_args are the server's own; name a memory, to inplace-ttt serve.")
+            raise InPlaceTTTError(
+                f"start and keep of {KEY} in extra_args are the server's own; name a memory, to "
+                "inplace-ttt serve."
+            )
         return settings
 
     @classmethod

@@ -25,15 +25,23 @@ from .memory import check_writable
 
 
 def serve(
-    model: str | os.PathLike[str], host: str, port: int, keys: Sequence[str], memories: Mapping[str, Any], others: Sequence[str]
+    model: str | os.PathLike[str],
+    host: str,
+    port: int,
+    keys: Sequence[str],
+    memories: Mapping[str, Any],
+    others: Sequence[str],
 ) -> None:
-    """Serve until the process is told to end. memories: fields of `MemorySettings`. others: arguments of vLLM's own command."""
+    """Serve until the process is told to end. memories: fields of `MemorySettings`. others: arguments of
+    vLLM's own command."""
     cli_env_setup()
     given = _arguments({"model": str(model), "host": host, "port": port}, others)
     if (given.api_server_count or 1) > 1:
         raise InPlaceTTTError("memories are known to one API server; leave --api-server-count out.")
     if given.async_scheduling:
-        raise InPlaceTTTError("with --async-scheduling a memory may have read more than was said; leave it out.")
+        raise InPlaceTTTError(
+            "with --async-scheduling a memory may have read more than was said; leave it out."
+        )
     given.async_scheduling = False
     with reported("--additional-config behind --vllm must be a JSON object"):
         given.additional_config = {**_table(given.additional_config), SETTINGS: dict(memories)}
@@ -47,33 +55,45 @@ def serve(
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
                 raise
-            raise InPlaceTTTError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port.") from None
+            raise InPlaceTTTError(
+                f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port."
+            ) from None
 
 
 class _Parser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InPlaceTTTError(f"vLLM refuses what stands behind --vllm: {message}; `vllm serve --help=all` lists what it takes.")
+        raise InPlaceTTTError(
+            f"vLLM refuses what stands behind --vllm: {message}; `vllm serve --help=all` lists what it takes."
+        )
 
 
 def _arguments(ours: Mapping[str, Any], others: Sequence[str]) -> Namespace:
     """vLLM's arguments: those of our own command, and others beside them."""
     parser = make_arg_parser(_Parser(prog="vllm serve", add_help=False))
     with reported("vLLM cannot take what stands behind --vllm"):
-        given = parser.parse_args([*(word for name, value in ours.items() for word in (f"--{name}", str(value))), *others])
+        given = parser.parse_args(
+            [*(word for name, value in ours.items() for word in (f"--{name}", str(value))), *others]
+        )
     for name, value in ours.items():
         if getattr(given, name) != value or given.model_tag:
-            raise InPlaceTTTError(f"--{name} is no argument behind --vllm, but one of inplace-ttt serve itself; say it before --vllm.")
+            raise InPlaceTTTError(
+                f"--{name} is no argument behind --vllm, but one of inplace-ttt serve itself; say it "
+                "before --vllm."
+            )
     return given
 
 
 def _kept_apart(folder: Path) -> ExitStack:
-    """Keeps other servers off a folder of memories, each of which would go by files that the other has replaced meanwhile."""
+    """Keeps other servers off a folder of memories, each of which would go by files that the other has
+    replaced meanwhile."""
     check_writable(folder)
     held = ExitStack()
     try:
         held.enter_context(output_lock(folder / "server"))
     except InPlaceTTTError:
-        raise InPlaceTTTError(f"another server keeps its memories in {folder}; choose another folder with --memories.") from None
+        raise InPlaceTTTError(
+            f"another server keeps its memories in {folder}; choose another folder with --memories."
+        ) from None
     return held
 
 

@@ -14,13 +14,16 @@ from ..layout import ChunkLayout
 
 
 class Slots:
-    """States [slots, ·, r], what reads use of them [slots, d, r], and the open chunks' keys and sources [slots, C, ·].
+    """States [slots, ·, r], what reads use of them [slots, d, r], and the open chunks' keys and sources
+    [slots, C, ·].
 
-    How far a request is follows from how many of its tokens were read, so that a slot is lent without being cleared: of what its
-    last owner left nothing is read.
+    How far a request is follows from how many of its tokens were read, so that a slot is lent without being
+    cleared: of what its last owner left nothing is read.
     """
 
-    def __init__(self, slots: int, config: InPlaceTTTConfig, d: int, h: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, config: InPlaceTTTConfig, d: int, h: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.chunk_size = config.chunk_size
         rows, width = config.state_shape(d, h)
         self.state = State.empty(slots, (rows, width), d, dtype, config.rule, device)
@@ -41,7 +44,8 @@ class Slots:
             tensor[slot, :filled] = tensor[source, :filled]
 
     def held(self, slot: int, seen: int) -> dict[str, Tensor]:
-        """What a slot holds after so many tokens, as copies in the host's memory: the tensors of a stream of one row."""
+        """What a slot holds after so many tokens, as copies in the host's memory: the tensors of a stream of
+        one row."""
         written, filled = divmod(seen, self.chunk_size)
         held = {"counts": torch.tensor([[filled], [written], [seen]])}
         if written:
@@ -60,7 +64,8 @@ class Slots:
             self.sources[slot, :filled] = held["x"][0, :filled].to(self.sources)
 
     def advance(self, out: Tensor, z: Tensor, x: Tensor, slot: int, seen: int, layer: StreamedLayer) -> None:
-        """Add what one request's tokens read to `out` [n, d] in place and take them in; keys z [n, r], target source x [n, d].
+        """Add what one request's tokens read to `out` [n, d] in place and take them in; keys z [n, r], target
+        source x [n, d].
 
         A token reads the chunks completed before it; a chunk is written when its last token has been read.
         """
@@ -75,21 +80,28 @@ class Slots:
         if whole < len(z):
             self._take(out[whole:], z[whole:], x[whole:], slot, 0, written, layer)
 
-    def advance_each(self, out: Tensor, z: Tensor, x: Tensor, requests: list[tuple[int, int, int]], layer: StreamedLayer) -> None:
-        """As `advance` for requests with one token each: its place in out [N, d], keys z [N, r] and x [N, d], slot, tokens seen before."""
+    def advance_each(
+        self, out: Tensor, z: Tensor, x: Tensor, requests: list[tuple[int, int, int]], layer: StreamedLayer
+    ) -> None:
+        """As `advance` for requests with one token each: its place in out [N, d], keys z [N, r] and x [N, d],
+        slot, tokens seen before."""
         reading = [(place, slot) for place, slot, seen in requests if seen >= self.chunk_size]
         if reading:
             places = torch.tensor([place for place, _ in reading], device=z.device)
             read = self.state.read_each(z[places], [slot for _, slot in reading])
             out.index_add_(0, places, (read * layer.eta).to(out.dtype))
-        where = torch.tensor([(place, slot, seen % self.chunk_size) for place, slot, seen in requests], device=z.device)
+        where = torch.tensor(
+            [(place, slot, seen % self.chunk_size) for place, slot, seen in requests], device=z.device
+        )
         places, slots, filled = where.unbind(1)
         self.keys[slots, filled], self.sources[slots, filled] = z[places], x[places]
         for _, slot, seen in requests:
             if (seen + 1) % self.chunk_size == 0:
                 self._write_open(slot, seen // self.chunk_size, layer)
 
-    def _take(self, out: Tensor, z: Tensor, x: Tensor, slot: int, filled: int, written: int, layer: StreamedLayer) -> bool:
+    def _take(
+        self, out: Tensor, z: Tensor, x: Tensor, slot: int, filled: int, written: int, layer: StreamedLayer
+    ) -> bool:
         """Tokens of the open chunk; whether they complete it."""
         stop = filled + len(z)
         if written:
@@ -103,12 +115,18 @@ class Slots:
     def _write_open(self, slot: int, written: int, layer: StreamedLayer) -> None:
         """The slot's open chunk is complete."""
         part = slice(slot, slot + 1)
-        after = layer.write(self.keys[part], self.sources[part], self._layout(1), self._before(slot, written), reads=False)[1]
+        after = layer.write(
+            self.keys[part], self.sources[part], self._layout(1), self._before(slot, written), reads=False
+        )[1]
         self.state.put(slot, after[0])
 
-    def _take_whole(self, out: Tensor, z: Tensor, x: Tensor, slot: int, written: int, layer: StreamedLayer) -> None:
+    def _take_whole(
+        self, out: Tensor, z: Tensor, x: Tensor, slot: int, written: int, layer: StreamedLayer
+    ) -> None:
         """Whole chunks, in one call."""
-        read, after = layer.write(z[None], x[None], self._layout(len(z) // self.chunk_size), self._before(slot, written), reads=True)
+        read, after = layer.write(
+            z[None], x[None], self._layout(len(z) // self.chunk_size), self._before(slot, written), reads=True
+        )
         out += read[0].to(out.dtype)
         self.state.put(slot, after[0])
 

@@ -1,4 +1,5 @@
-"""What fast weights have written, outside of any slot: what a memory's name stands for, and a session's file holds."""
+"""What fast weights have written, outside of any slot: what a memory's name stands for, and a session's file
+holds."""
 
 from __future__ import annotations
 
@@ -42,10 +43,13 @@ class Snapshot:
 class SnapshotFiles:
     """Snapshots as files that `Session` reads and writes, of the model in a folder.
 
-    is_split: each rank of tensor parallelism holds a part of the keys' numbers; a file holds them all, and the first rank writes it.
+    is_split: each rank of tensor parallelism holds a part of the keys' numbers; a file holds them all, and
+        the first rank writes it.
     """
 
-    def __init__(self, model: str, config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]], is_split: bool) -> None:
+    def __init__(
+        self, model: str, config: InPlaceTTTConfig, sizes: Mapping[int, tuple[int, int]], is_split: bool
+    ) -> None:
         self.model, self.config, self.sizes, self.is_split = model, config, sizes, is_split
 
     @cached_property
@@ -54,12 +58,20 @@ class SnapshotFiles:
 
     def write(self, snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
         """In one step, as `Session.save`. All ranks must call it."""
-        tensors = {f"{index}.fast.{name}": tensor for index, held in snapshot.layers.items() for name, tensor in held.items()}
+        tensors = {
+            f"{index}.fast.{name}": tensor
+            for index, held in snapshot.layers.items()
+            for name, tensor in held.items()
+        }
         if self.is_split:
-            tensors = {name: _joined(tensor) if name.endswith(_SPLIT) else tensor for name, tensor in tensors.items()}
+            tensors = {
+                name: _joined(tensor) if name.endswith(_SPLIT) else tensor for name, tensor in tensors.items()
+            }
         if get_tensor_model_parallel_rank() > 0:
             return
-        session_file.write(path, tensors, config=self.config.to_dict(), fingerprint=self.fingerprint, attention={})
+        session_file.write(
+            path, tensors, config=self.config.to_dict(), fingerprint=self.fingerprint, attention={}
+        )
 
     def read(self, path: str | os.PathLike[str]) -> Snapshot:
         """Raises InPlaceTTTError for what is damaged, another model's, or more than fast weights."""
@@ -69,16 +81,22 @@ class SnapshotFiles:
             raise InPlaceTTTError(str(error).replace(str(path), "the file")) from None
         check_header("the file", header, self.config, self.fingerprint)
         if header.attention or "tokens" in tensors:
-            raise InPlaceTTTError("the file holds a session's KV cache too; save state.drop_kv_cache() instead.")
+            raise InPlaceTTTError(
+                "the file holds a session's KV cache too; save state.drop_kv_cache() instead."
+            )
         if check_streams("the file", tensors, self.config, self.sizes) != 1:
             raise InPlaceTTTError("the file holds no single sequence; a memory is one.")
         layers: dict[int, dict[str, Tensor]] = {index: {} for index in self.sizes}
         for name, tensor in tensors.items():
             index, _, kind = name.partition(".fast.")
-            layers[int(index)][kind] = _own_part(tensor) if self.is_split and name.endswith(_SPLIT) else tensor
+            layers[int(index)][kind] = (
+                _own_part(tensor) if self.is_split and name.endswith(_SPLIT) else tensor
+            )
         filled, written, _ = (int(count) for count in next(iter(layers.values()))["counts"][:, 0])
         if any(held["counts"][:2, 0].tolist() != [filled, written] for held in layers.values()):
-            raise InPlaceTTTError("the file's layers have read different numbers of tokens; take another copy of it.")
+            raise InPlaceTTTError(
+                "the file's layers have read different numbers of tokens; take another copy of it."
+            )
         return Snapshot(layers, written * self.config.chunk_size + filled)
 
 

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend, LinearAttentionMetadata, LinearAttentionMetadataBuilder
+from vllm.v1.attention.backends.linear_attn import (
+    LinearAttentionBackend,
+    LinearAttentionMetadata,
+    LinearAttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from .batch import NAME as BATCH
@@ -22,7 +26,8 @@ from .snapshots import Snapshot
 class Tokens:
     """One request's tokens [start, stop) of the batch, and its slot.
 
-    seen: how many tokens were read to get to what the slot held before. restores: what to put there first, None for nothing.
+    seen: how many tokens were read to get to what the slot held before. restores: what to put there first,
+        None for nothing.
     """
 
     slot: int
@@ -49,13 +54,18 @@ class Step(LinearAttentionMetadata):
         return [request for request in self.requests if request.stop - request.start > 1]
 
     def moves(self, handles: Tensor) -> list[tuple[Tokens, int]]:
-        """The requests whose state lies in another slot than theirs, and that slot; from now on it lies in theirs."""
+        """The requests whose state lies in another slot than theirs, and that slot; from now on it lies in
+        theirs."""
         if self.moved is None:
-            slots = torch.tensor([request.slot for request in self.requests], dtype=torch.int64, device=handles.device)
+            slots = torch.tensor(
+                [request.slot for request in self.requests], dtype=torch.int64, device=handles.device
+            )
             sources = handles[slots, 0].tolist()
             handles[slots, 0] = slots
             pairs = zip(self.requests, sources, strict=True)
-            goes_on = ((request, source) for request, source in pairs if request.seen and request.restores is None)
+            goes_on = (
+                (request, source) for request, source in pairs if request.seen and request.restores is None
+            )
             self.moved = [(request, source) for request, source in goes_on if source != request.slot]
         return self.moved
 
@@ -65,16 +75,26 @@ class StepBuilder(LinearAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
-    def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.batch: Batch = vllm_config.compilation_config.static_forward_context[BATCH]
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Step:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
         known = super().build(common_prefix_len, common_attn_metadata, fast_build)
         edges = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths, slots = known.seq_lens.tolist(), known.state_indices_tensor.tolist()
         requests = []
-        for row, (slot, length, start, stop) in enumerate(zip(slots, lengths, edges, edges[1:], strict=False)):
+        for row, (slot, length, start, stop) in enumerate(
+            zip(slots, lengths, edges, edges[1:], strict=False)
+        ):
             settings, first = self.batch.begin(row, slot, length)
             if start < stop and not settings.off:
                 read = length - (stop - start)

@@ -29,7 +29,8 @@ _ENTRY = "session"
 
 @dataclass(frozen=True)
 class KeptAttention:
-    """What a decoder layer's cache holds. length: tokens it has seen; window: how many it keeps, None for all."""
+    """What a decoder layer's cache holds. length: tokens it has seen; window: how many it keeps, None for
+    all."""
 
     length: int
     window: int | None = None
@@ -37,7 +38,8 @@ class KeptAttention:
 
 @dataclass(frozen=True)
 class Header:
-    """config: of the TTT layers. fingerprint: of the model's weights. attention: by decoder layer, where the KV cache is kept."""
+    """config: of the TTT layers. fingerprint: of the model's weights. attention: by decoder layer, where the
+    KV cache is kept."""
 
     format: str
     config: dict[str, Any]
@@ -50,13 +52,15 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], **header:
     """Write a session to `path`, in one step; header: the fields of `Header` beside format and checksum."""
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     values = {"format": _FORMATS[-1], **header}
-    metadata = {_ENTRY: json.dumps({**values, "checksum": _checksum(values, held)})}  # one entry: safetensors orders several at random
+    # one entry: safetensors orders several at random
+    metadata = {_ENTRY: json.dumps({**values, "checksum": _checksum(values, held)})}
     with new_file(path, ours=_is_session(path)) as file:
         save_file(held, file, metadata)
 
 
 def refuse_to_replace(path: str | os.PathLike[str]) -> None:
-    """Refuse, before anything is read, a place that takes no file, or holds one that is neither empty nor a session's.
+    """Refuse, before anything is read, a place that takes no file, or holds one that is neither empty nor a
+    session's.
 
     Raises InPlaceTTTError.
     """
@@ -75,7 +79,8 @@ def _is_session(path: str | os.PathLike[str]) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
-    """Header and tensors of a session's file, its checksum proved. Raises InPlaceTTTError for what is no such file, or a damaged one."""
+    """Header and tensors of a session's file, its checksum proved. Raises InPlaceTTTError for what is no such
+    file, or a damaged one."""
     problem = f"cannot read a session state from {path}"
     require_regular(path, problem)
     with reported(problem):
@@ -84,11 +89,17 @@ def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
         values = parse_json(entry)
     if not isinstance(values, dict) or values.get("format") not in _FORMATS:
-        raise InPlaceTTTError(f"{path} is not a session state of this version (wanted {_FORMATS[-1]}); write it with Session.save.")
+        raise InPlaceTTTError(
+            f"{path} is not a session state of this version (wanted {_FORMATS[-1]}); write it with "
+            "Session.save."
+        )
     header = from_values(Header, values, f"{path}, its header")
     found = values.pop("checksum", None)
     if found != (_checksum(values, tensors) if header.format != _FORMATS[0] else None):
-        raise InPlaceTTTError(f"{path} is damaged: it does not have the checksum that it was written with; take another copy of it.")
+        raise InPlaceTTTError(
+            f"{path} is damaged: it does not have the checksum that it was written with; take another copy "
+            "of it."
+        )
     return header, tensors
 
 

@@ -41,12 +41,15 @@ _GOES_ON_AS_ONE = {
 class Session:
     """A session with one converted model: its fast weights and, unless left out, its KV cache.
 
-    cache: the transformers cache; it may also be passed to the model by hand, as `cache` (`past_key_values` before transformers 5.24),
+    cache: the transformers cache; it may also be passed to the model by hand, as `cache` (`past_key_values`
+        before transformers 5.24),
     and what it then reads belongs into `tokens`.
     tokens: the session's token ids [B, n], no padding; `model.generate` wants all of them.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Cache | None = None, tokens: Tensor | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: Cache | None = None, tokens: Tensor | None = None
+    ) -> None:
         self.model = model
         self.cache: Cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
         self.tokens = tokens
@@ -62,17 +65,21 @@ class Session:
         return sum(s.state.nbytes for s in streams(self.cache).values() if s.state is not None)
 
     @torch.no_grad()
-    def read(self, ids: Tensor, *, readings: int = 1, up_to_last: bool = False, progress: bool = False) -> None:
+    def read(
+        self, ids: Tensor, *, readings: int = 1, up_to_last: bool = False, progress: bool = False
+    ) -> None:
         """Append token ids [B, n] to the session and read what its cache has not seen, some at a time.
 
         Args:
             ids: token ids [B, n], whole numbers.
-            readings: how many times to read the text. After each reading but the last the KV cache is dropped, as by `drop_kv_cache`.
+            readings: how many times to read the text. After each reading but the last the KV cache is
+                dropped, as by `drop_kv_cache`.
             up_to_last: leave the last token for `model.generate`, which reads it.
             progress: show a bar on stderr.
 
         Raises:
-            InPlaceTTTError: if `ids` are not token ids of this model, or the cache has read tokens that the session does not know.
+            InPlaceTTTError: if `ids` are not token ids of this model, or the cache has read tokens that the
+                session does not know.
 
         Example:
             >>> session.read(tokenizer(notes, return_tensors="pt").input_ids, readings=4)
@@ -85,7 +92,13 @@ class Session:
             self.cache, self.tokens = fresh.cache, fresh.tokens
         tokens = self._with(ids)
         start, stop = self.cache.get_seq_length(), tokens.shape[1] - up_to_last
-        bar = tqdm(total=max(stop - start, 0), desc="reading", unit="tok", file=sys.stderr, disable=None if progress else True)
+        bar = tqdm(
+            total=max(stop - start, 0),
+            desc="reading",
+            unit="tok",
+            file=sys.stderr,
+            disable=None if progress else True,
+        )
         with bar, reading_text():
             while start < stop:
                 end = min(start + _READ_AT_ONCE, stop)
@@ -97,18 +110,32 @@ class Session:
 
     def _with(self, ids: Tensor) -> Tensor:
         """The session's tokens and `ids` after them [B, n]."""
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        if (
+            not isinstance(ids, Tensor)
+            or ids.dim() != 2
+            or ids.is_floating_point()
+            or ids.dtype == torch.bool
+        ):
+            what = (
+                f"{ids.dtype} of shape {list(ids.shape)}"
+                if isinstance(ids, Tensor)
+                else f"a {type(ids).__name__}"
+            )
             raise InPlaceTTTError(f"token ids are a tensor of whole numbers [B, n], got {what}.")
         known = self.model.get_input_embeddings().num_embeddings
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
-            raise InPlaceTTTError(f"the model knows token ids from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}.")
+            raise InPlaceTTTError(
+                f"the model knows token ids from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}."
+            )
         self._refuse_unknown()
         held = {stream.batch for stream in streams(self.cache).values() if not stream.is_empty} | (
             {len(self.tokens)} if self.tokens is not None else set()
         )
         if held and held != {len(ids)}:
-            raise InPlaceTTTError(f"the session holds {max(held)} sequences, the new tokens have {len(ids)} rows; give one row for each.")
+            raise InPlaceTTTError(
+                f"the session holds {max(held)} sequences, the new tokens have {len(ids)} rows; give one "
+                "row for each."
+            )
         if self.tokens is None:
             return ids.long()
         return torch.cat([self.tokens, ids.long().to(self.tokens.device)], dim=1)
@@ -120,23 +147,32 @@ class Session:
         known, read = 0 if self.tokens is None else self.tokens.shape[1], self.cache.get_seq_length()
         if read > known:
             raise InPlaceTTTError(
-                f"the session's cache has read {read} tokens and the session knows {known}: it was passed to the model by hand, or a call "
-                "was interrupted; append what was read to `tokens`, or go on with a fork or a file from before."
+                f"the session's cache has read {read} tokens and the session knows {known}: it was passed "
+                "to the model by hand, or a call "
+                "was interrupted; append what was read to `tokens`, or go on with a fork or a file from "
+                "before."
             )
 
     @torch.no_grad()
     def write_prompt(self, ids: Tensor, *, progress: bool = False) -> None:
-        """Append token ids [B, n], with which the prompt ends, read them, and write the prompt (`prompt_write` of the config).
+        """Append token ids [B, n], with which the prompt ends, read them, and write the prompt
+        (`prompt_write` of the config).
 
-        Once in a session. Its last token is left, to be read again with what was written. Raises InPlaceTTTError where the config
-        has no `prompt_write`, and for prompts of less than three tokens.
+        Once in a session. Its last token is left, to be read again with what was written. Raises
+        InPlaceTTTError where the config has no `prompt_write`, and for prompts of less than three tokens.
         """
         if config_of(self.model).prompt_write is None:
-            raise InPlaceTTTError("this model's config has no prompt_write, so that nothing is written at a prompt's end; use read.")
+            raise InPlaceTTTError(
+                "this model's config has no prompt_write, so that nothing is written at a prompt's end; "
+                "use read."
+            )
         if self._with(ids).shape[1] < 3 or ids.shape[1] == 0:
             raise InPlaceTTTError("a prompt of less than three tokens has nothing to write; give more of it.")
         if self.chunks_written:
-            raise InPlaceTTTError("this session's prompt is written already; fork the session before its end, or start a new one.")
+            raise InPlaceTTTError(
+                "this session's prompt is written already; fork the session before its end, or start a new "
+                "one."
+            )
         self.read(ids[:, :-1], progress=progress)
         self.cache.activate_past_recording()  # or a layer with a window could not take its last token back
         try:
@@ -146,20 +182,25 @@ class Session:
             stop_recording(self.cache)
 
     def generate(self, ids: Tensor, *, progress: bool = False, **kwargs: Any) -> Tensor:
-        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for `model.generate`, no padding.
+        """Read token ids [B, n], then go on: the new tokens [B, m], which join the session. kwargs: as for
+        `model.generate`, no padding.
 
         Where the config has `prompt_write` and nothing is written yet, the prompt ends here and is written.
-        In a batch, a row that ends before the others is padded by `model.generate`, and what it pads is read as text.
+        In a batch, a row that ends before the others is padded by `model.generate`, and what it pads is read
+        as text.
         """
         settings = kwargs.get("generation_config") or self.model.generation_config
         for name, wanted in _GOES_ON_AS_ONE.items():
             if (asked := kwargs.get(name, getattr(settings, name, None))) not in (None, wanted):
                 raise InPlaceTTTError(
-                    f"a session goes on as one sequence of tokens a row, in its own cache; leave {name}={shown(asked)} out of the "
+                    "a session goes on as one sequence of tokens a row, in its own cache; leave "
+                    f"{name}={shown(asked)} out of the "
                     "arguments and of generation_config.json, or use model.generate."
                 )
         if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
-            raise InPlaceTTTError("a session's rows have no padding; give token ids of one length, or a session to each row.")
+            raise InPlaceTTTError(
+                "a session's rows have no padding; give token ids of one length, or a session to each row."
+            )
         self._with(ids)
         if self._awaits_write(ids):
             self.write_prompt(ids, progress=progress)
@@ -169,11 +210,15 @@ class Session:
         known = self.tokens.shape[1]
         if self.cache.get_seq_length() >= known:
             raise InPlaceTTTError(
-                "the session has read all its tokens, and generation starts from one that it has not; give it at least one more."
+                "the session has read all its tokens, and generation starts from one that it has not; give "
+                "it at least one more."
             )
         mask = torch.ones_like(self.tokens)
-        with reading_text(forwards=1):  # the token that is left of what was given, also where it is the only one
-            self.tokens = self.model.generate(self.tokens, attention_mask=mask, **{CACHE: self.cache}, **kwargs)
+        # the token that is left of what was given, also where it is the only one
+        with reading_text(forwards=1):
+            self.tokens = self.model.generate(
+                self.tokens, attention_mask=mask, **{CACHE: self.cache}, **kwargs
+            )
         return self.tokens[:, known:]
 
     def _awaits_write(self, ids: Tensor) -> bool:
@@ -186,7 +231,9 @@ class Session:
         """An independent copy: what one branch reads, the other does not know."""
         for stream in streams(self.cache).values():
             stream.check_holds_state()
-        return Session(self.model, copy.deepcopy(self.cache), None if self.tokens is None else self.tokens.clone())
+        return Session(
+            self.model, copy.deepcopy(self.cache), None if self.tokens is None else self.tokens.clone()
+        )
 
     def drop_kv_cache(self) -> Session:
         """A state with the same fast weights and an empty KV cache: only what was written is left."""
@@ -195,7 +242,8 @@ class Session:
         return fresh
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the session to one safetensors file, with the model's fingerprint and a checksum; replaces the file in one step."""
+        """Write the session to one safetensors file, with the model's fingerprint and a checksum; replaces
+        the file in one step."""
         if self.tokens is not None:  # a session without them keeps what a cache has read by hand
             self._refuse_unknown()
         tensors: dict[str, Tensor] = {}
@@ -203,15 +251,22 @@ class Session:
         again = max((stream.asks_again for stream in streams(self.cache).values()), default=0)
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, CarriesFastWeight):
-                tensors |= {f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()}
+                tensors |= {
+                    f"{index}.fast.{name}": tensor for name, tensor in layer.fast_weight.tensors().items()
+                }
             if getattr(layer, "is_initialized", False) and layer.get_seq_length() > 0:
                 if plain_class(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                     raise InPlaceTTTError(
-                        f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save state.drop_kv_cache()."
+                        f"a {plain_class(layer).__name__} cannot be saved; use a DynamicCache, or save "
+                        "state.drop_kv_cache()."
                     )
                 window = getattr(layer, "sliding_window", None)
-                kept = slice(None) if window is None else slice(-window + 1 - again, None)  # more is there while past is recorded
-                tensors |= {f"{index}.keys": layer.keys[:, :, kept], f"{index}.values": layer.values[:, :, kept]}
+                # more is there while past is recorded
+                kept = slice(None) if window is None else slice(-window + 1 - again, None)
+                tensors |= {
+                    f"{index}.keys": layer.keys[:, :, kept],
+                    f"{index}.values": layer.values[:, :, kept],
+                }
                 attention[index] = {"length": layer.get_seq_length(), "window": window}
         if self.tokens is not None:
             tensors["tokens"] = self.tokens.contiguous()
@@ -225,7 +280,8 @@ class Session:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> Session:
-        """Read a session saved by `save`; refuses what is damaged, and the session of another model or of another TTT config."""
+        """Read a session saved by `save`; refuses what is damaged, and the session of another model or of
+        another TTT config."""
         header, tensors = session_file.read(path)
         config = config_of(model)
         check_header(path, header, config, fingerprint_of(model))
@@ -238,7 +294,9 @@ class Session:
             index = int(name)
             layer = DynamicLayer() if saved.window is None else DynamicSlidingWindowLayer(saved.window)
             state.cache.layers[index] = layer
-            keys, values = (tensors[f"{index}.{name}"].to(model.device, model.dtype) for name in ("keys", "values"))
+            keys, values = (
+                tensors[f"{index}.{name}"].to(model.device, model.dtype) for name in ("keys", "values")
+            )
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
             if saved.window is not None:
@@ -246,14 +304,19 @@ class Session:
                 layer.record_past = keys.shape[2] >= saved.window
         for index in fast_weights(model):
             prefix = f"{index}.fast."
-            held = {name.removeprefix(prefix): t.to(model.device) for name, t in tensors.items() if name.startswith(prefix)}
+            held = {
+                name.removeprefix(prefix): t.to(model.device)
+                for name, t in tensors.items()
+                if name.startswith(prefix)
+            }
             if held:
                 attach(state.cache, index, stream_class(config).restore(held, config, model.dtype))
         return state
 
 
 def write_prompt(model: PreTrainedModel, cache: Cache) -> None:
-    """Write the prompt that a cache has read, and take its last token back, to be read again with what was written.
+    """Write the prompt that a cache has read, and take its last token back, to be read again with what was
+    written.
 
     The cache must have recorded its past since that token at the latest (`cache.activate_past_recording()`).
     """

@@ -1,9 +1,10 @@
 """Invented facts: what no text says but the one that tells them, and the ways of asking for them.
 
-A record is about a place whose name is made of syllables. Five sentences tell it: its keeper, where the keeper was born, the number of its
-vault, and its captain twice, of which the later one counts. Keepers and captains have common first names, each its own in a document. It is
-asked for in the sentence's own words, in others, from the answer back to what it was said of, over two sentences, and for what
-changed; and as much is asked of a place that nothing was told of.
+A record is about a place whose name is made of syllables. Five sentences tell it: its keeper, where the
+keeper was born, the number of its vault, and its captain twice, of which the later one counts. Keepers and
+captains have common first names, each its own in a document. It is asked for in the sentence's own words, in
+others, from the answer back to what it was said of, over two sentences, and for what changed; and as much is
+asked of a place that nothing was told of.
 """
 
 from __future__ import annotations
@@ -24,17 +25,45 @@ VERBATIM, PARAPHRASED, REVERSED, TWO_HOPS, CHANGED, NEVER_TOLD = KINDS = (
     "never told",
 )
 _FIRST_NAMES = (
-    "Adam Agnes Albert Alice Amos Anna Arthur Barbara Benjamin Bernard Caroline Catherine Charles Clara Conrad Daniel David "
-    "Dorothy Edith Edmund Edward Eleanor Ellen Emily Ernest Esther Felix Florence Francis George Gilbert Grace Hannah Harold "
-    "Helen Henry Hugh Ida Isaac Jacob Jane Joseph Julia Laura Leonard Lewis Louis Lucy Margaret Martha Martin Matthew Miriam "
-    "Nathan Oliver Oscar Paul Peter Philip Rachel Ralph Rebecca Richard Robert Rose Samuel Sarah Simon Stephen Susan Theodore "
+    "Adam Agnes Albert Alice Amos Anna Arthur Barbara Benjamin Bernard Caroline Catherine Charles Clara "
+    "Conrad Daniel David "
+    "Dorothy Edith Edmund Edward Eleanor Ellen Emily Ernest Esther Felix Florence Francis George Gilbert "
+    "Grace Hannah Harold "
+    "Helen Henry Hugh Ida Isaac Jacob Jane Joseph Julia Laura Leonard Lewis Louis Lucy Margaret Martha "
+    "Martin Matthew Miriam "
+    "Nathan Oliver Oscar Paul Peter Philip Rachel Ralph Rebecca Richard Robert Rose Samuel Sarah Simon "
+    "Stephen Susan Theodore "
     "Thomas Victor Walter William"
 )
 PEOPLE = tuple(_FIRST_NAMES.split())
 """Each a token of its own in most vocabularies, so that saying one is no feat of spelling."""
 MOST = len(PEOPLE) // 3
 """Records of a document, each of which takes three people."""
-_BEGIN = ("B", "Br", "D", "Dr", "F", "G", "Gr", "H", "K", "Kr", "L", "M", "N", "P", "Pr", "R", "S", "St", "T", "Tr", "V", "W", "Z")
+_BEGIN = (
+    "B",
+    "Br",
+    "D",
+    "Dr",
+    "F",
+    "G",
+    "Gr",
+    "H",
+    "K",
+    "Kr",
+    "L",
+    "M",
+    "N",
+    "P",
+    "Pr",
+    "R",
+    "S",
+    "St",
+    "T",
+    "Tr",
+    "V",
+    "W",
+    "Z",
+)
 _VOWEL = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _END = ("b", "ck", "d", "l", "lm", "ld", "m", "n", "nd", "r", "rk", "rt", "s", "sk", "st", "t", "v", "x")
 _SYLLABLES = frozenset(map("".join, itertools.product(_BEGIN, _VOWEL, _END)))
@@ -50,7 +79,8 @@ def apart(sentence: str, *, closed: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: ends before the space that the answer follows. options: what the document tells that an answer could be, the right one too.
+    """prompt: ends before the space that the answer follows. options: what the document tells that an answer
+        could be, the right one too.
 
     answer: None for what was never told. earlier: what was told before and no longer counts.
     """
@@ -82,7 +112,11 @@ class _Record:
 def invent(records: int, seed: str) -> Facts:
     """Facts about so many places, `MOST` at the most, and the questions. The same seed gives the same."""
     generator = random.Random(f"facts {seed}")
-    towns, numbers, people = names(generator), generator.sample(range(100, 1000), records), generator.sample(PEOPLE, 3 * records)
+    towns, numbers, people = (
+        names(generator),
+        generator.sample(range(100, 1000), records),
+        generator.sample(PEOPLE, 3 * records),
+    )
     told = [
         _Record(next(towns), keeper, next(towns), str(number), (one, other))
         for number, keeper, one, other in zip(numbers, people[::3], people[1::3], people[2::3], strict=True)
@@ -100,7 +134,9 @@ def invent(records: int, seed: str) -> Facts:
 
 
 def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
-    places, keepers, towns, numbers = (tuple(getattr(r, name) for r in told) for name in ("place", "keeper", "town", "number"))
+    places, keepers, towns, numbers = (
+        tuple(getattr(r, name) for r in told) for name in ("place", "keeper", "town", "number")
+    )
     captains = tuple(captain for record in told for captain in record.captains)
     for r, other in zip(told, others, strict=True):
         yield Question(VERBATIM, f"The keeper of {r.place} is", r.keeper, keepers)
@@ -108,12 +144,16 @@ def _questions(told: list[_Record], others: list[str]) -> Iterator[Question]:
         yield Question(VERBATIM, f"The number of the vault at {r.place} is", r.number, numbers)
         yield Question(PARAPHRASED, f"In {r.place}, the office of keeper is held by", r.keeper, keepers)
         yield Question(PARAPHRASED, f"The birthplace of {r.keeper} is", r.town, towns)
-        yield Question(PARAPHRASED, f"Whoever opens the vault at {r.place} must know the number", r.number, numbers)
+        yield Question(
+            PARAPHRASED, f"Whoever opens the vault at {r.place} must know the number", r.number, numbers
+        )
         yield Question(REVERSED, f"{r.keeper} is the keeper of", r.place, places)
         yield Question(REVERSED, f"The town of {r.town} is the birthplace of", r.keeper, keepers)
         yield Question(REVERSED, f"{r.number} is the number of the vault at", r.place, places)
         yield Question(TWO_HOPS, f"The keeper of {r.place} was born in", r.town, towns)
-        yield Question(CHANGED, f"The captain of {r.place} is", r.captains[1], captains, earlier=r.captains[0])
+        yield Question(
+            CHANGED, f"The captain of {r.place} is", r.captains[1], captains, earlier=r.captains[0]
+        )
         yield Question(NEVER_TOLD, f"The keeper of {other} is", None, keepers)
 
 

@@ -1,9 +1,10 @@
 """The recall task: key-value pairs, a stretch of filler, then every key again, to be answered with its value.
 
-The filler is longer than the model's attention window, so that only a fast weight can carry the pairs across it. A row
-is one document: `pairs` times (key, value), filler, `pairs` times (key, value) in another order. Ids 0 to vocabulary/4 are
-filler, up to vocabulary/2 keys, the rest values. A key stands once among the pairs; values repeat as they fall. Labels
-are -100 except at the values of the second half, and are not shifted: transformers shifts them.
+The filler is longer than the model's attention window, so that only a fast weight can carry the pairs across
+it. A row is one document: `pairs` times (key, value), filler, `pairs` times (key, value) in another order.
+Ids 0 to vocabulary/4 are filler, up to vocabulary/2 keys, the rest values. A key stands once among the pairs;
+values repeat as they fall. Labels are -100 except at the values of the second half, and are not shifted:
+transformers shifts them.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def recall_data(rows: int, pairs: int, vocabulary: int, length: int, seed: int, held_out: bool = False) -> Dataset:
-    """`rows` rows of `length` tokens: input_ids, position_ids, labels. Row i depends on seed, held_out and i alone."""
+def recall_data(
+    rows: int, pairs: int, vocabulary: int, length: int, seed: int, held_out: bool = False
+) -> Dataset:
+    """`rows` rows of `length` tokens: input_ids, position_ids, labels. Row i depends on seed, held_out and i
+    alone."""
     import numpy as np
     from datasets import Dataset, Features, List, Value
 
     keys = vocabulary // 2 - vocabulary // 4
     if not 1 <= pairs <= keys:
         raise InPlaceTTTError(
-            f"recall asks for {pairs} pairs, but a vocabulary of {vocabulary} has {keys} keys; lower data.recall.pairs or raise "
+            f"recall asks for {pairs} pairs, but a vocabulary of {vocabulary} has {keys} keys; lower "
+            "data.recall.pairs or raise "
             "data.recall.vocabulary."
         )
     if length < 4 * pairs:
         raise InPlaceTTTError(
-            f"recall of {pairs} pairs takes at least {4 * pairs} tokens, sequence_length is {length}; lower data.recall.pairs or "
+            f"recall of {pairs} pairs takes at least {4 * pairs} tokens, sequence_length is {length}; "
+            "lower data.recall.pairs or "
             "raise data.sequence_length."
         )
     ids = np.empty((rows, length), dtype=np.int32)
@@ -65,7 +71,9 @@ def recall_accuracy(model: nn.Module, data: Dataset, batch_size: int = 32) -> fl
     device = next(model.parameters()).device
     right = asked = 0
     for batch in data.with_format("torch").iter(batch_size=batch_size):
-        ids, positions, labels = (batch[name].to(device).long() for name in ("input_ids", "position_ids", "labels"))
+        ids, positions, labels = (
+            batch[name].to(device).long() for name in ("input_ids", "position_ids", "labels")
+        )
         guesses = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, :-1].argmax(dim=-1)
         wanted = labels[:, 1:] != IGNORED
         right += int((guesses == labels[:, 1:])[wanted].sum())

@@ -1,7 +1,8 @@
 """Statements of invented facts, for training: what is said once and has to be known when it is said again.
 
-Their subjects and answers are of the kinds that `tasks.facts` asks for, places and towns of syllables, first names, numbers, and some
-common words; their relations are others, so that what is asked there is in no sentence that a model was trained on.
+Their subjects and answers are of the kinds that `tasks.facts` asks for, places and towns of syllables, first
+names, numbers, and some common words; their relations are others, so that what is asked there is in no
+sentence that a model was trained on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,20 @@ from dataclasses import dataclass
 
 from .facts import PEOPLE, names
 
-_COLOURS = ("red", "green", "blue", "white", "black", "yellow", "grey", "brown", "purple", "orange", "pink", "golden")
+_COLOURS = (
+    "red",
+    "green",
+    "blue",
+    "white",
+    "black",
+    "yellow",
+    "grey",
+    "brown",
+    "purple",
+    "orange",
+    "pink",
+    "golden",
+)
 _GOODS = (
     "wool",
     "salt",

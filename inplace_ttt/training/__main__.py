@@ -22,10 +22,17 @@ from .run.worker import meet, run
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m inplace_ttt.training", description=__doc__)
     parser.add_argument("recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting of the recipe")
-    parser.add_argument("--from-scratch", action="store_true", help="start anew although the output has checkpoints")
-    parser.add_argument("--no-audit", action="store_true", help="start although the run deviates from the paper undeclared")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting of the recipe"
+    )
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="start anew although the output has checkpoints"
+    )
+    parser.add_argument(
+        "--no-audit", action="store_true", help="start although the run deviates from the paper undeclared"
+    )
+    # DeepSpeed's launcher adds it
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     end_with_launcher()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -50,7 +57,8 @@ def main() -> int:
 
 
 def _report(refusal: str) -> None:
-    """Hand the reason to the launcher, which prints it once all processes have ended; without one, print it."""
+    """Hand the reason to the launcher, which prints it once all processes have ended; without one, print
+    it."""
     file = os.environ.get(REFUSAL)
     try:
         if file is not None and not os.path.getsize(file):
@@ -63,7 +71,8 @@ def _report(refusal: str) -> None:
 
 
 def _hide_bars() -> None:
-    """No progress bars of data and weights where nobody watches; the steps of the run are printed in any case."""
+    """No progress bars of data and weights where nobody watches; the steps of the run are printed in any
+    case."""
     import datasets
     from transformers import logging as transformers_logging
 
@@ -74,7 +83,8 @@ def _hide_bars() -> None:
 
 @contextmanager
 def last_net() -> Iterator[None]:
-    """Within it any error is one sentence, as on the command line: what gets here should have been refused where it was read."""
+    """Within it any error is one sentence, as on the command line: what gets here should have been refused
+    where it was read."""
     try:
         yield
     except InPlaceTTTError:
@@ -84,18 +94,20 @@ def last_net() -> Iterator[None]:
             traceback.print_exc()
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise InPlaceTTTError(
-                f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan says what a run takes."
+                f"there is not enough memory for it ({one_line(error)}); inplace-ttt plan says what a run "
+                "takes."
             ) from None
         if isinstance(error, OSError) and (reason := refused_by_system(error)) is not None:
             raise InPlaceTTTError(reason) from None
         raise InPlaceTTTError(
-            f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and please report it."
+            f"unexpected {type(error).__name__}: {one_line(error)}; set {TRACEBACK}=1 to see where, and "
+            "please report it."
         ) from None
 
 
 def end(code: int) -> NoReturn:
-    """End this process without taking the interpreter down, where threads of a group whose other processes have gone now and then abort:
-    a run that has finished would then be reported as failed."""
+    """End this process without taking the interpreter down, where threads of a group whose other processes
+    have gone now and then abort: a run that has finished would then be reported as failed."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

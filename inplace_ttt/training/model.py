@@ -32,15 +32,20 @@ _EXTENSION = {"factor", "original_max_position_embeddings"}
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
-    """The model to train, converted, with `requires_grad` set; a `PeftModel` around it where the recipe says lora.
+    """The model to train, converted, with `requires_grad` set; a `PeftModel` around it where the recipe says
+    lora.
 
-    Seeds torch with the recipe's seed, so that ranks draw the same weights. Works under transformers' `HfDeepSpeedConfig`
-    (ZeRO-3: parameters are partitioned while they load). Raises InPlaceTTTError for whatever cannot be built.
+    Seeds torch with the recipe's seed, so that ranks draw the same weights. Works under transformers'
+    `HfDeepSpeedConfig` (ZeRO-3: parameters are partitioned while they load). Raises InPlaceTTTError for
+    whatever cannot be built.
     """
     model, path = recipe.model, recipe.model.path
     torch.manual_seed(recipe.training.seed)
     config, ttt = _architecture(recipe)
-    settings: dict[str, Any] = {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attn_implementation}
+    settings: dict[str, Any] = {
+        "dtype": getattr(torch, model.dtype),
+        "attn_implementation": model.attn_implementation,
+    }
     if model.load_in is not None:
         settings["quantization_config"] = _quantisation(model)
     try:
@@ -70,7 +75,12 @@ def _quantisation(model: Model) -> Any:
     if model.load_in == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     dtype = getattr(torch, model.dtype)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recipe) -> None:
@@ -79,15 +89,27 @@ def _convert(built: PreTrainedModel, ttt: InPlaceTTTConfig | None, recipe: Recip
         convert(built, ttt)
     if config_of(built).target == "gradient":
         if recipe.parallel.sequence_parallel_size > 1:
-            _refuse(recipe, "parallel.sequence_parallel_size", "target='gradient' reads whole rows; set it to 1")
+            _refuse(
+                recipe, "parallel.sequence_parallel_size", "target='gradient' reads whole rows; set it to 1"
+            )
         if recipe.deepspeed_settings.get("zero_optimization", {}).get("stage") == 3:
-            _refuse(recipe, "deepspeed", "with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; take stage 2")
+            _refuse(
+                recipe,
+                "deepspeed",
+                "with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; take "
+                "stage 2",
+            )
         if recipe.training.trainable == "ttt" and not config_of(built).write_gate:
-            _refuse(recipe, "training.trainable", "a model with target='gradient' has no TTT parameters; choose all or lora")
+            _refuse(
+                recipe,
+                "training.trainable",
+                "a model with target='gradient' has no TTT parameters; choose all or lora",
+            )
 
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:
-    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config as `planned_architecture` does, no weights."""
+    """`build_model` on the meta device: shapes, names and `requires_grad`; reads the config as
+    `planned_architecture` does, no weights."""
     config, ttt = planned_architecture(recipe)
     try:
         with torch.device("meta"):
@@ -102,36 +124,52 @@ def meta_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def planned_architecture(recipe: Recipe) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
-    """The model's config with the recipe's overrides, and the surgery still to make (None for a full converted checkpoint).
+    """The model's config with the recipe's overrides, and the surgery still to make (None for a full
+    converted checkpoint).
 
-    The config of a hub model is looked for beside the recipe first, as configs/OWNER--NAME.json, so that no network is needed.
+    The config of a hub model is looked for beside the recipe first, as configs/OWNER--NAME.json, so that no
+    network is needed.
     """
     return _architecture(recipe, configs=recipe.path.parent / "configs" if recipe.path else None)
 
 
-def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
+def _architecture(
+    recipe: Recipe, configs: Path | None = None
+) -> tuple[PreTrainedConfig, InPlaceTTTConfig | None]:
     model, path, surgery = recipe.model, recipe.model.path, recipe.ttt
     adapter = None
     if path is None:
         values = dict(model.config or {})
     elif isinstance(found := open_model(path), Adapter):
         adapter, base, _ = found.read
-        remedy = f"put both together by `inplace-ttt export {path} OUT --format full --base B`, and give OUT as model.path"
+        remedy = (
+            f"put both together by `inplace-ttt export {path} OUT --format full --base B`, and give "
+            "OUT as model.path"
+        )
         values = _read_config(recipe, located(path, base["name_or_path"], remedy), configs)
     else:
         values = _read_config(recipe, path, configs)
     converted = adapter is not None or values.get("model_type") == MODEL_TYPE
     if converted and surgery is not None:
-        _refuse(recipe, "ttt", f"{path} is converted already, so that ttt has no effect; remove the section or give the base")
+        _refuse(
+            recipe,
+            "ttt",
+            f"{path} is converted already, so that ttt has no effect; remove the section or give the base",
+        )
     if not converted and surgery is not None and surgery.needs_calibration:
         _refuse(
             recipe,
             "ttt",
-            f"these settings need measurements on a text; run `inplace-ttt convert {path or 'MODEL'} OUT --calibrate TEXT` with them, and "
+            f"these settings need measurements on a text; run `inplace-ttt convert {path or 'MODEL'} OUT "
+            "--calibrate TEXT` with them, and "
             "give OUT as model.path",
         )
     if not converted and surgery is None:
-        _refuse(recipe, "ttt", f"{path or 'a model from scratch'} is not converted and there is no ttt; add the section")
+        _refuse(
+            recipe,
+            "ttt",
+            f"{path or 'a model from scratch'} is not converted and there is no ttt; add the section",
+        )
     config = _build_config(recipe, values, "path" if path else "config")
     if path is None:
         _refuse_unknown(recipe, config, {key for key in values if key != "model_type"}, "config")
@@ -140,14 +178,22 @@ def _architecture(recipe: Recipe, configs: Path | None = None) -> tuple[PreTrain
 
 def _read_config(recipe: Recipe, source: str, configs: Path | None) -> dict[str, Any]:
     """config.json of a folder or hub id; of the latter, first in the folder `configs`."""
-    if configs is not None and not Path(source).exists() and (known := configs / f"{source.replace('/', '--')}.json").exists():
+    if (
+        configs is not None
+        and not Path(source).exists()
+        and (known := configs / f"{source.replace('/', '--')}.json").exists()
+    ):
         return read_json(known, "the model's config")
     if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
         _refuse(recipe, "model.path", f"{source} does not exist; give a model folder or a hub id")
     try:
         values, _ = PreTrainedConfig.get_config_dict(source)
     except Exception as error:
-        _refuse(recipe, "model.path", f"cannot read the config of {source} ({one_line(error).rstrip('.')}); give a local model folder")
+        _refuse(
+            recipe,
+            "model.path",
+            f"cannot read the config of {source} ({one_line(error).rstrip('.')}); give a local model folder",
+        )
     if not values:
         _refuse(recipe, "model.path", f"{source} has no config.json; give a model folder or a hub id")
     return values
@@ -176,28 +222,45 @@ def _override(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedConfig:
     if overrides.keys() & _WINDOW and "layer_types" not in overrides:
         values.pop("layer_types", None)  # derived from the window, unless given
     for key, value in overrides.items():
-        values[key] = {**own[key], **value} if isinstance(own[key], dict) and isinstance(value, dict) else value
+        values[key] = (
+            {**own[key], **value} if isinstance(own[key], dict) and isinstance(value, dict) else value
+        )
     rope = values.get("rope_parameters") or {}
     if rope.get("rope_type") in _EXTENDS_ROPE and "original_max_position_embeddings" not in rope:
-        _refuse(recipe, "model.overrides.rope_parameters", "add original_max_position_embeddings, the context before the extension")
+        _refuse(
+            recipe,
+            "model.overrides.rope_parameters",
+            "add original_max_position_embeddings, the context before the extension",
+        )
     if rope.get("rope_type") == "default" and _EXTENSION & (overrides.get("rope_parameters") or {}).keys():
-        _refuse(recipe, "model.overrides.rope_parameters", "plain RoPE reads no factor; add the rope_type, such as yarn")
+        _refuse(
+            recipe,
+            "model.overrides.rope_parameters",
+            "plain RoPE reads no factor; add the rope_type, such as yarn",
+        )
     changed = _build_config(recipe, values, "overrides")
     slides = "sliding_attention" in (getattr(changed, "layer_types", None) or ["sliding_attention"])
     if overrides.get("sliding_window") and not (slides and changed.sliding_window):
         _refuse(
             recipe,
             "model.overrides.sliding_window",
-            "no layer would use it; set use_sliding_window: true and max_window_layers: 0 as well, or layer_types",
+            "no layer would use it; set use_sliding_window: true and max_window_layers: 0 as well, or "
+            "layer_types",
         )
     return changed
 
 
 def _refuse_unknown(recipe: Recipe, config: PreTrainedConfig, keys: set[str], section: str) -> None:
     known = type(config)().to_dict() if section == "config" else config.to_dict()
-    aliases = set(config.attribute_map) | {"rope_theta", "rope_scaling"} if section == "config" else set(config.attribute_map)
+    aliases = (
+        set(config.attribute_map) | {"rope_theta", "rope_scaling"}
+        if section == "config"
+        else set(config.attribute_map)
+    )
     if unknown := sorted(keys - set(known) - aliases):
-        _refuse(recipe, f"model.{section}.{unknown[0]}", f"the config of a {config.model_type} has no such value")
+        _refuse(
+            recipe, f"model.{section}.{unknown[0]}", f"the config of a {config.model_type} has no such value"
+        )
 
 
 def _choose_trained(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
@@ -238,12 +301,17 @@ def _add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
                 recipe,
                 "training.lora.targets",
                 f"{names[layer]} is the fast weight of layer {index}, which LoRA cannot adapt as well; leave "
-                f"{names[layer].rpartition('.')[2]} out, or name the targets by a pattern that spares layers {sorted(fast_weights(model))}",
+                f"{names[layer].rpartition('.')[2]} out, or name the targets by a pattern that spares "
+                f"layers {sorted(fast_weights(model))}",
             )
     for target in [lora.targets] if isinstance(lora.targets, str) else [[one] for one in lora.targets]:
         pattern = LoraConfig(target_modules=target)
         if not any(check_target_module_exists(pattern, name) for name in names.values()):
-            _refuse(recipe, "training.lora.targets", f"no module of the {model.config.model_type} is called {target}")
+            _refuse(
+                recipe,
+                "training.lora.targets",
+                f"no module of the {model.config.model_type} is called {target}",
+            )
     # One dtype throughout: DeepSpeed keeps float32 masters, and ZeRO-3 refuses a mixture.
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():

@@ -1,4 +1,5 @@
-"""Faults planted in least squares and whitened keys: which item of the catalogue owns each, and how it is planted."""
+"""Faults planted in least squares and whitened keys: which item of the catalogue owns each, and how it is
+planted."""
 
 from __future__ import annotations
 
@@ -47,9 +48,11 @@ def loop(
     accumulates: bool = True,
     inclusive: bool = False,
 ) -> Callable[[Patch], None]:
-    """damped: λ, the chunk's size and the tokens written -> λ. read: B, G, λ -> M. read_with: what keys are when they read.
+    """damped: λ, the chunk's size and the tokens written -> λ. read: B, G, λ -> M. read_with: what keys are
+        when they read.
 
-    accumulates: whether G keeps more than the last chunk. inclusive: whether a complete chunk's own keys are in its G.
+    accumulates: whether G keeps more than the last chunk. inclusive: whether a complete chunk's own keys are
+        in its G.
     """
 
     def op(
@@ -68,10 +71,18 @@ def loop(
                 )
                 parts = [out[:begin]]
                 for start, end in layout.chunks((begin, stop)):
-                    keys, values, whole = z[row, start:end], v[row, start:end], layout.is_complete((start, end))
+                    keys, values, whole = (
+                        z[row, start:end],
+                        v[row, start:end],
+                        layout.is_complete((start, end)),
+                    )
                     own = keys.mT @ keys
                     seen = gram + own if inclusive and whole else gram
-                    parts.append(eta * read_with(keys) @ read(total, seen, damped(rule.ridge, layout.chunk_size, start - begin)).mT)
+                    parts.append(
+                        eta
+                        * read_with(keys)
+                        @ read(total, seen, damped(rule.ridge, layout.chunk_size, start - begin)).mT
+                    )
                     if whole:
                         total, gram = total + values.mT @ keys, gram + own if accumulates else own
                 out = torch.cat([*parts, out[stop:]])
@@ -116,7 +127,9 @@ def other_damping(factor: float) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         real = normal_equations.factor
         for module in (least_squares, normal_equations):
-            patch.setattr(module, "factor", lambda gram, ridge, beside=None: real(gram, factor * ridge, beside))
+            patch.setattr(
+                module, "factor", lambda gram, ridge, beside=None: real(gram, factor * ridge, beside)
+            )
 
     return plant
 
@@ -161,7 +174,9 @@ def writing(change: Callable[[_Walk, int, Any, Tensor, Tensor], Tensor]) -> Call
 
 
 def unclipped_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
-    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[row], group)[0].to(walk.dtype), 0)])
+    return torch.cat(
+        [after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[row], group)[0].to(walk.dtype), 0)]
+    )
 
 
 def rounded_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
@@ -169,7 +184,9 @@ def rounded_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tenso
 
 
 def gram_of_the_first_row(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor) -> Tensor:
-    return torch.cat([after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[0], group)[0].to(walk.dtype), 0)])
+    return torch.cat(
+        [after[: walk.d], before[walk.d :] + gram_of(walk.of(walk.k[0], group)[0].to(walk.dtype), 0)]
+    )
 
 
 def stale_map(patch: Patch) -> None:
@@ -190,7 +207,9 @@ def without_gram(state: Tensor) -> Tensor:
 
 def ranks_share_one_sum(patch: Patch) -> None:
     form = form_of(RidgeRule(1.0))
-    wrong = dataclasses.replace(form, sum_of_writes=lambda *args, **kwargs: without_gram(form.sum_of_writes(*args, **kwargs)))
+    wrong = dataclasses.replace(
+        form, sum_of_writes=lambda *args, **kwargs: without_gram(form.sum_of_writes(*args, **kwargs))
+    )
     patch.setitem(forms._FORMS, RidgeRule, wrong)
 
 
@@ -234,7 +253,9 @@ def no_gradient_through_the_gram(patch: Patch) -> None:
 
 
 def centre_not_subtracted(patch: Patch) -> None:
-    patch.setattr(WhitenedKeys, "forward", lambda self, z: torch.nn.functional.linear(z, self.directions.to(z.dtype)))
+    patch.setattr(
+        WhitenedKeys, "forward", lambda self, z: torch.nn.functional.linear(z, self.directions.to(z.dtype))
+    )
 
 
 def centre_not_measured(patch: Patch) -> None:
@@ -286,7 +307,11 @@ def gating(change: Callable[[Tensor], Tensor]) -> Callable[[Patch], None]:
 
 
 def gate_without_bias(patch: Patch) -> None:
-    patch.setattr(WriteGate, "forward", lambda self, keys: 2 * torch.sigmoid(keys @ self.gate[:-1] * keys.shape[-1] ** 0.5))
+    patch.setattr(
+        WriteGate,
+        "forward",
+        lambda self, keys: 2 * torch.sigmoid(keys @ self.gate[:-1] * keys.shape[-1] ** 0.5),
+    )
 
 
 def gate_without_gradient(patch: Patch) -> None:
@@ -299,8 +324,12 @@ EXTENSION: tuple[Mutation, ...] = (
     Mutation("λ is doubled", "least-squares", plant=other_damping(2.0), settings=RAW),
     Mutation("λ grows with the chunk", "least-squares", plant=loop(damped=times_chunk), settings=RAW),
     Mutation("λ grows with the text", "least-squares", plant=loop(damped=plus_tokens), settings=RAW),
-    Mutation("one of the two triangles is solved", "least-squares", plant=loop(read=half_solved), settings=RIDGE),
-    Mutation("G includes the chunk that reads", "own-chunk-exposure", plant=loop(inclusive=True), settings=RIDGE),
+    Mutation(
+        "one of the two triangles is solved", "least-squares", plant=loop(read=half_solved), settings=RIDGE
+    ),
+    Mutation(
+        "G includes the chunk that reads", "own-chunk-exposure", plant=loop(inclusive=True), settings=RIDGE
+    ),
     Mutation("G goes on into the next document", "document-reset", plant=gram_over_documents, settings=RAW),
     Mutation("padding is in G", "padding", plant=gram_of_padding, settings=RIDGE),
     Mutation("G of the first row for every row", "rows", plant=writing(gram_of_the_first_row), settings=RAW),
@@ -316,8 +345,15 @@ EXTENSION: tuple[Mutation, ...] = (
     Mutation("the keys' centre is not subtracted", "keys", plant=centre_not_subtracted, settings=RIDGE),
     Mutation("the keys' centre is not measured", "keys", plant=centre_not_measured, settings=RIDGE),
     Mutation("W0 is given centred inputs", "fast-tensor", plant=centred_for_w0_too, settings=RIDGE),
-    Mutation("the gate weighs targets and no keys", "declared-rule", plant=gate_of_targets_alone, settings=GATED),
-    Mutation("the gate of the token before", "declared-rule", plant=gating(lambda gate: gate.roll(1, -1)), settings=GATED),
+    Mutation(
+        "the gate weighs targets and no keys", "declared-rule", plant=gate_of_targets_alone, settings=GATED
+    ),
+    Mutation(
+        "the gate of the token before",
+        "declared-rule",
+        plant=gating(lambda gate: gate.roll(1, -1)),
+        settings=GATED,
+    ),
     Mutation("the gate leaves its bias out", "declared-rule", plant=gate_without_bias, settings=GATED),
     Mutation("no gradient reaches the gate", "gradient", plant=gate_without_gradient, settings=GATED),
     Mutation("a later layer has another λ", "every-layer", spoil=later_layer_damped_more, settings=RAW),

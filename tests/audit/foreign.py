@@ -1,4 +1,5 @@
-"""Small modules with two interfaces of others: the reference MLP's, and the Moshi port's gating. Written for the tests."""
+"""Small modules with two interfaces of others: the reference MLP's, and the Moshi port's gating. Written for
+the tests."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ CHUNK = 12
 
 
 class PublicMLP(nn.Module):
-    """`mlp(x, t)`: one weight for every chunk, as a cumulative sum without the last delta. Rows padded to whole chunks."""
+    """`mlp(x, t)`: one weight for every chunk, as a cumulative sum without the last delta. Rows padded to
+    whole chunks."""
 
     def __init__(self, d: int = 16, h: int = 48, eta: float = 3.0, seed: int = 0) -> None:
         super().__init__()
         self.eta, self.act_fn = eta, F.silu
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(a, b, bias=False) for a, b in ((d, h), (d, h), (h, d)))
+            self.gate_proj, self.up_proj, self.down_proj = (
+                nn.Linear(a, b, bias=False) for a, b in ((d, h), (d, h), (h, d))
+            )
             self.ttt_conv = nn.Conv1d(d, d, 5, padding=2, groups=d, bias=False)
             self.ttt_proj = nn.Linear(d, d, bias=False)
 
@@ -52,8 +56,9 @@ class _Targets(nn.Module):
 
 
 class PortGating(nn.Module):
-    """A gating with the port's choices: dense convolution of 2 to the right, an ordinary linear for P, a copy of the weight
-    that is written, parallel with a clip in training, and in evaluation one weight a call with the state kept in it."""
+    """A gating with the port's choices: dense convolution of 2 to the right, an ordinary linear for P, a copy
+    of the weight that is written, parallel with a clip in training, and in evaluation one weight a call with
+    the state kept in it."""
 
     def __init__(self, d: int = 16, h: int = 48, tau: float | None = 1e-5, seed: int = 0) -> None:
         super().__init__()
@@ -77,7 +82,9 @@ class PortGating(nn.Module):
         self.waiting.append((z.detach(), v.detach()))
         keys, values = (torch.cat(held, 1) for held in zip(*self.waiting, strict=True))
         while keys.shape[1] >= self.chunk_size:
-            self.w_down.data += self.ttt_lr * self._delta(keys[:, : self.chunk_size], values[:, : self.chunk_size])[0]
+            self.w_down.data += (
+                self.ttt_lr * self._delta(keys[:, : self.chunk_size], values[:, : self.chunk_size])[0]
+            )
             keys, values = keys[:, self.chunk_size :], values[:, self.chunk_size :]
         self.waiting = [(keys, values)]
         return out

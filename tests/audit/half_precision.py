@@ -1,4 +1,5 @@
-"""A hundred sound models in half precision, which the audit may raise no alarm about: `python -m audit.half_precision`."""
+"""A hundred sound models in half precision, which the audit may raise no alarm about: `python -m
+audit.half_precision`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Model:
-    """One sound model. depth: its decoder layers. lora: whether a LoRA adapter with drawn weights stands around its projections."""
+    """One sound model. depth: its decoder layers. lora: whether a LoRA adapter with drawn weights stands
+    around its projections."""
 
     family: str
     preset: str
@@ -39,13 +41,18 @@ class Model:
 
     def __str__(self) -> str:
         size = f"{self.depth} layers" + (", LoRA" if self.lora else "")
-        return f"{self.family}, {self.preset}, {str(self.dtype).removeprefix('torch.')}, {size}, seed {self.seed}"
+        return (
+            f"{self.family}, {self.preset}, {str(self.dtype).removeprefix('torch.')}, {size}, seed "
+            f"{self.seed}"
+        )
 
     def alarms(self) -> dict[str, str]:
         """Undeclared deviations that are none of the settings', by item."""
         name = "n_layer" if self.family in ("gpt2", "gpt_bigcode", "gptj", "codegen") else "num_hidden_layers"
         layers = tuple(range(0, self.depth, 2 if self.depth < 12 else 6))
-        base = build(self.family, dtype=self.dtype, seed=self.seed, **({name: self.depth} if self.depth != 3 else {}))
+        base = build(
+            self.family, dtype=self.dtype, seed=self.seed, **({name: self.depth} if self.depth != 3 else {})
+        )
         model: nn.Module = convert(base, InPlaceTTTConfig.preset(self.preset, layers=layers))
         if config_of(model).needs_calibration:
             calibrate(model, [random_ids(1, 256, seed=self.seed + 2)])
@@ -68,7 +75,9 @@ def models() -> list[Model]:
     """A hundred: every family by two presets and both dtypes, then other seeds, 25 layers, and LoRA."""
     presets = itertools.cycle(("official", "paper", "ridge"))
     found = [Model(family.name, next(presets), dtype, 0) for family in FAMILIES for dtype in HALF]
-    found += [Model("llama", preset, dtype, seed) for seed in (1, 2, 3) for dtype in HALF for preset in SETTINGS]
+    found += [
+        Model("llama", preset, dtype, seed) for seed in (1, 2, 3) for dtype in HALF for preset in SETTINGS
+    ]
     found += [Model("llama", preset, dtype, 4, depth=25) for preset in SETTINGS for dtype in HALF]
     found += [Model("qwen3", preset, dtype, 5, lora=True) for preset in SETTINGS for dtype in HALF]
     others = itertools.product((6, 7, 8), ("qwen3", "gemma3", "mistral"), HALF, ("official", "paper"))

@@ -34,7 +34,8 @@ BESIDE = {
     "a stream reads with the map of before": {"token-by-token"},
     "W0 is given centred inputs": {"gradient"},
 }
-"""By fault, the items that say where it shows, beside the one that says what it is; of all others the owner stands alone."""
+"""By fault, the items that say where it shows, beside the one that says what it is; of all others the owner
+stands alone."""
 
 
 def expected(mutation: Mutation) -> set[str]:
@@ -44,7 +45,8 @@ def expected(mutation: Mutation) -> set[str]:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault planted in this package: by settings, by `plant` before the conversion, by `spoil` on the converted model."""
+    """A fault planted in this package: by settings, by `plant` before the conversion, by `spoil` on the
+    converted model."""
 
     what: str
     owner: str
@@ -52,7 +54,8 @@ class Mutation:
     spoil: Callable[[PreTrainedModel], None] | None = None
     settings: dict[str, Any] | None = None
     sound: bool = True
-    """Whether the same settings without the planted fault raise nothing; False where the settings are the fault."""
+    """Whether the same settings without the planted fault raise nothing; False where the settings are the
+    fault."""
 
     def report(self, patch: Patch | None, seed: int = 0, profile: str = "paper") -> Report:
         """Audit the model, with the fault planted if there is a `patch` to plant it with."""
@@ -105,11 +108,16 @@ def normalised_keys(patch: Patch) -> None:
 
 
 def stop_gradient(patch: Patch) -> None:
-    patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", lambda z, v, weight, **kwargs: op(z, v.detach(), weight, **kwargs))
+    patch.setattr(
+        "inplace_ttt.layer.fast_linear.fast_weight",
+        lambda z, v, weight, **kwargs: op(z, v.detach(), weight, **kwargs),
+    )
 
 
 def update_then_apply(patch: Patch) -> None:
-    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
+    def advance(
+        self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any
+    ) -> Tensor:
         for row, (start, stop) in enumerate(spans):
             while start < stop:
                 end = min(start + self.chunk_size - self.filled[row], stop)
@@ -122,7 +130,9 @@ def update_then_apply(patch: Patch) -> None:
 
 
 def one_weight_a_call(patch: Patch) -> None:
-    def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any) -> Tensor:
+    def advance(
+        self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, writer: Any, **_: Any
+    ) -> Tensor:
         self._read(out, z, writer)
         for row, (start, stop) in enumerate(spans):
             while start < stop:
@@ -148,9 +158,13 @@ def last_token_lost(patch: Patch) -> None:
 def target_token_by_token(patch: Patch) -> None:
     """What a chunk writes while streaming is made from each token's embedding alone."""
 
-    def write(self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> Any:
+    def write(
+        self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
+    ) -> Any:
         v = self.ttt(x, dataclasses.replace(layout, chunk_size=1)).to(z.dtype)
-        return op(z, v, None, eta=self.eta, layout=layout, initial_state=state, clip=self.tau(), return_state=True)
+        return op(
+            z, v, None, eta=self.eta, layout=layout, initial_state=state, clip=self.tau(), return_state=True
+        )
 
     patch.setattr(FastWeight, "write", write)
 
@@ -329,7 +343,9 @@ PRODUCT: tuple[Mutation, ...] = (
     Mutation("update, then apply, while streaming", "apply-then-update", plant=update_then_apply),
     Mutation("keys normalised in the write", "no-normalisation", plant=normalised_keys),
     Mutation("chunks of 64", "chunk-size", settings={"chunk_size": 64}, sound=False),
-    Mutation("targets from the MLP's input", "target-source", settings={"target": "hidden_states"}, sound=False),
+    Mutation(
+        "targets from the MLP's input", "target-source", settings={"target": "hidden_states"}, sound=False
+    ),
     Mutation("a kernel of 3", "conv-size", settings={"kernel_size": 3}, sound=False),
     Mutation("convolution padded on the left", "conv-lookahead", plant=padded_on_the_left),
     Mutation("convolution causal by setting", "conv-lookahead", settings={"conv": "causal"}, sound=False),
@@ -340,7 +356,9 @@ PRODUCT: tuple[Mutation, ...] = (
     Mutation("P starts the same in every layer", "start-projection", plant=one_seed_for_all_layers),
     Mutation("the conversion rounds W0", "start-identity", plant=conversion_rounds_w0),
     Mutation("the clip holds in training too", "clip-training", plant=clip_in_training_too, settings=TIGHT),
-    Mutation("the clip bounds the largest entry", "clip-inference", plant=clip_by_largest_entry, settings=TIGHT),
+    Mutation(
+        "the clip bounds the largest entry", "clip-inference", plant=clip_by_largest_entry, settings=TIGHT
+    ),
     Mutation("the clip bounds the sum of deltas", "clip-scope", plant=clip_on_the_sum, settings=TIGHT),
     Mutation("τ = 1e-5 on the whole matrix", "clip-effect", settings={"clip": UpdateClip(1e-5)}, sound=False),
     Mutation("padding is written", "padding", plant=padding_written),

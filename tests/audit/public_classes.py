@@ -1,6 +1,8 @@
-"""The public implementations' own classes, executed as their authors wrote them, out of files that the project does not hold.
+"""The public implementations' own classes, executed as their authors wrote them, out of files that the
+project does not hold.
 
-Of a file of theirs only the classes asked for are run, so that what the rest of it imports need not be installed.
+Of a file of theirs only the classes asked for are run, so that what the rest of it imports need not be
+installed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,18 @@ def classes(file: str, *names: str) -> dict[str, Any]:
     assert len(wanted) == len(names)
     for node in wanted:
         node.decorator_list = []  # type: ignore[attr-defined]  # of compilers and of a GPU's autocast
-    space: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional, "logging": logging, "logger": logging.getLogger("public")}
-    space |= {"ACT2FN": ACT2FN, "GradientCheckpointingLayer": GradientCheckpointingLayer, "contract": opt_einsum.contract}
+    space: dict[str, Any] = {
+        "torch": torch,
+        "nn": nn,
+        "F": nn.functional,
+        "logging": logging,
+        "logger": logging.getLogger("public"),
+    }
+    space |= {
+        "ACT2FN": ACT2FN,
+        "GradientCheckpointingLayer": GradientCheckpointingLayer,
+        "contract": opt_einsum.contract,
+    }
     space |= {
         "tree_map": torch.utils._pytree.tree_map,
         "rearrange": einops.rearrange,
@@ -43,7 +55,10 @@ def classes(file: str, *names: str) -> dict[str, Any]:
         "deprecate_kwarg": lambda *args, **kwargs: lambda function: function,
     }
     for name in FAMILIES.values():
-        space |= {f"{name}Attention": lambda **kwargs: nn.Identity(), f"{name}RMSNorm": lambda *args, **kwargs: nn.Identity()}
+        space |= {
+            f"{name}Attention": lambda **kwargs: nn.Identity(),
+            f"{name}RMSNorm": lambda *args, **kwargs: nn.Identity(),
+        }
         space |= {f"{name}Config": getattr(transformers, f"{name}Config")}
     future = ast.parse("from __future__ import annotations").body
     exec(compile(ast.Module([*future, *wanted], []), str(path), "exec"), space)
@@ -51,8 +66,16 @@ def classes(file: str, *names: str) -> dict[str, Any]:
 
 
 def config(**settings: Any) -> SimpleNamespace:
-    """The settings of their configs that these classes read, with the defaults of the code where none are given."""
-    values = {"ttt_mode": True, "ttt_layers": [LAYER], "ttt_chunk": 8192, "ttt_proj": True, "ttt_lr": 0.3, **settings}
+    """The settings of their configs that these classes read, with the defaults of the code where none are
+    given."""
+    values = {
+        "ttt_mode": True,
+        "ttt_layers": [LAYER],
+        "ttt_chunk": 8192,
+        "ttt_proj": True,
+        "ttt_lr": 0.3,
+        **settings,
+    }
     shape = {"hidden_size": D, "intermediate_size": H, "hidden_act": "silu", "mlp_bias": False}
     return SimpleNamespace(**shape, rms_norm_eps=1e-6, layer_types=["full_attention"], **values)
 
@@ -68,7 +91,9 @@ def public_layer(family: str = "qwen3", **settings: Any) -> nn.Module:
     """The inference code's decoder layer."""
     torch.manual_seed(0)
     name = FAMILIES[family]
-    return classes(_file(family, True), f"{name}MLP", f"{name}DecoderLayer")[f"{name}DecoderLayer"](config(**settings), LAYER)
+    return classes(_file(family, True), f"{name}MLP", f"{name}DecoderLayer")[f"{name}DecoderLayer"](
+        config(**settings), LAYER
+    )
 
 
 def port_gating(**settings: Any) -> nn.Module:

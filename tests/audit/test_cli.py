@@ -57,7 +57,15 @@ def test_a_paper_conversion_has_no_deviation(folder: Path, capsys: pytest.Captur
     code, out = audit(capsys, folder / "paper", "--json")
     values = json.loads(out)
     assert code == 0 and values["undeclared"] == [] and values["profile"] == "paper"
-    assert values["items"][0].keys() >= {"id", "title", "paper_ref", "expected", "found", "evidence", "verdict"}
+    assert values["items"][0].keys() >= {
+        "id",
+        "title",
+        "paper_ref",
+        "expected",
+        "found",
+        "evidence",
+        "verdict",
+    }
 
 
 @pytest.mark.full
@@ -83,7 +91,9 @@ def test_a_checkpoint_declares(folder: Path, tmp_path: Path, capsys: pytest.Capt
     values = json.loads(out)
     assert code == 0 and [d["id"] for d in values["stale_declarations"]] == ["sign"]
     assert next(item for item in values["items"] if item["id"] == "chunk-size")["declared"] == "short texts"
-    edit_config(declared, lambda values: values["inplace_ttt"].update(declared_deviations=[{"id": "chunk-size"}]))
+    edit_config(
+        declared, lambda values: values["inplace_ttt"].update(declared_deviations=[{"id": "chunk-size"}])
+    )
     assert "a declared deviation is {id, why}" in refused(capsys, declared)
     edit_config(declared, lambda values: values["inplace_ttt"].update(declared_deviations="chunk-size"))
     assert "must be a list" in refused(capsys, declared)
@@ -92,17 +102,32 @@ def test_a_checkpoint_declares(folder: Path, tmp_path: Path, capsys: pytest.Capt
 _NUMBERS = re.compile(r"[-+]?\d[\d.,e+-]*")
 
 
-@pytest.mark.parametrize(("form", "start"), [("md", "# In-Place TTT audit"), ("html", "<!DOCTYPE html>"), ("json", "{")])
+@pytest.mark.parametrize(
+    ("form", "start"), [("md", "# In-Place TTT audit"), ("html", "<!DOCTYPE html>"), ("json", "{")]
+)
 @pytest.mark.full
-def test_forms_and_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, start: str) -> None:
+def test_forms_and_files(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, start: str
+) -> None:
     code, out = audit(capsys, folder / "short", "--format", form, "--compare", folder / "official")
     assert code == 1 and out.startswith(start)
     assert "hidden states" in out, "the comparison names what the other has"
-    code, said = audit(capsys, folder / "short", "--format", form, "--compare", folder / "official", "--out", tmp_path / "report")
+    code, said = audit(
+        capsys,
+        folder / "short",
+        "--format",
+        form,
+        "--compare",
+        folder / "official",
+        "--out",
+        tmp_path / "report",
+    )
     assert code == 1 and "undeclared deviations: chunk-size" in said
     written = (tmp_path / "report").read_text()
     assert written.startswith(start)
-    assert re.sub(_NUMBERS, "", written) == re.sub(_NUMBERS, "", out), "errors of the order of rounding differ, and nothing else"
+    assert re.sub(_NUMBERS, "", written) == re.sub(_NUMBERS, "", out), (
+        "errors of the order of rounding differ, and nothing else"
+    )
 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,14 +135,18 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "does not exist" in refused(capsys, tmp_path / "nowhere" / "else")
     assert "profile 'papre' does not exist" in refused(capsys, folder / "paper", "--profile", "papre")
     assert "--format must be one of" in refused(capsys, folder / "paper", "--format", "pdf")
-    assert "a folder that does not exist" in refused(capsys, folder / "paper", "--out", tmp_path / "no" / "report")
+    assert "a folder that does not exist" in refused(
+        capsys, folder / "paper", "--out", tmp_path / "no" / "report"
+    )
     assert refused(capsys, folder / "paper", "--seed", "x")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json" in refused(capsys, empty)
 
 
-def test_half_a_checkpoint_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_checkpoint_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     half = copy_of(folder / "paper", tmp_path / "half")
     tensors = load_file(half / "inplace_ttt.safetensors")
     lost = sorted(tensors)[0]

@@ -1,4 +1,5 @@
-"""Least squares and whitened keys: named as extensions, with no false alarm, and each planted fault with one owner."""
+"""Least squares and whitened keys: named as extensions, with no false alarm, and each planted fault with one
+owner."""
 
 import pytest
 from families import build
@@ -9,7 +10,16 @@ from audit.mutations import Mutation, expected
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, UpdateClip, convert
 from inplace_ttt.audit import audit_model
 
-BEYOND = ["loss-sum", "no-normalisation", "plain-sum", "keys", "least-squares", "eta", "start-projection", "extensions"]
+BEYOND = [
+    "loss-sum",
+    "no-normalisation",
+    "plain-sum",
+    "keys",
+    "least-squares",
+    "eta",
+    "start-projection",
+    "extensions",
+]
 
 
 @pytest.mark.parametrize("mutation", EXTENSION, ids=lambda m: m.what)
@@ -21,12 +31,16 @@ def test_a_fault_has_one_owner(mutation: Mutation, monkeypatch: pytest.MonkeyPat
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("profile", ["paper", "official"])
 def test_the_compact_preset_is_an_extension(profile: str) -> None:
-    changed = {"chunk_size": 1024 if profile == "paper" else 4096, "whitening": {"rank": 0.5}}  # of 1,024 directions all 48 would stay
+    # of 1,024 directions all 48 would stay
+    changed = {"chunk_size": 1024 if profile == "paper" else 4096, "whitening": {"rank": 0.5}}
     settings = InPlaceTTTConfig.preset("ridge", **changed).to_dict()
     report = audit_model(seven_layers(**settings), profile=profile)
     assert report.undeclared == ([] if profile == "paper" else ["target-source"])
     assert [id for id in BEYOND if report[id].verdict != "extension"] == []
-    assert "λ = 1" in report["least-squares"].outcome.found and "16 whitened numbers of 48" in report["keys"].outcome.found
+    assert (
+        "λ = 1" in report["least-squares"].outcome.found
+        and "16 whitened numbers of 48" in report["keys"].outcome.found
+    )
     assert [r.item.id for r in report.items if r.verdict == "not checked"] == ["clip-scope", "clip-effect"]
 
 
@@ -52,7 +66,9 @@ def test_no_false_alarm(seed: int, settings: dict) -> None:
     assert [id for id in report.undeclared if id not in ("conv-lookahead", "clip-effect")] == []
     kept = ["writes", "apply-then-update", "exclusive-sum", "own-chunk-exposure", "causality", "document-reset", "padding", "rows",
             "chunked-prefill", "token-by-token", "stream-reset", "take-back", "saved-session", "context-parallel", "gradient"]  # fmt: skip
-    assert [id for id in kept if report[id].verdict != "conforms"] == [], "whatever the rank, these are measured"
+    assert [id for id in kept if report[id].verdict != "conforms"] == [], (
+        "whatever the rank, these are measured"
+    )
 
 
 def test_what_was_not_measured_is_refused() -> None:

@@ -74,7 +74,11 @@ def test_the_generator_is_wide() -> None:
 
 def test_owners_are_items() -> None:
     known = {*catalogue(), *(item.id for item in RECIPE), *PLANNED}
-    assert [fault.name for fault in (*open_faults(), *held_out_faults()) if not fault.owners or not fault.owners <= known] == []
+    assert [
+        fault.name
+        for fault in (*open_faults(), *held_out_faults())
+        if not fault.owners or not fault.owners <= known
+    ] == []
 
 
 @pytest.mark.full

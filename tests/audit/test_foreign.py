@@ -1,4 +1,5 @@
-"""Modules of others through their adapters: the public interface conforms, the port's known faults are found."""
+"""Modules of others through their adapters: the public interface conforms, the port's known faults are
+found."""
 
 import pytest
 import torch
@@ -47,7 +48,10 @@ def test_one_chunk_of_a_mutated_public_module() -> None:
             return super().forward(x, t / CHUNK)
 
     report = audit_module(ReferenceMLP(Mean(), CHUNK, 3.0), declared=[SHORT])
-    assert report.undeclared == ["loss-sum"] and f"mean over the chunk of {CHUNK}" in report["loss-sum"].outcome.found
+    assert (
+        report.undeclared == ["loss-sum"]
+        and f"mean over the chunk of {CHUNK}" in report["loss-sum"].outcome.found
+    )
 
 
 def test_a_module_that_raises_is_one_sentence() -> None:
@@ -55,7 +59,10 @@ def test_a_module_that_raises_is_one_sentence() -> None:
         def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("first line\nsecond line")
 
-    with pytest.raises(InPlaceTTTError, match=r"^Broken raises RuntimeError on 25 random tokens: first line; the audit needs it to run\.$"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=r"^Broken raises RuntimeError on 25 random tokens: first line; the audit needs it to run\.$",
+    ):
         audit_module(ReferenceMLP(Broken(), CHUNK))
 
 
@@ -66,7 +73,9 @@ def test_a_module_that_raises_later_names_the_item() -> None:
                 raise IndexError("too long")
             return super().forward(x, t)
 
-    with pytest.raises(InPlaceTTTError, match=r"^Late raises IndexError while the audit measures '[a-z-]+': too long"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"^Late raises IndexError while the audit measures '[a-z-]+': too long"
+    ):
         audit_module(ReferenceMLP(Late(), CHUNK))
 
 

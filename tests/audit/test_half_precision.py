@@ -1,4 +1,5 @@
-"""No false alarm in half precision: a sample of a hundred sound models, or all of them with `HALF_PRECISION=all`."""
+"""No false alarm in half precision: a sample of a hundred sound models, or all of them with
+`HALF_PRECISION=all`."""
 
 import os
 
@@ -20,4 +21,6 @@ def test_they_are_a_hundred_of_each_sort() -> None:
     found = models()
     assert len(found) == len({str(model) for model in found}) == 100
     assert any(model.depth == 25 for model in found) and any(model.lora for model in found)
-    assert {model.dtype for model in found} == {torch.bfloat16, torch.float16} and len({model.family for model in found}) >= 15
+    assert {model.dtype for model in found} == {torch.bfloat16, torch.float16} and len(
+        {model.family for model in found}
+    ) >= 15

@@ -1,4 +1,5 @@
-"""No false alarm: sound conversions of twenty families, biases drawn large, by three presets, deviate in nothing but their settings."""
+"""No false alarm: sound conversions of twenty families, biases drawn large, by three presets, deviate in
+nothing but their settings."""
 
 from typing import Any
 
@@ -62,5 +63,7 @@ def test_a_sound_conversion_raises_no_alarm(name: str, preset: str, share: float
 @pytest.mark.parametrize("name", VISION_LANGUAGE)
 @pytest.mark.sample(1)
 def test_a_vision_language_model_raises_no_alarm(name: str) -> None:
-    report = audit_model(convert(build_vision_language(name), InPlaceTTTConfig.preset("paper", layers=(0, 2))))
+    report = audit_model(
+        convert(build_vision_language(name), InPlaceTTTConfig.preset("paper", layers=(0, 2)))
+    )
     assert {id: report[id].outcome.found for id in report.undeclared if id not in SETTINGS["paper"]} == {}

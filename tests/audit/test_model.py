@@ -36,7 +36,11 @@ def test_the_paper_preset_has_no_deviation_and_the_official_one_two() -> None:
     report = audit_model(seven_layers(**official), profile="official")
     assert report.undeclared == []
     assert report["document-reset"].verdict == "extension" and report["eta"].verdict == "conforms"
-    assert audit_model(seven_layers(), profile="official").undeclared == ["eta", "chunk-size", "target-source"]
+    assert audit_model(seven_layers(), profile="official").undeclared == [
+        "eta",
+        "chunk-size",
+        "target-source",
+    ]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2", "phi3", "gpt_neox", "moshi", "falcon"])
@@ -63,7 +67,9 @@ def test_everything_is_put_back(dtype: torch.dtype) -> None:
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [p.data_ptr() for p in model.parameters()] == pointers
-    assert [(p.requires_grad, p.dtype) for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
+    assert [(p.requires_grad, p.dtype) for p in model.parameters()] == flags and all(
+        p.grad is None for p in model.parameters()
+    )
     assert [module.training for module in model.modules()] == modes
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
     assert {name: m.fast.config for name, m in model.named_modules() if hasattr(m, "fast")} == settings
@@ -73,11 +79,17 @@ def test_everything_is_put_back(dtype: torch.dtype) -> None:
 def test_everything_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted("llama")
     before = bits(model)
-    broken = [dataclasses.replace(item, probe=lambda bench, expected: 1 / 0) if item.id == "rows" else item for item in METHOD]
+    broken = [
+        dataclasses.replace(item, probe=lambda bench, expected: 1 / 0) if item.id == "rows" else item
+        for item in METHOD
+    ]
     monkeypatch.setattr(auditor, "METHOD", broken)
     with pytest.raises(InPlaceTTTError, match="raises ZeroDivisionError while the audit measures 'rows'"):
         audit_model(model)
-    assert all(torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype
+        for name, tensor in model.state_dict().items()
+    )
     assert model.model.layers[0].mlp.down_proj.fast.config.chunk_size == 7
 
 
@@ -94,13 +106,19 @@ def test_declared_and_stale() -> None:
 
 
 def test_a_setting_of_its_own_is_seen() -> None:
-    assert audit_model(converted("llama", update_on_decode=False))["generated-tokens"].outcome.found == "generated tokens do not write"
+    assert (
+        audit_model(converted("llama", update_on_decode=False))["generated-tokens"].outcome.found
+        == "generated tokens do not write"
+    )
     report = audit_model(converted("llama", clip=UpdateClip(0.1, relative=True)))
     assert report["clip-inference"].verdict == "extension" and report["clip-scope"].verdict == "conforms"
     assert report["clip-effect"].verdict == "conforms"
     report = audit_model(converted("llama", clip=UpdateClip(1e-5, mode="always")))
     assert [id for id in report.undeclared if id not in TINY] == ["clip-training", "clip-effect"]
-    assert report["clip-inference"].verdict == "conforms" and "leaves nothing to see" in report["clip-effect"].outcome.found
+    assert (
+        report["clip-inference"].verdict == "conforms"
+        and "leaves nothing to see" in report["clip-effect"].outcome.found
+    )
     report = audit_model(converted("llama", eta=[0.5, 2.0]))
     assert report.undeclared == TINY and report["eta"].outcome.numbers["η"] == pytest.approx(0.5)
     assert audit_model(converted("llama", detach_target=True))["extensions"].verdict == "extension"
@@ -124,8 +142,12 @@ def test_the_catalogue_is_complete() -> None:
 
 def test_progress_counts_every_item() -> None:
     seen: list[tuple[int, int, str]] = []
-    report = audit_model(converted("llama"), progress=lambda done, total, title: seen.append((done, total, title)))
-    assert [done for done, _, _ in seen] == list(range(len(report.items))) and {total for _, total, _ in seen} == {len(report.items)}
+    report = audit_model(
+        converted("llama"), progress=lambda done, total, title: seen.append((done, total, title))
+    )
+    assert [done for done, _, _ in seen] == list(range(len(report.items))) and {
+        total for _, total, _ in seen
+    } == {len(report.items)}
 
 
 def test_it_says_the_same_twice() -> None:
@@ -137,8 +159,11 @@ def test_it_says_the_same_twice() -> None:
 
 
 def test_a_low_rank_adapter() -> None:
-    """Beside the TTT layers too, with dropout, which draws: no gradient of LoRA's is the layer's, and the generator is as before."""
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3, init_lora_weights=False)
+    """Beside the TTT layers too, with dropout, which draws: no gradient of LoRA's is the layer's, and the
+    generator is as before."""
+    adapter = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3, init_lora_weights=False
+    )
     adapted, random = get_peft_model(converted("llama"), adapter), torch.random.get_rng_state()
     report = audit_model(adapted)
     assert report.undeclared == TINY and torch.equal(torch.random.get_rng_state(), random)
@@ -155,11 +180,17 @@ def test_behind_an_attention_window() -> None:
     model = converted("llama")
     set_attention_window(model, 12, 2)
     report = audit_model(model)
-    assert report.undeclared == TINY and report["in-batches"].verdict == report["in-training"].verdict == "conforms"
+    assert (
+        report.undeclared == TINY
+        and report["in-batches"].verdict == report["in-training"].verdict == "conforms"
+    )
 
 
 def test_a_later_layer_that_reads_nothing() -> None:
-    assert audit_model(converted("llama", eta=(1.0, 0.0)))["every-layer"].outcome.found == "layers 2 differ from layer 0"
+    assert (
+        audit_model(converted("llama", eta=(1.0, 0.0)))["every-layer"].outcome.found
+        == "layers 2 differ from layer 0"
+    )
 
 
 def test_a_relative_clip_by_another_norm_in_a_later_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +201,10 @@ def test_a_relative_clip_by_another_norm_in_a_later_layer(monkeypatch: pytest.Mo
 
 
 def test_a_prompt_that_is_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, model = prompt_stream.ridge_write, converted("llama", **{**InPlaceTTTConfig.preset("ttt_ntp").to_dict(), "layers": [0, 2]})
+    right, model = (
+        prompt_stream.ridge_write,
+        converted("llama", **{**InPlaceTTTConfig.preset("ttt_ntp").to_dict(), "layers": [0, 2]}),
+    )
     assert declared_rule(WholeModel(model), None).verdict == "conforms"
     for wrong in (lambda k, v, *rest: right(k[1:], v[1:], *rest), lambda *given: 0.9 * right(*given)):
         monkeypatch.setattr(prompt_stream, "ridge_write", wrong)
@@ -179,13 +213,17 @@ def test_a_prompt_that_is_written_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_spectral_writes_in_half_precision() -> None:
     """Which no P makes larger: they are small beside the rounding of outputs."""
-    model = converted("llama", target="hidden_states", conv="next", write_norm="spectral", preserve_row_norms=True, eta=0.02)
+    model = converted(
+        "llama", target="hidden_states", conv="next", write_norm="spectral", preserve_row_norms=True, eta=0.02
+    )
     assert declared_rule(WholeModel(model.to(torch.bfloat16)), None).verdict == "conforms"
 
 
 def test_settings_of_generation_play_no_part() -> None:
     model = converted("llama")
-    model.generation_config = GenerationConfig(use_cache=False, num_beams=2, stop_strings=["x"], eos_token_id=list(range(97)))
+    model.generation_config = GenerationConfig(
+        use_cache=False, num_beams=2, stop_strings=["x"], eos_token_id=list(range(97))
+    )
     reading, own = WholeModel(model).after_reading, model.generation_config
     assert reading.layers == [0, 2] and reading.changed == [] and own.stop_strings == ["x"]
 
@@ -196,14 +234,24 @@ def test_an_eta_that_float16_cannot_make_up_for() -> None:
 
 def test_a_four_bit_base(tmp_path: Path) -> None:
     """Where W0 cannot be read as one matrix, what needs it is not checked, and the rest is."""
-    build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128).save_pretrained(tmp_path)
+    build("llama", hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=128).save_pretrained(
+        tmp_path
+    )
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, dtype=torch.float32, device_map="cpu")
+    quantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=four_bit, dtype=torch.float32, device_map="cpu"
+    )
     report = audit_model(convert(quantised, InPlaceTTTConfig(layers=(0, 2))))
     assert report.undeclared == ["layer-spacing"]
-    assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == ["fast-tensor", "reset-keeps-training"]
+    assert [r.item.id for r in report.items if "quantised or wrapped" in r.outcome.found] == [
+        "fast-tensor",
+        "reset-keeps-training",
+    ]
     ridge = {"update_rule": "ridge", "ridge": 0.03, "whitening": {"rank": 0.5}}
     model = convert(revert(quantised), InPlaceTTTConfig(layers=(0, 2), **ridge))
     calibrate(model, [random_ids(1, 64)])
     report = audit_model(model)
-    assert report.undeclared == ["layer-spacing"] and report["least-squares"].verdict == report["keys"].verdict == "extension"
+    assert (
+        report.undeclared == ["layer-spacing"]
+        and report["least-squares"].verdict == report["keys"].verdict == "extension"
+    )

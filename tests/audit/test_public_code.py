@@ -1,4 +1,5 @@
-"""The public implementations' own classes, audited as they are: what is known of them comes out, and nothing else."""
+"""The public implementations' own classes, audited as they are: what is known of them comes out, and nothing
+else."""
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ FAMILIES = ("qwen3", "llama")
 
 def deviations(module: AuditedModule) -> dict[str, str]:
     """What a module deviates in, and what was found."""
-    return {result.item.id: result.outcome.found for result in audit_module(module).items if result.verdict == "deviates"}
+    return {
+        result.item.id: result.outcome.found
+        for result in audit_module(module).items
+        if result.verdict == "deviates"
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,7 +45,9 @@ def test_the_inference_codes_state_is_in_half_precision(family: str) -> None:
 @pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
 def test_a_module_without_p(inference: bool) -> None:
     found = deviations(PublicMLP(public_mlp("qwen3", inference, ttt_proj=False)))
-    assert {id for id in found if id != "rows"} == {"projection-untransposed"} and "no P" in found["projection-untransposed"]
+    assert {id for id in found if id != "rows"} == {"projection-untransposed"} and "no P" in found[
+        "projection-untransposed"
+    ]
 
 
 def test_a_bias_that_is_left_out() -> None:
@@ -73,5 +80,7 @@ def test_the_port(tau: float, meant: float | None) -> None:
 
 
 def test_a_declared_deviation_of_the_port_is_one() -> None:
-    report = audit_module(MoshiGating(port_gating()), declared=[Declaration("conv-size", "two taps were enough")])
+    report = audit_module(
+        MoshiGating(port_gating()), declared=[Declaration("conv-size", "two taps were enough")]
+    )
     assert "conv-size" not in report.undeclared and torch.get_default_dtype() == torch.float32

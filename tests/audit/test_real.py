@@ -20,4 +20,8 @@ def test_smollm2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", str(out), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["undeclared"] == []
-    assert [item["id"] for item in values["items"] if item["verdict"] == "not checked"] == ["least-squares", "clip-scope", "clip-effect"]
+    assert [item["id"] for item in values["items"] if item["verdict"] == "not checked"] == [
+        "least-squares",
+        "clip-scope",
+        "clip-effect",
+    ]

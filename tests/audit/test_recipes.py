@@ -26,7 +26,11 @@ from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe.recipe import Recipe
 
 PAPER: dict[str, Any] = {
-    "model": {"config": {**CONFIG, "num_hidden_layers": 7, "max_position_embeddings": 131072}, "tokenizer": "nowhere", "dtype": "float32"},
+    "model": {
+        "config": {**CONFIG, "num_hidden_layers": 7, "max_position_embeddings": 131072},
+        "tokenizer": "nowhere",
+        "dtype": "float32",
+    },
     "ttt": {"preset": "paper"},
     "data": {"train": "nowhere.txt", "sequence_length": 32768},
     "training": {"tokens": 20_000_000_000, "learning_rate": 3e-4, "batch_size": 64},
@@ -54,7 +58,8 @@ CHANGES = {
     "data.sequence_length=16384": "stages",
     "ttt.chunk_size=128": "chunk-size",
     "ttt.target=hidden_states": "target-source",
-    "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}": "yarn",
+    "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, original_max_position_embeddings: "
+    "32768}": "yarn",
 }
 
 
@@ -70,12 +75,18 @@ def test_low_rank_adapters_are_audited_too(tmp_path: Path) -> None:
 def test_the_second_stage_wants_yarn(tmp_path: Path) -> None:
     changes = ("data.sequence_length=131072", "training.tokens=15000000000")
     assert report(tmp_path, *changes).undeclared == ["yarn"]
-    rope = "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
+    rope = (
+        "model.overrides.rope_parameters={rope_type: yarn, factor: 4.0, "
+        "original_max_position_embeddings: 32768}"
+    )
     assert report(tmp_path, *changes, rope).undeclared == []
 
 
 def test_a_recipe_declares(tmp_path: Path) -> None:
-    declared = {"profile": "paper", "deviations": [{"id": "learning-rate", "why": "a short run"}, {"id": "yarn", "why": "no longer"}]}
+    declared = {
+        "profile": "paper",
+        "deviations": [{"id": "learning-rate", "why": "a short run"}, {"id": "yarn", "why": "no longer"}],
+    }
     found = report(tmp_path, "training.learning_rate=1e-4", audit=declared)
     assert found.undeclared == [] and [d.id for d in found.stale_declarations] == ["yarn"]
 
@@ -94,14 +105,19 @@ def test_documents_are_measured(tmp_path: Path) -> None:
     model = build_model(recipe)
     bare, measured = gate(model, recipe), gate(model, recipe, data=data_of(recipe))
     assert {bare[id].verdict for id in ("long-documents", "data-rows")} == {"not checked"}
-    assert measured["long-documents"].outcome.found == "25.0% of the tokens" and measured["data-rows"].verdict == "conforms"
+    assert (
+        measured["long-documents"].outcome.found == "25.0% of the tokens"
+        and measured["data-rows"].verdict == "conforms"
+    )
     assert gate(model, recipe, data=data_of(recipe, long_share=0.0)).undeclared == ["long-documents"]
 
 
 @pytest.mark.parametrize("begins", [(), (1, 1)], ids=["plain", "begun"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
 @pytest.mark.parametrize("align", [1, 16])
-def test_rows_are_held_against_documents(begins: tuple[int, ...], streaming: bool, align: int, tmp_path: Path) -> None:
+def test_rows_are_held_against_documents(
+    begins: tuple[int, ...], streaming: bool, align: int, tmp_path: Path
+) -> None:
     """Of every kind of data that a recipe can have, also where special tokens begin every text."""
     lengths = (70, 33, 150, 12, 300, 64, 5, 41, 128, 16, 90)
     folder = tmp_path / "texts"
@@ -140,13 +156,21 @@ def test_a_setting_that_comes_to_nothing_is_a_deviation(change: str, tmp_path: P
 
 @pytest.mark.parametrize("train", ["all", "ttt", "lora"])
 @pytest.mark.sample(1)
-def test_what_the_optimiser_leaves_out_is_a_deviation(train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_optimiser_leaves_out_is_a_deviation(
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups = parameters.parameter_groups
     recipe = tiny_recipe(tmp_path, f"training.trainable={train}", **PAPER)
     assert gate(build_model(recipe), recipe)["optimiser"].verdict == "unspecified"
-    monkeypatch.setattr(parameters, "parameter_groups", lambda *args: [g for g in groups(*args) if g["name"] != "proj"])
+    monkeypatch.setattr(
+        parameters, "parameter_groups", lambda *args: [g for g in groups(*args) if g["name"] != "proj"]
+    )
     found = gate(build_model(recipe), recipe)["optimiser"]
-    assert found.verdict == "deviates" and "ttt" in found.outcome.found and "proj is not optimised" in found.outcome.found
+    assert (
+        found.verdict == "deviates"
+        and "ttt" in found.outcome.found
+        and "proj is not optimised" in found.outcome.found
+    )
 
 
 def test_the_report_lies_beside_the_run(tmp_path: Path) -> None:
@@ -168,10 +192,19 @@ def test_the_recall_recipe_from_the_command_line(tmp_path: Path, capsys: pytest.
         "token-budget",
         "stages",
     }
-    assert next(i for i in values["items"] if i["id"] == "long-documents")["evidence"]["numbers"]["share of tokens"] == 1.0
-    assert {result.item.id: result.verdict for result in audit_recipe(recipe).items} == {i["id"]: i["verdict"] for i in values["items"]}
+    assert (
+        next(i for i in values["items"] if i["id"] == "long-documents")["evidence"]["numbers"][
+            "share of tokens"
+        ]
+        == 1.0
+    )
+    assert {result.item.id: result.verdict for result in audit_recipe(recipe).items} == {
+        i["id"]: i["verdict"] for i in values["items"]
+    }
 
 
 def test_a_rank_is_narrowed_with_the_model_and_a_share_of_the_width_is_not() -> None:
     for rank, wanted in ((0.75, 0.75), (256, 32), (None, None)):
-        assert _narrowed_ttt(InPlaceTTTConfig(whitening=KeyWhitening(rank)), 8).whitening == KeyWhitening(wanted)
+        assert _narrowed_ttt(InPlaceTTTConfig(whitening=KeyWhitening(rank)), 8).whitening == KeyWhitening(
+            wanted
+        )

@@ -35,8 +35,16 @@ def test_json_holds_the_contract(report: Report) -> None:
 def test_markdown_reads_on_its_own(report: Report) -> None:
     text = report.to_markdown()
     assert text.startswith("# In-Place TTT audit: ")
-    assert "## Undeclared deviations" in text and "## Declared deviations" in text and "## Declarations that no longer apply" in text
-    widths = {len(re.findall(r"(?<!\\)\|", line)) for line in text.partition("## All items")[2].partition("##")[0].splitlines() if line}
+    assert (
+        "## Undeclared deviations" in text
+        and "## Declared deviations" in text
+        and "## Declarations that no longer apply" in text
+    )
+    widths = {
+        len(re.findall(r"(?<!\\)\|", line))
+        for line in text.partition("## All items")[2].partition("##")[0].splitlines()
+        if line
+    }
     assert widths == {6}
     for result in report.items:
         assert f"`{result.item.id}`" in text
@@ -52,7 +60,11 @@ class Balanced(HTMLParser):
         self.loads: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href") and not (value or "").startswith("#")]
+        self.loads += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href") and not (value or "").startswith("#")
+        ]
         if tag not in ("meta", "col", "br", "input"):
             self.open.append(tag)
 
@@ -78,8 +90,12 @@ def test_numbers_that_are_not_finite(report: Report, tmp_path: Path) -> None:
     other = dataclasses.replace(report, items=[found if r is report["sign"] else r for r in report.items])
     write_report(other, tmp_path)
     values = json.loads((tmp_path / "audit.json").read_text(), parse_constant=pytest.fail)
-    assert next(item for item in values["items"] if item["id"] == "sign")["evidence"]["numbers"] == {"value": None}
-    assert "| `sign` | conforms: outputs move towards the target | deviates: a \\| b |" in report.to_markdown(other)
+    assert next(item for item in values["items"] if item["id"] == "sign")["evidence"]["numbers"] == {
+        "value": None
+    }
+    assert "| `sign` | conforms: outputs move towards the target | deviates: a \\| b |" in report.to_markdown(
+        other
+    )
 
 
 def test_without_matplotlib_the_page_says_so(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

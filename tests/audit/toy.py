@@ -42,7 +42,8 @@ FOREIGN: dict[str, str] = {
 
 
 class ToyLayer(nn.Module):
-    """`forward(z, x)` over keys z [B, T, H] and a target source x [B, T, D], float64, autograd through a plain loop."""
+    """`forward(z, x)` over keys z [B, T, H] and a target source x [B, T, D], float64, autograd through a
+    plain loop."""
 
     def __init__(self, fault: str = "", seed: int = 0) -> None:
         super().__init__()
@@ -125,7 +126,8 @@ class ToyLayer(nn.Module):
         return torch.stack(rows)
 
     def _one_grid(self, z: Tensor, x: Tensor, lengths: list[int]) -> Tensor:
-        """Reset at the document, but with the row's chunks: the second document's first chunk is what is left of the row's."""
+        """Reset at the document, but with the row's chunks: the second document's first chunk is what is left
+        of the row's."""
         first = self.walk(z[: lengths[0]], x[: lengths[0]], torch.zeros_like(self.down))
         gap = lengths[0] % self.chunk
         padded = [torch.cat([t.new_zeros(gap, t.shape[1]), t[lengths[0] :]]) for t in (z, x)]
@@ -140,7 +142,14 @@ class ToyAdapter(AuditedModule):
         self.input_size = self.h = H
         self.d, self.chunk_size, self.eta = D, layer.chunk, ETA
 
-    def forward(self, x: Tensor, target: Tensor, *, documents: Sequence[int] | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        target: Tensor,
+        *,
+        documents: Sequence[int] | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
         if padding is None:
             return self.layer(x, target, documents)
         keep = ~padding[0]

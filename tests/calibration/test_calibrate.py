@@ -1,4 +1,5 @@
-"""What is measured on a text: keys that come out white, targets of the residual stream's size; on disk and back."""
+"""What is measured on a text: keys that come out white, targets of the residual stream's size; on disk and
+back."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from widest import Widest
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, KeyWhitening, calibrate, cli, convert, language_head, load, save_adapter
+from inplace_ttt import (
+    InPlaceTTTConfig,
+    InPlaceTTTError,
+    KeyWhitening,
+    calibrate,
+    cli,
+    convert,
+    language_head,
+    load,
+    save_adapter,
+)
 from inplace_ttt.calibration.activations import feeling, probing, seeing
 from inplace_ttt.calibration.calibrate import whitened
 from inplace_ttt.calibration.directions import Directions
@@ -48,7 +59,10 @@ def inputs(model: Any, rows: list[Tensor]) -> dict[int, Tensor]:
 
 def residual(model: Any, rows: list[Tensor]) -> float:
     """Mean over rows of the median norm of what enters layer 2."""
-    return sum(float(model.model(row, output_hidden_states=True).hidden_states[2].norm(dim=-1).median()) for row in rows) / len(rows)
+    return sum(
+        float(model.model(row, output_hidden_states=True).hidden_states[2].norm(dim=-1).median())
+        for row in rows
+    ) / len(rows)
 
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
@@ -66,13 +80,14 @@ def test_keys_come_out_white_and_targets_standard(target: str) -> None:
         table = model.get_input_embeddings().weight.detach()
         x = table[torch.cat(rows, 1)[0]]
         assert distance(layer.ttt.mean, table.mean(0)) < 1e-5
-        assert float(layer.ttt.gain) * float((x - table.mean(0)).square().sum(1).mean().sqrt()) == pytest.approx(
-            residual(model, rows), rel=1e-3
-        )
+        assert float(layer.ttt.gain) * float(
+            (x - table.mean(0)).square().sum(1).mean().sqrt()
+        ) == pytest.approx(residual(model, rows), rel=1e-3)
 
 
 def test_a_key_grows_as_its_input_does() -> None:
-    """As what W0 gives does: behind a norm, whatever a token of next to no input reads beyond its share is all that is left of it."""
+    """As what W0 gives does: behind a norm, whatever a token of next to no input reads beyond its share is
+    all that is left of it."""
     model = convert(build("gemma3", dtype=torch.float64), InPlaceTTTConfig(**RIDGE))
     rows = [random_ids(1, 200)]
     calibrate(model, rows)
@@ -89,15 +104,24 @@ def test_a_key_grows_as_its_input_does() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "granite", "gemma3", "olmo2"])
 def test_targets_are_as_large_as_the_stream_where_they_arrive(name: str) -> None:
-    """Behind a multiplier or a norm a write of that size would be nothing, or all there is: by differences, what the block makes of it."""
+    """Behind a multiplier or a norm a write of that size would be nothing, or all there is: by differences,
+    what the block makes of it."""
     model = convert(build(name, dtype=torch.float64), InPlaceTTTConfig(**RIDGE))
     row, out = random_ids(1, 120), {}
-    block, down = model.model.layers[2] if name != "gpt_neox" else model.gpt_neox.layers[2], fast_weights(model)[2]
-    step = 1e-4 * (torch.randint(2, (1, 120, 32), generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 - 1)
+    block, down = (
+        model.model.layers[2] if name != "gpt_neox" else model.gpt_neox.layers[2],
+        fast_weights(model)[2],
+    )
+    step = 1e-4 * (
+        torch.randint(2, (1, 120, 32), generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
+        - 1
+    )
     for push in (0.0, 1.0):
         handles = [
             down.register_forward_hook(lambda module, args, y, push=push: y + push * step),
-            block.register_forward_hook(lambda module, args, y, push=push: out.__setitem__(push, y[0] if isinstance(y, tuple) else y)),
+            block.register_forward_hook(
+                lambda module, args, y, push=push: out.__setitem__(push, y[0] if isinstance(y, tuple) else y)
+            ),
         ]
         with torch.no_grad(), disable_ttt(model):
             model(row, use_cache=False)
@@ -106,9 +130,13 @@ def test_targets_are_as_large_as_the_stream_where_they_arrive(name: str) -> None
     moved = float(((out[1.0] - out[0.0]).norm(dim=-1) / step.norm(dim=-1)).median())
     with torch.no_grad(), disable_ttt(model), feeling(model) as felt:
         model(row, use_cache=False)
-    assert float(felt[2]) == pytest.approx(moved, rel=0.1) and (float(felt[2]) == 1) == (name in ("llama", "gpt_neox"))
+    assert float(felt[2]) == pytest.approx(moved, rel=0.1) and (float(felt[2]) == 1) == (
+        name in ("llama", "gpt_neox")
+    )
     calibrate(model, [row])
-    assert not any(parameter.grad is not None or not parameter.requires_grad for parameter in model.parameters())
+    assert not any(
+        parameter.grad is not None or not parameter.requires_grad for parameter in model.parameters()
+    )
     with torch.no_grad(), disable_ttt(model), seeing(model) as seen:
         model(row, use_cache=False)
     here = seen[2]
@@ -118,7 +146,9 @@ def test_targets_are_as_large_as_the_stream_where_they_arrive(name: str) -> None
 
 def test_a_low_rank_whitens_the_largest_directions() -> None:
     values = torch.tensor([100.0, 25.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    turn, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    turn, _ = torch.linalg.qr(
+        torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
     sigma = turn @ values.diag() @ turn.T
     found = whitened(Directions(values[:2], turn[:, :2], float(values.sum()), torch.zeros(6)), shrinkage=1e-9)
     assert distance(found @ sigma @ found.T, torch.eye(2, dtype=torch.float64) / 2) < 1e-6
@@ -140,16 +170,32 @@ def base(tmp_path: Path) -> Path:
     return save_base(tmp_path / "base")
 
 
-def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_measures_saves_and_loads(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text(text(400))
-    arguments = ["--preset", "ridge", "--layers", "0,1", "--chunk-size", "16", "--calibrate", str(tmp_path / "a.txt")]
+    arguments = [
+        "--preset",
+        "ridge",
+        "--layers",
+        "0,1",
+        "--chunk-size",
+        "16",
+        "--calibrate",
+        str(tmp_path / "a.txt"),
+    ]
     arguments += ["--set", "whitening.rank=5", "--set", "ridge=0.5"]
     assert cli.main(["convert", str(base), str(tmp_path / "full"), *arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["identity"]["max_abs_logit_diff"] == 0 and result["new_parameters"] == 2 * (32 * 5 + 32 * 32)
+    assert result["identity"]["max_abs_logit_diff"] == 0 and result["new_parameters"] == 2 * (
+        32 * 5 + 32 * 32
+    )
     assert result["config"]["whitening"] == {"rank": 5, "shrinkage": 0.1} and result["config"]["ridge"] == 0.5
     model = load(tmp_path / "full")
-    assert all(layer.ttt.keys.directions.shape == (5, 64) and float(layer.ttt.gain) > 0 for layer in fast_weights(model).values())
+    assert all(
+        layer.ttt.keys.directions.shape == (5, 64) and float(layer.ttt.gain) > 0
+        for layer in fast_weights(model).values()
+    )
     with torch.no_grad():
         for layer in fast_weights(model).values():
             layer.ttt.conv.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
@@ -161,7 +207,9 @@ def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: py
     load(tmp_path / "again").save_pretrained(tmp_path / "third")
     assert bytes_of(tmp_path / "third") == bytes_of(tmp_path / "again")
     capsys.readouterr()
-    assert cli.main(["export", str(tmp_path / "again"), str(tmp_path / "official"), "--format", "official"]) == 2
+    assert (
+        cli.main(["export", str(tmp_path / "again"), str(tmp_path / "official"), "--format", "official"]) == 2
+    )
     assert "whitened keys" in capsys.readouterr().err
 
 
@@ -178,10 +226,14 @@ def test_convert_measures_saves_and_loads(base: Path, tmp_path: Path, capsys: py
         (["--set", "chunk_size=many"], "chunk_size must be an integer"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], says: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    arguments: list[str], says: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text(text(400))
     (tmp_path / "empty.txt").write_text("  \n")
-    arguments = [{"TEXT": str(tmp_path / "a.txt"), "EMPTY": str(tmp_path / "empty.txt")}.get(a, a) for a in arguments]
+    arguments = [
+        {"TEXT": str(tmp_path / "a.txt"), "EMPTY": str(tmp_path / "empty.txt")}.get(a, a) for a in arguments
+    ]
     assert cli.main(["convert", str(base), str(tmp_path / "out"), *arguments]) == 2
     err = capsys.readouterr().err.strip().splitlines()
     assert says in err[-1] and not (tmp_path / "out").exists()
@@ -189,7 +241,8 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, base: Path, tmp_
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
-    """Against finite differences: what a small P, written by an oracle that knows the next token, does to the loss."""
+    """Against finite differences: what a small P, written by an oracle that knows the next token, does to the
+    loss."""
     model = convert(build("llama", dtype=torch.float64), InPlaceTTTConfig(**RIDGE, target=target))
     rows = [random_ids(1, 60, seed=s) for s in range(3)]
     before = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -198,14 +251,17 @@ def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
     def loss(step: float, layer: int, proj: Tensor) -> float:
-        """Summed over the rows, with `step` times P applied to the next token's source at a layer's output."""
+        """Summed over the rows, with `step` times P applied to the next token's source at a layer's
+        output."""
         total = 0.0
         for row in rows:
             with disable_ttt(model), seeing(model) as seen:
                 model(row)
                 ahead = fast_weights(model)[layer].ttt.normalize_source(seen[layer].source)[:, 1:]
             extra = torch.nn.functional.pad(step * ahead @ proj, (0, 0, 0, 1))
-            handle = fast_weights(model)[layer].register_forward_hook(lambda m, args, out, extra=extra: out + extra)
+            handle = fast_weights(model)[layer].register_forward_hook(
+                lambda m, args, out, extra=extra: out + extra
+            )
             with disable_ttt(model):
                 values = model(row).logits[0, :-1]
             handle.remove()
@@ -218,7 +274,11 @@ def test_a_calibrated_p_is_the_downhill_map(target: str) -> None:
             found = (loss(step, index, proj) - loss(-step, index, proj)) / (2 * step)
             random = torch.randn(proj.shape, dtype=proj.dtype, generator=torch.Generator().manual_seed(index))
             other = (loss(step, index, random) - loss(-step, index, random)) / (2 * step)
-            assert found < 0 and abs(found) > 3 * abs(other) * float(proj.norm() / random.norm()), (index, found, other)
+            assert found < 0 and abs(found) > 3 * abs(other) * float(proj.norm() / random.norm()), (
+                index,
+                found,
+                other,
+            )
 
 
 def test_least_squares_finds_the_map_and_keeps_the_size() -> None:
@@ -249,8 +309,13 @@ def test_the_start_of_p_is_that_of_the_whole_loss(name: str, monkeypatch: pytest
     assert name != "llama" or made.numbers < 40 * 97
     with disable_ttt(model), seeing(model) as seen, probing(model) as probes:
         logits = model(row, use_cache=False).logits[0, :-1]
-        gradients = torch.autograd.grad(cross_entropy(logits, row[0, 1:], reduction="sum"), list(probes.values()))
+        gradients = torch.autograd.grad(
+            cross_entropy(logits, row[0, 1:], reduction="sum"), list(probes.values())
+        )
     for index, gradient in zip(probes, gradients, strict=True):
         ahead = seen[index].source[0, 1:]
-        assert distance(found[index], least_squares(ahead.T @ ahead, -ahead.T @ gradient.reshape(40, -1)[:-1])) < 1e-4
+        assert (
+            distance(found[index], least_squares(ahead.T @ ahead, -ahead.T @ gradient.reshape(40, -1)[:-1]))
+            < 1e-4
+        )
     assert "forward" not in vars(model.base_model)

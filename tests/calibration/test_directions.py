@@ -1,4 +1,5 @@
-"""The largest directions of activations: exact where Σ is small, nearly the best from a sketch, and refused where they cannot be known."""
+"""The largest directions of activations: exact where Σ is small, nearly the best from a sketch, and refused
+where they cannot be known."""
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ WIDTH, RANK = 256, 24
 def activations(tokens: int, values: Tensor, seed: int = 0) -> Tensor:
     """[tokens, h] around a mean, whose covariance has these eigenvalues [h], along no axis."""
     generator = torch.Generator().manual_seed(seed)
-    turn, _ = torch.linalg.qr(torch.randn(len(values), len(values), generator=torch.Generator().manual_seed(99)))
+    turn, _ = torch.linalg.qr(
+        torch.randn(len(values), len(values), generator=torch.Generator().manual_seed(99))
+    )
     return torch.randn(tokens, len(values), generator=generator) * values.sqrt() @ turn + 3 * turn[:, 0]
 
 
@@ -47,7 +50,8 @@ def centre(rows: list[Tensor]) -> Tensor:
 
 
 def captured(found: Directions, sigma: Tensor, values: Tensor) -> float:
-    """Of the variance along the best directions, the share along those found, which are orthonormal and in order."""
+    """Of the variance along the best directions, the share along those found, which are orthonormal and in
+    order."""
     vectors = found.vectors.double()
     assert found.vectors.dtype == found.values.dtype == torch.float32
     assert (vectors.T @ vectors - torch.eye(vectors.shape[1])).abs().max() < 1e-5
@@ -65,7 +69,9 @@ def test_a_narrow_layer_is_exact(dtype: torch.dtype, rank: int) -> None:
     sigma, values, vectors = largest(rows, rank)
     assert captured(found, sigma, values) == pytest.approx(1, abs=1e-5)
     torch.testing.assert_close(found.centre.double(), centre(rows), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.values.double(), values, rtol=1e-4, atol=1e-6 * float(z.double().square().sum() / len(z)))
+    torch.testing.assert_close(
+        found.values.double(), values, rtol=1e-4, atol=1e-6 * float(z.double().square().sum() / len(z))
+    )
     alike = (found.vectors.double() * vectors).sum(0).abs()
     assert alike.min() > 1 - 1e-3
 
@@ -96,7 +102,8 @@ def test_few_tokens_are_known_exactly() -> None:
 
 
 def test_what_a_text_can_do_to_a_sketch() -> None:
-    """It starts with zeros, then says one sentence again and again; one direction is 10,000 times as large as the others."""
+    """It starts with zeros, then says one sentence again and again; one direction is 10,000 times as large as
+    the others."""
     sentence = activations(10, slow(WIDTH), seed=1).repeat(300, 1)
     values = slow(WIDTH)
     values[0] *= 1e4
@@ -109,9 +116,14 @@ def test_what_a_text_can_do_to_a_sketch() -> None:
         assert captured(directions(rows, RANK), sigma, best) > 0.975
     others = torch.eye(WIDTH, dtype=torch.float64) - vectors[:, :1] @ vectors[:, :1].T
     found = directions(rows, RANK).vectors.double()
-    assert float((others @ found).mul(sigma @ others @ found).sum() / best[1:].sum()) > 0.98, "besides the largest"
+    assert float((others @ found).mul(sigma @ others @ found).sum() / best[1:].sum()) > 0.98, (
+        "besides the largest"
+    )
     found = directions([sentence], RANK)
-    assert captured(found, *largest([sentence], RANK)[:2]) > 0.9999 and found.values[10:].max() < 1e-4 * found.values[0]
+    assert (
+        captured(found, *largest([sentence], RANK)[:2]) > 0.9999
+        and found.values[10:].max() < 1e-4 * found.values[0]
+    )
 
 
 def test_it_is_the_same_every_time_and_everywhere() -> None:

@@ -38,7 +38,11 @@ def texts(folder: Path, lengths: list[int]) -> list[Path]:
         ([3000] * 5, 5 * 2500, [(i, 1786) for i in range(5)] + [(i, 1214) for i in range(3)]),
         ([2500] * 60, 16_384, [(i, 1821) for i in range(0, 60, 7)]),
         ([2500] * 7 + [1700] + [2500] * 52, 16_384, [(i, 1700 if i == 7 else 1821) for i in range(0, 60, 7)]),
-        ([2500] * 7 + [70] + [2500] * 52, 16_384, [(i, 70 if i == 7 else 1821) for i in range(0, 60, 7)] + [(1, 1821)]),
+        (
+            [2500] * 7 + [70] + [2500] * 52,
+            16_384,
+            [(i, 70 if i == 7 else 1821) for i in range(0, 60, 7)] + [(1, 1821)],
+        ),
     ],
 )
 def test_rows_until_there_are_enough(
@@ -60,16 +64,22 @@ def test_rows_until_there_are_enough(
     else:
         assert not caplog.text
     for file in set(files):  # what is read of a text is its beginning, once
-        of_it = torch.cat([row[0] for other, row in found if other == file] or [torch.zeros(0, dtype=torch.int64)])
+        of_it = torch.cat(
+            [row[0] for other, row in found if other == file] or [torch.zeros(0, dtype=torch.int64)]
+        )
         assert of_it.tolist() == [3 + (files.index(file) + n) % 997 for n in range(len(of_it))]
 
 
 def test_every_row_begins_as_a_text_does(tmp_path: Path) -> None:
     tokenizer = word_level(f"t{i}" for i in range(3, 1000))
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 1)]
+    )
     (file,) = texts(tmp_path, [3000])
     rows = [row[0].tolist() for _, row in calibration_rows([file], tokenizer, 4000)]
-    assert [len(row) for row in rows] == [2000, 1002] and all(row[0] == 1 and 1 not in row[1:] for row in rows)
+    assert [len(row) for row in rows] == [2000, 1002] and all(
+        row[0] == 1 and 1 not in row[1:] for row in rows
+    )
     assert [token for row in rows for token in row[1:]] == [3 + n % 997 for n in range(3000)]
 
 
@@ -79,7 +89,25 @@ def test_a_card_names_the_texts_that_were_read(tmp_path: Path, capsys: pytest.Ca
     files = [tmp_path / "texts" / f"{i}.txt" for i in range(4)]
     for i, file in enumerate(files):
         file.write_text(text(400, seed=i))
-    arguments = ["convert", str(base), str(tmp_path / "out"), "--preset", "ridge", "--layers", "0", "--set", "whitening.rank=5"]
-    assert cli.main([*arguments, "--no-verify", "--calibrate", str(tmp_path / "texts"), "--calibrate-tokens", "100"]) == 0
+    arguments = [
+        "convert",
+        str(base),
+        str(tmp_path / "out"),
+        "--preset",
+        "ridge",
+        "--layers",
+        "0",
+        "--set",
+        "whitening.rank=5",
+    ]
+    assert (
+        cli.main(
+            [*arguments, "--no-verify", "--calibrate", str(tmp_path / "texts"), "--calibrate-tokens", "100"]
+        )
+        == 0
+    )
     said = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()["inplace_ttt"]["calibration"]
-    assert (said["files"], said["tokens"]) == (["0.txt"], 100) and "calibration read" not in capsys.readouterr().err
+    assert (said["files"], said["tokens"]) == (
+        ["0.txt"],
+        100,
+    ) and "calibration read" not in capsys.readouterr().err

@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 from inplace_ttt.files.manifest import MANIFEST
 
 
-def save_base(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB", **config: Any) -> Path:
+def save_base(
+    folder: Path,
+    name: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **config: Any,
+) -> Path:
     """A tiny base model, saved as transformers saves it."""
     build(name, dtype=dtype, **config).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

@@ -20,7 +20,9 @@ from inplace_ttt.surgery import fast_weights
 def trained(tmp_path: Path) -> Path:
     """A full checkpoint whose TTT tensors are not those of a fresh conversion."""
     base = save_base(tmp_path / "base")
-    cli.main(["convert", str(base), str(tmp_path / "full"), "--layers", "0,2", "--chunk-size", "7", "--no-verify"])
+    cli.main(
+        ["convert", str(base), str(tmp_path / "full"), "--layers", "0,2", "--chunk-size", "7", "--no-verify"]
+    )
     model = load(tmp_path / "full")
     turn_writer_on(model)
     model.save_pretrained(tmp_path / "trained")
@@ -31,7 +33,11 @@ def test_round_trip(trained: Path, tmp_path: Path) -> None:
     ids = random_ids(1, 40)
     expected = logits(load(trained), ids)
     assert cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"]) == 0
-    assert sorted(bytes_of(tmp_path / "adapter")) == ["README.md", "inplace_ttt.json", "inplace_ttt.safetensors"]
+    assert sorted(bytes_of(tmp_path / "adapter")) == [
+        "README.md",
+        "inplace_ttt.json",
+        "inplace_ttt.safetensors",
+    ]
     model = load(tmp_path / "adapter")
     assert model.config.model_type == "llama"
     assert torch.equal(logits(model, ids), expected)
@@ -41,7 +47,12 @@ def test_round_trip(trained: Path, tmp_path: Path) -> None:
 
 def test_convert_adapter_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save_base(tmp_path / "base", "gpt2")
-    assert cli.main(["convert", str(base), str(tmp_path / "adapter"), "--layers", "1", "--adapter-only", "--json"]) == 0
+    assert (
+        cli.main(
+            ["convert", str(base), str(tmp_path / "adapter"), "--layers", "1", "--adapter-only", "--json"]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["identity"]["max_abs_logit_diff"] < 1e-6
     assert sum(f.stat().st_size for f in (tmp_path / "adapter").iterdir()) < 20_000
     assert list(fast_weights(load(tmp_path / "adapter"))) == [1]
@@ -59,32 +70,45 @@ def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "full2").exists()
 
 
-def test_a_trained_base_is_not_cut_to_an_adapter(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_base_is_not_cut_to_an_adapter(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = load(trained)
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight.mul_(1.1)
     model.save_pretrained(tmp_path / "moved")
-    assert cli.main(["export", str(tmp_path / "moved"), str(tmp_path / "adapter"), "--format", "adapter"]) == 2
+    assert (
+        cli.main(["export", str(tmp_path / "moved"), str(tmp_path / "adapter"), "--format", "adapter"]) == 2
+    )
     assert "which an adapter would lose" in capsys.readouterr().err
 
 
-def test_what_else_was_trained_is_not_cut_off(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_else_was_trained_is_not_cut_off(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As LoRA leaves the down-projections alone, and moves attention."""
     model = load(trained)
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[-1, -1] += 1
     model.save_pretrained(tmp_path / "moved")
-    assert cli.main(["export", str(tmp_path / "moved"), str(tmp_path / "adapter"), "--format", "adapter"]) == 2
+    assert (
+        cli.main(["export", str(tmp_path / "moved"), str(tmp_path / "adapter"), "--format", "adapter"]) == 2
+    )
     assert "has another model.layers.1.self_attn.q_proj.weight than" in capsys.readouterr().err
-    with pytest.raises(InPlaceTTTError, match=r"the model has another model\.layers\.1\.self_attn\.q_proj\.weight than"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"the model has another model\.layers\.1\.self_attn\.q_proj\.weight than"
+    ):
         save_adapter(model, tmp_path / "adapter")
     model.resize_token_embeddings(200, mean_resizing=False)
     with pytest.raises(InPlaceTTTError, match=r"the model has another lm_head\.weight than"):
         save_adapter(model, tmp_path / "adapter")
 
 
-def test_a_base_on_the_hub(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It is compared as far as it is here, with no network: whole from the hub's cache, in the revision that was converted."""
+def test_a_base_on_the_hub(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is compared as far as it is here, with no network: whole from the hub's cache, in the revision that
+    was converted."""
     revision, hub = "0" * 40, tmp_path / "hub"
     config = json.loads((trained / "config.json").read_text())
     config["inplace_ttt"]["base"] |= {"name_or_path": "owner/tiny", "revision": revision}
@@ -97,7 +121,9 @@ def test_a_base_on_the_hub(trained: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert "only the down-projections of the model were compared with owner/tiny" in caplog.text
     shutil.copytree(tmp_path / "base", hub / "models--owner--tiny" / "snapshots" / revision)
     for base in (None, "owner/tiny"):
-        with pytest.raises(InPlaceTTTError, match=r"another model\.layers\.1\.self_attn\.q_proj\.weight than owner/tiny"):
+        with pytest.raises(
+            InPlaceTTTError, match=r"another model\.layers\.1\.self_attn\.q_proj\.weight than owner/tiny"
+        ):
             save_adapter(model, tmp_path / "adapter", base=base)
     caplog.clear()
     save_adapter(load(trained), tmp_path / "adapter")
@@ -109,7 +135,8 @@ def test_a_base_on_the_hub(trained: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_saved_from_python(trained: Path, tmp_path: Path) -> None:
-    """Load an adapter, train it, save it again; the base is remembered, and checked when it was trained too."""
+    """Load an adapter, train it, save it again; the base is remembered, and checked when it was trained
+    too."""
     cli.main(["export", str(trained), str(tmp_path / "adapter"), "--format", "adapter"])
     model = load(tmp_path / "adapter")
     with torch.no_grad():
@@ -119,7 +146,9 @@ def test_saved_from_python(trained: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "again"), ids), logits(model, ids))
     model.save_pretrained(tmp_path / "full")
     assert cli.main(["export", str(tmp_path / "full"), str(tmp_path / "third"), "--format", "adapter"]) == 0
-    fresh = convert(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), InPlaceTTTConfig(layers=(1,), chunk_size=4))
+    fresh = convert(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), InPlaceTTTConfig(layers=(1,), chunk_size=4)
+    )
     save_adapter(fresh, tmp_path / "fresh")
     assert list(fast_weights(load(tmp_path / "fresh"))) == [1]
     with torch.no_grad():
@@ -137,18 +166,28 @@ def test_base_in_another_place(trained: Path, tmp_path: Path, capsys: pytest.Cap
         command = [str(tmp_path / "adapter") if a == "ADAPTER" else a for a in verb]
         capsys.readouterr()
         assert cli.main(command) == 2
-        said = f"adapter is an adapter of {tmp_path / 'base'}, which does not exist; say where it is now by --base"
+        said = (
+            f"adapter is an adapter of {tmp_path / 'base'}, which does not exist; say where it is now "
+            "by --base"
+        )
         assert said in capsys.readouterr().err
         assert cli.main([*command, "--base", str(tmp_path / "moved")]) == 0
-    assert cli.main(["export", str(tmp_path / "full2"), str(tmp_path / "adapter2"), "--format", "adapter"]) == 0
+    assert (
+        cli.main(["export", str(tmp_path / "full2"), str(tmp_path / "adapter2"), "--format", "adapter"]) == 0
+    )
     load(tmp_path / "adapter2")  # which knows where its base is now
     for verb in (["serve"], ["bench", "--serving"]):
         assert cli.main([*verb, str(tmp_path / "adapter")]) == 2
-        assert "adapter is an adapter, and vLLM serves full checkpoints; export it as full first" in capsys.readouterr().err
+        assert (
+            "adapter is an adapter, and vLLM serves full checkpoints; export it as full first"
+            in capsys.readouterr().err
+        )
     recipe = write_recipe(tmp_path, model={"path": str(tmp_path / "adapter")}, ttt=None)
     assert cli.main(["plan", str(recipe)]) == 2
     assert "which does not exist; put both together by `inplace-ttt export" in capsys.readouterr().err
-    with pytest.raises(InPlaceTTTError, match="which does not exist; say where it is now by --base, in Python by base="):
+    with pytest.raises(
+        InPlaceTTTError, match="which does not exist; say where it is now by --base, in Python by base="
+    ):
         load(tmp_path / "adapter")
     with pytest.raises(InPlaceTTTError, match="has no effect"):
         load(trained, base="x")

@@ -31,7 +31,9 @@ def base(tmp_path: Path) -> Path:
     """A base with a tokenizer and a card of its own."""
     folder = save_base(tmp_path / "base", vocab_size=97)
     word_level(WORDS).save_pretrained(folder)
-    (folder / "README.md").write_text("---\nlicense: gemma\nlanguage: [en]\nbase_model: someone/big\ntags: [theirs]\n---\n# Not ours\n")
+    (folder / "README.md").write_text(
+        "---\nlicense: gemma\nlanguage: [en]\nbase_model: someone/big\ntags: [theirs]\n---\n# Not ours\n"
+    )
     return folder
 
 
@@ -77,15 +79,21 @@ def test_what_is_known_is_handed_on(base: Path, text: Path, tmp_path: Path) -> N
     run("audit", ttt, "--card", code=1)
     known = facts(ttt)
     assert known["calibration"]["files"] == ["00.txt", "01.txt"] and known["calibration"]["tokens"] == 210
-    assert known["evaluation"]["documents"] == 2 and known["evaluation"]["difference"]["mean"] == 0  # nothing is written yet
+    # nothing is written yet
+    assert known["evaluation"]["documents"] == 2 and known["evaluation"]["difference"]["mean"] == 0
     assert known["audit"]["undeclared"] == ["chunk-size", "layer-spacing"]
     run("export", ttt, tmp_path / "adapter", "--format", "adapter")
     run("export", tmp_path / "adapter", tmp_path / "again", "--format", "full")
     for folder, form in ((tmp_path / "adapter", "adapter"), (tmp_path / "again", "full")):
         assert facts(folder) == {**known, "form": form}
     card = ModelCard.load(tmp_path / "again" / "README.md").text
-    assert "210 tokens of `00.txt`, `01.txt`" in card and "| on - off | " in card and "undeclared deviations: " in card
-    run("export", ttt, tmp_path / "again", "--format", "adapter", "--overwrite")  # a card of ours may be replaced
+    assert (
+        "210 tokens of `00.txt`, `01.txt`" in card
+        and "| on - off | " in card
+        and "undeclared deviations: " in card
+    )
+    # a card of ours may be replaced
+    run("export", ttt, tmp_path / "again", "--format", "adapter", "--overwrite")
 
 
 def test_a_trained_one_says_by_what(tmp_path: Path) -> None:
@@ -93,14 +101,25 @@ def test_a_trained_one_says_by_what(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model")
     of_other_weights = {"audit": {"profile": "paper", "undeclared": [], "declared": []}}
     calibration = {"files": ["a.txt"], "tokens": 3, "sha256": "0"}
-    write_card(model, None, _config(model), {"name_or_path": "owner/base"}, "full", calibration=calibration, **of_other_weights)
+    write_card(
+        model,
+        None,
+        _config(model),
+        {"name_or_path": "owner/base"},
+        "full",
+        calibration=calibration,
+        **of_other_weights,
+    )
     recipe = recipe_file(
         tmp_path, model, documents(tmp_path / "text"), audit={"profile": "paper"}, data={"validation_documents": 2},
     )  # fmt: skip
     report, _ = trained(recipe, flags=("--no-audit",))
     final = Path(report["output"])
     known = facts(final)
-    assert known["training"]["sha256"] == report["data"]["sha256"] and known["training"]["steps"] == report["steps"] == 3
+    assert (
+        known["training"]["sha256"] == report["data"]["sha256"]
+        and known["training"]["steps"] == report["steps"] == 3
+    )
     assert known["training"]["sources"] == ["text"] and known["training"]["tokens_a_step"] == 256
     assert known["evaluation"]["on"] == report["evaluation"]["eval_loss"]
     assert ModelCard.load(final / "README.md").data.base_model == "owner/base"
@@ -135,13 +154,22 @@ class Hub(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             return self.answer({"url": f"http://{self.headers['Host']}/me/{json.loads(body)['name']}"})
         if "/preupload/" in self.path:
-            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
             return self.answer({"files": files})
         if self.path == "/api/validate-yaml":
             return self.answer({"warnings": [], "errors": []})
         values = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
         self.commits.append({value["path"]: base64.b64decode(value["content"]) for value in values})
-        return self.answer({"success": True, "commitOid": "c0ffee", "commitUrl": f"http://{self.headers['Host']}/me/mine/commit/c0ffee"})
+        return self.answer(
+            {
+                "success": True,
+                "commitOid": "c0ffee",
+                "commitUrl": f"http://{self.headers['Host']}/me/mine/commit/c0ffee",
+            }
+        )
 
     def do_GET(self) -> None:
         self.answer({"id": "me/mine", "sha": "0" * 40, "siblings": []})
@@ -166,11 +194,20 @@ def hub() -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.mark.parametrize(("token", "offline", "code"), [("hf_good", "0", 0), ("hf_bad", "0", 2), ("", "0", 2), ("hf_good", "1", 2)])
+@pytest.mark.parametrize(
+    ("token", "offline", "code"), [("hf_good", "0", 0), ("hf_bad", "0", 2), ("", "0", 2), ("hf_good", "1", 2)]
+)
 @pytest.mark.sample(2)
 def test_push(base: Path, tmp_path: Path, hub: str, token: str, offline: str, code: int) -> None:
-    """By huggingface_hub to a server that answers as a hub does; who has no token is told before anything is written."""
-    known = {**os.environ, "HF_ENDPOINT": hub, "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": token}
+    """By huggingface_hub to a server that answers as a hub does; who has no token is told before anything is
+    written."""
+    known = {
+        **os.environ,
+        "HF_ENDPOINT": hub,
+        "HF_HUB_OFFLINE": offline,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": token,
+    }
     line = [
         sys.executable,
         "-m",

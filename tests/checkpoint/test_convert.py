@@ -25,7 +25,9 @@ def run_convert(src: Path, out: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize("family", [f.name for f in FAMILIES])
-def test_every_family_converts_and_loads_identical(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_family_converts_and_loads_identical(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = save_base(tmp_path / "base", family)
     capsys.readouterr()  # saving may import deepspeed, which logs to stdout
     assert run_convert(base, tmp_path / "out", "--json") == 0
@@ -35,7 +37,13 @@ def test_every_family_converts_and_loads_identical(family: str, tmp_path: Path, 
     assert result["identity"]["max_abs_logit_diff"] < 1e-6
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert config_of(model).chunk_size == 7
-    assert distance(logits(model, random_ids(1, 40)), logits(AutoModelForCausalLM.from_pretrained(base), random_ids(1, 40))) < 1e-5
+    assert (
+        distance(
+            logits(model, random_ids(1, 40)),
+            logits(AutoModelForCausalLM.from_pretrained(base), random_ids(1, 40)),
+        )
+        < 1e-5
+    )
     for index, layer in fast_weights(model).items():
         assert layer.ttt.conv.count_nonzero() == 0
         proj = layer.ttt.proj.detach()
@@ -49,7 +57,9 @@ def test_every_family_converts_and_loads_identical(family: str, tmp_path: Path, 
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_weight_is_moved(dtype: torch.dtype, shards: str, tied: bool, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", dtype=dtype, max_shard_size=shards, tie_word_embeddings=tied)
-    assert len(list(base.glob("*.safetensors"))) == (1 if shards == "5GB" else len(list(base.glob("*-of-*.safetensors"))))
+    assert len(list(base.glob("*.safetensors"))) == (
+        1 if shards == "5GB" else len(list(base.glob("*-of-*.safetensors")))
+    )
     before = bytes_of(base)
     assert run_convert(base, tmp_path / "out") == 0
     assert bytes_of(base) == before
@@ -82,7 +92,10 @@ def test_l9_save_load_save_is_byte_stable(family: str, tmp_path: Path) -> None:
     load(tmp_path / "out").save_pretrained(tmp_path / "first")
     load(tmp_path / "first").save_pretrained(tmp_path / "second")
     assert bytes_of(tmp_path / "first") == bytes_of(tmp_path / "second")
-    assert all(torch.equal(tensor, tensors_of(tmp_path / "out")[name]) for name, tensor in tensors_of(tmp_path / "first").items())
+    assert all(
+        torch.equal(tensor, tensors_of(tmp_path / "out")[name])
+        for name, tensor in tensors_of(tmp_path / "first").items()
+    )
 
 
 def test_a_model_converted_in_memory_saves_as_a_converted_one(tmp_path: Path) -> None:
@@ -99,16 +112,23 @@ def test_a_model_converted_in_memory_saves_as_a_converted_one(tmp_path: Path) ->
 
 
 def test_without_the_package_imported(tmp_path: Path) -> None:
-    """A stranger's process: trust_remote_code loads through the shim, without it the load is refused, never plain."""
+    """A stranger's process: trust_remote_code loads through the shim, without it the load is refused, never
+    plain."""
     run_convert(save_base(tmp_path / "base"), tmp_path / "out")
     code = (
         "import sys; from transformers import AutoModelForCausalLM as A\n"
         f"try: A.from_pretrained({str(tmp_path / 'out')!r}, trust_remote_code=False)\n"
         "except Exception as e: print('refused', 'inplace_ttt' in sys.modules)\n"
         f"m = A.from_pretrained({str(tmp_path / 'out')!r}, trust_remote_code=True)\n"
-        "print(type(m.model.layers[0].mlp.down_proj).__name__, type(m.model.layers[1].mlp.down_proj).__name__)\n"
+        "print(type(m.model.layers[0].mlp.down_proj).__name__, "
+        "type(m.model.layers[1].mlp.down_proj).__name__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**_environment(), "HF_HOME": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**_environment(), "HF_HOME": str(tmp_path)},
+    )
     assert done.stdout.splitlines() == ["refused False", "FastWeightLinear Linear"], done.stderr
 
 
@@ -141,10 +161,17 @@ def test_missing_ttt_tensors_are_refused_by_from_pretrained(tmp_path: Path) -> N
 
 
 def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Resident memory of a conversion without proof, for a base of 8 MiB and one of 250 MiB (mapped files left out)."""
+    """Resident memory of a conversion without proof, for a base of 8 MiB and one of 250 MiB (mapped files
+    left out)."""
     peaks = []
     for layers in (2, 150):
-        base = save_base(tmp_path / f"base{layers}", num_hidden_layers=layers, hidden_size=256, intermediate_size=512, dtype=torch.float32)
+        base = save_base(
+            tmp_path / f"base{layers}",
+            num_hidden_layers=layers,
+            hidden_size=256,
+            intermediate_size=512,
+            dtype=torch.float32,
+        )
         peaks.append(_peak_of_conversion(base, tmp_path / f"out{layers}"))
     size = sum(f.stat().st_size for f in (tmp_path / "base150").glob("*.safetensors"))
     assert size > 200e6
@@ -157,10 +184,12 @@ def _peak_of_conversion(base: Path, out: Path) -> int:
         "peak, going = [0], True\n"
         "def watch():\n"
         "    while going:\n"
-        "        peak[0] = max(peak[0], *(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')))\n"
+        "        peak[0] = max(peak[0], *(int(l.split()[1]) for l in open('/proc/self/status') if "
+        "l.startswith('RssAnon')))\n"
         "        time.sleep(0.002)\n"
         "t = threading.Thread(target=watch); t.start()\n"
-        f"code = cli.main(['convert', {str(base)!r}, {str(out)!r}, '--layers', '0', '--no-verify', '--json'])\n"
+        f"code = cli.main(['convert', {str(base)!r}, {str(out)!r}, '--layers', '0', '--no-verify', "
+        "'--json'])\n"
         "going = False; t.join(); print(peak[0] * 1024); sys.exit(code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -170,7 +199,10 @@ def _peak_of_conversion(base: Path, out: Path) -> int:
 def test_a_checkpoint_without_the_base_models_prefix(tmp_path: Path) -> None:
     """As GPT-2's own: `h.0.mlp.c_proj.weight`, not `transformer.h.0.…`."""
     base = save_base(tmp_path / "base", "gpt2")
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(base / "model.safetensors").items()}
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(base / "model.safetensors").items()
+    }
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     assert run_convert(base, tmp_path / "full") == 0
     assert run_convert(base, tmp_path / "adapter", "--adapter-only") == 0
@@ -187,7 +219,9 @@ def with_architectures(folder: Path, value: object) -> Path:
 
 
 @pytest.mark.parametrize("wrong", [[10**20], [None], {"a": 1}, 3, [["LlamaForCausalLM"]]], ids=str)
-def test_architectures_that_are_no_names_are_refused(wrong: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_architectures_that_are_no_names_are_refused(
+    wrong: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_convert(with_architectures(tmp_path / "base", wrong), tmp_path / "out") == 2
     assert "config.json, architectures: must be a list (text) or nothing, got " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -195,4 +229,6 @@ def test_architectures_that_are_no_names_are_refused(wrong: object, tmp_path: Pa
 
 def test_one_architecture_may_stand_without_a_list(tmp_path: Path) -> None:
     assert run_convert(with_architectures(tmp_path / "base", "LlamaForCausalLM"), tmp_path / "out") == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["InPlaceTTTLlamaForCausalLM"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [
+        "InPlaceTTTLlamaForCausalLM"
+    ]

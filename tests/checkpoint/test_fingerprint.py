@@ -33,13 +33,16 @@ def test_the_fingerprint_of_what_measured_nothing_stays() -> None:
     model = converted("llama")
     values = [p.detach().reshape(-1) for layer in fast_weights(model).values() for p in layer.parameters()]
     pieces = [p.detach().reshape(-1)[:1024] for p in model.parameters()]
-    digest = hashlib.sha256(b"".join(p.bfloat16().view(torch.uint8).numpy().tobytes() for p in (*values, *pieces)))
+    digest = hashlib.sha256(
+        b"".join(p.bfloat16().view(torch.uint8).numpy().tobytes() for p in (*values, *pieces))
+    )
     assert fingerprint_of(model) == digest.hexdigest()
 
 
 @pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "qwen2_moe"])
 def test_a_base_and_its_conversions_stand_on_the_same_weights(name: str, tmp_path: Path) -> None:
-    """Whatever form they are in and whoever wrote them; conv and P, which LoRA's adapters hold, are none of these."""
+    """Whatever form they are in and whoever wrote them; conv and P, which LoRA's adapters hold, are none of
+    these."""
     base = save_base(tmp_path / "base", name)
     expected = base_fingerprint_in(base)
     model = converted(name, layers=(2,))

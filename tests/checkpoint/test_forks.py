@@ -1,4 +1,5 @@
-"""Checkpoints of forks: a setting or tensor that is not known is mapped, neutral, or refused, never dropped."""
+"""Checkpoints of forks: a setting or tensor that is not known is mapped, neutral, or refused, never
+dropped."""
 
 import json
 from pathlib import Path
@@ -39,7 +40,9 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_setting_of_a_fork_is_refused(kind: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_of_a_fork_is_refused(
+    kind: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = WRITERS[kind](tmp_path / "fork", **{key: KEYS[key]})
     assert f"has {key} " in refused(folder, capsys)
 
@@ -48,7 +51,10 @@ def test_a_setting_of_a_fork_is_refused(kind: str, key: str, tmp_path: Path, cap
 def test_a_setting_without_a_value_is_neutral(kind: str, tmp_path: Path) -> None:
     folder = WRITERS[kind](tmp_path / "fork", ttt_clip_tau=None)
     assert cli.main(["import-official", str(folder), str(tmp_path / "ours")]) == 0
-    assert "ttt_clip_tau" not in json.loads((tmp_path / "ours" / "config.json").read_text())["inplace_ttt"]["config"]
+    assert (
+        "ttt_clip_tau"
+        not in json.loads((tmp_path / "ours" / "config.json").read_text())["inplace_ttt"]["config"]
+    )
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -1,4 +1,5 @@
-"""Who loads a converted folder, by whatever means transformers has, gets the converted model, or one sentence."""
+"""Who loads a converted folder, by whatever means transformers has, gets the converted model, or one
+sentence."""
 
 import copy
 import io
@@ -39,9 +40,16 @@ def make(name: str) -> PreTrainedModel:
     if name in BY_NAME:
         return converted(name)
     config = transformers.OPTConfig(
-        vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32
+        vocab_size=97,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
     )
-    model = convert(transformers.OPTForCausalLM(config).eval(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK))
+    model = convert(
+        transformers.OPTForCausalLM(config).eval(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK)
+    )
     turn_writer_on(model)
     return model
 
@@ -62,23 +70,33 @@ def architecture(folder: Path) -> Any:
 
 LOADERS: dict[str, Callable[[Path, PreTrainedModel], Any]] = {
     "Auto class": lambda folder, model: AutoModelForCausalLM.from_pretrained(folder),
-    "path as keyword": lambda folder, model: AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=folder),
+    "path as keyword": lambda folder, model: AutoModelForCausalLM.from_pretrained(
+        pretrained_model_name_or_path=folder
+    ),
     "the architecture's name": lambda folder, model: architecture(folder).from_pretrained(folder),
-    "its path as keyword": lambda folder, model: architecture(folder).from_pretrained(pretrained_model_name_or_path=str(folder)),
+    "its path as keyword": lambda folder, model: architecture(folder).from_pretrained(
+        pretrained_model_name_or_path=str(folder)
+    ),
     "config and state dict": lambda folder, model: architecture(folder).from_pretrained(
         None, config=AutoConfig.from_pretrained(folder), state_dict=model.state_dict()
     ),
-    "the loaded model's class": lambda folder, model: type(AutoModelForCausalLM.from_pretrained(folder)).from_pretrained(folder),
+    "the loaded model's class": lambda folder, model: type(
+        AutoModelForCausalLM.from_pretrained(folder)
+    ).from_pretrained(folder),
     "a config made again": lambda folder, model: AutoModelForCausalLM.from_pretrained(
         folder, config=(c := AutoConfig.from_pretrained(folder)) and type(c)(**c.to_dict())
     ),
     "the config's own class": lambda folder, model: AutoModelForCausalLM.from_pretrained(
         folder, config=type(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     ),
-    "a pickle of the loaded model": lambda folder, model: pickled(AutoModelForCausalLM.from_pretrained(folder)),
+    "a pickle of the loaded model": lambda folder, model: pickled(
+        AutoModelForCausalLM.from_pretrained(folder)
+    ),
     "a pickle of the converted model": lambda folder, model: pickled(model),
     "a deep copy": lambda folder, model: copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder)),
-    "saved again": lambda folder, model: saved_again(AutoModelForCausalLM.from_pretrained(folder), folder / "again"),
+    "saved again": lambda folder, model: saved_again(
+        AutoModelForCausalLM.from_pretrained(folder), folder / "again"
+    ),
 }
 
 
@@ -96,7 +114,9 @@ def saved_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("loader", LOADERS)
-def test_what_loads_is_the_converted_model(loader: str, name: str, saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+def test_what_loads_is_the_converted_model(
+    loader: str, name: str, saved: dict[str, tuple[Path, PreTrainedModel]]
+) -> None:
     folder, model = saved[name]
     loaded = LOADERS[loader](folder, model)
     assert config_of(loaded) == config_of(model) and loaded.config.model_type == model.config.model_type
@@ -104,15 +124,25 @@ def test_what_loads_is_the_converted_model(loader: str, name: str, saved: dict[s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_class_of_the_base_refuses_the_folder(name: str, saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+def test_a_class_of_the_base_refuses_the_folder(
+    name: str, saved: dict[str, tuple[Path, PreTrainedModel]]
+) -> None:
     folder, model = saved[name]
     base = getattr(transformers, type(model).__name__)
-    for refuse in (base.from_pretrained, type(build("llama").config).from_pretrained, base.config_class.from_pretrained):
-        with pytest.raises(Exception, match=r"In-Place TTT checkpoint.*import inplace_ttt .*and load it with"):
+    for refuse in (
+        base.from_pretrained,
+        type(build("llama").config).from_pretrained,
+        base.config_class.from_pretrained,
+    ):
+        with pytest.raises(
+            Exception, match=r"In-Place TTT checkpoint.*import inplace_ttt .*and load it with"
+        ):
             refuse(folder)
 
 
-def test_a_class_of_the_base_refuses_without_the_package(saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+def test_a_class_of_the_base_refuses_without_the_package(
+    saved: dict[str, tuple[Path, PreTrainedModel]],
+) -> None:
     folder, _ = saved["llama"]
     code = f"""import sys, transformers
 try:
@@ -120,7 +150,11 @@ try:
 except Exception as error:
     print("inplace_ttt" in sys.modules, error)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("False ") and "this is an In-Place TTT checkpoint" in done.stdout
+    assert (
+        done.returncode == 0
+        and done.stdout.startswith("False ")
+        and "this is an In-Place TTT checkpoint" in done.stdout
+    )
 
 
 def test_the_base_may_have_layer_types_of_its_own(saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
@@ -133,10 +167,14 @@ def test_layer_types_that_a_user_sets_hold(saved: dict[str, tuple[Path, PreTrain
     config = AutoConfig.from_pretrained(saved["gemma3"][0])
     values = config.to_dict() | {"layer_types": ["full_attention"] * 3}
     assert type(config)(**values).layer_types == values.pop("layer_types") != config.layer_types
-    assert type(config)(**values).layer_types == transformers.Gemma3TextConfig(num_hidden_layers=3).layer_types
+    assert (
+        type(config)(**values).layer_types == transformers.Gemma3TextConfig(num_hidden_layers=3).layer_types
+    )
 
 
-def test_a_folder_of_the_version_before_loads(saved: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path) -> None:
+def test_a_folder_of_the_version_before_loads(
+    saved: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
+) -> None:
     """Its config.json names the base's class, and its layer_types are the base's."""
     folder, model = saved["gemma3"]
     model.save_pretrained(tmp_path)
@@ -147,20 +185,28 @@ def test_a_folder_of_the_version_before_loads(saved: dict[str, tuple[Path, PreTr
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), IDS), logits(model, IDS))
 
 
-@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification])
-def test_other_heads_stand_on_the_converted_decoder(auto: Any, saved: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+@pytest.mark.parametrize(
+    "auto", [AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification]
+)
+def test_other_heads_stand_on_the_converted_decoder(
+    auto: Any, saved: dict[str, tuple[Path, PreTrainedModel]]
+) -> None:
     folder, model = saved["llama"]
     loaded = auto.from_pretrained(folder)
     assert list(fast_weights(loaded)) == list(fast_weights(model))
     decoder = loaded if auto is AutoModel else loaded.base_model
     with torch.no_grad():
-        assert torch.equal(decoder(IDS, use_cache=False).last_hidden_state, model.model(IDS, use_cache=False).last_hidden_state)
+        assert torch.equal(
+            decoder(IDS, use_cache=False).last_hidden_state,
+            model.model(IDS, use_cache=False).last_hidden_state,
+        )
 
 
 def test_a_classifier_converts_saves_and_loads(tmp_path: Path) -> None:
     plain = build("llama").config.to_dict() | {"num_labels": 3, "problem_type": "single_label_classification"}
     model = convert(
-        LlamaForSequenceClassification(transformers.LlamaConfig(**plain)).eval(), InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK)
+        LlamaForSequenceClassification(transformers.LlamaConfig(**plain)).eval(),
+        InPlaceTTTConfig(layers=LAYERS, chunk_size=CHUNK),
     )
     turn_writer_on(model)
     model.save_pretrained(tmp_path)
@@ -173,7 +219,9 @@ def test_a_classifier_converts_saves_and_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["paper", "ridge"])
 def test_made_on_the_meta_device_it_starts_as_made_at_once(preset: str) -> None:
     """As one does to make a large model where its shards will be; what is set already stays as it is."""
-    made = AutoModelForCausalLM.from_config(convert(build("llama"), InPlaceTTTConfig.preset(preset, layers=LAYERS)).config)
+    made = AutoModelForCausalLM.from_config(
+        convert(build("llama"), InPlaceTTTConfig.preset(preset, layers=LAYERS)).config
+    )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(made.config)
     empty.to_empty(device="cpu")
@@ -193,7 +241,10 @@ def test_a_filled_cache_can_be_pickled() -> None:
     model, cache = converted("llama"), DynamicCache(config=build("llama").config)
     logits(model, IDS[:, :16], **{CACHE: cache}, use_cache=True)
     again = pickle.loads(pickle.dumps(pickled(cache)))
-    assert distance(logits(model, IDS[:, 16:], **{CACHE: again}, use_cache=True), logits(model, IDS)[:, 16:]) < 5e-5
+    assert (
+        distance(logits(model, IDS[:, 16:], **{CACHE: again}, use_cache=True), logits(model, IDS)[:, 16:])
+        < 5e-5
+    )
 
 
 @pytest.mark.parametrize("exit_after", [1, 2])

@@ -1,4 +1,5 @@
-"""Checkpoints whose tensors transformers renames when it loads them: vision-language models, and text models saved otherwise."""
+"""Checkpoints whose tensors transformers renames when it loads them: vision-language models, and text models
+saved otherwise."""
 
 import json
 from pathlib import Path
@@ -22,7 +23,8 @@ from inplace_ttt.families import auto_class
 from inplace_ttt.surgery import fast_weights, is_converted
 
 FORMS = ("as saved", "as the parameters", "without the prefix")
-"""As transformers saves the public checkpoints' names; as the model calls its parameters; and these without the base model's prefix."""
+"""As transformers saves the public checkpoints' names; as the model calls its parameters; and these without
+the base model's prefix."""
 IDS = random_ids(2, 40)
 
 
@@ -43,7 +45,9 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_vision_language_checkpoint_goes_all_the_way(name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vision_language_checkpoint_goes_all_the_way(
+    name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Converted, described, loaded with its vision tower, saved, loaded again, and as an adapter."""
     model = build(name)
     base = save(model, tmp_path / "base", form)
@@ -73,7 +77,9 @@ def test_a_vision_language_checkpoint_goes_all_the_way(name: str, form: str, tmp
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["Gemma3", "Qwen3VL"])
-def test_an_adapter_of_a_vision_language_checkpoint(name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_of_a_vision_language_checkpoint(
+    name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = save(build(name), tmp_path / "base", form)
     options = ("--layers", "0,2", "--chunk-size", 7)
     assert run("convert", base, tmp_path / "adapter", *options, "--adapter-only") == 0
@@ -105,7 +111,10 @@ def test_text_models_saved_under_other_names(name: str, form: str, tmp_path: Pat
 def test_weights_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save(build("Llava"), tmp_path / "base", "as saved")
     tensors = load_file(base / "model.safetensors")
-    save_file({name.replace("language_model", "tower"): tensor for name, tensor in tensors.items()}, base / "model.safetensors")
+    save_file(
+        {name.replace("language_model", "tower"): tensor for name, tensor in tensors.items()},
+        base / "model.safetensors",
+    )
     assert run("convert", base, tmp_path / "out", "--layers", "0,2") == 2
     problem = capsys.readouterr().err.strip().splitlines()[-1]
     assert "has no tensor for model.language_model.layers.0.mlp.down_proj.weight" in problem
@@ -114,7 +123,10 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, capsys: pytest.Cap
 def test_a_name_is_found_by_transformers_own_rules(tmp_path: Path) -> None:
     model = build("Gemma3")
     names = Checkpoint.open(save(model, tmp_path, "as saved")).names(model)
-    assert names["model.language_model.layers.1.mlp.down_proj.weight"] == "language_model.model.layers.1.mlp.down_proj.weight"
+    assert (
+        names["model.language_model.layers.1.mlp.down_proj.weight"]
+        == "language_model.model.layers.1.mlp.down_proj.weight"
+    )
     with pytest.raises(InPlaceTTTError, match="has no tensor for model"):
         names["model.language_model.layers.9.mlp.down_proj.weight"]
 

@@ -29,12 +29,23 @@ def write_official(folder: Path, **keys: object) -> Path:
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for layer in (0, 2):
-        tensors[f"model.layers.{layer}.mlp.ttt_conv.weight"] = torch.randn(32, 1, 5, generator=generator) * 0.02
+        tensors[f"model.layers.{layer}.mlp.ttt_conv.weight"] = (
+            torch.randn(32, 1, 5, generator=generator) * 0.02
+        )
         if keys.get("ttt_proj", True):
-            tensors[f"model.layers.{layer}.mlp.ttt_proj.weight"] = torch.randn(32, 32, generator=generator) * 0.1
+            tensors[f"model.layers.{layer}.mlp.ttt_proj.weight"] = (
+                torch.randn(32, 32, generator=generator) * 0.1
+            )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    ours = {"ttt_mode": True, "ttt_layers": [0, 2, 5], "ttt_proj": True, "ttt_lr": 0.7, "ttt_chunk": CHUNK, "ttt_target": "hidden_states"}
+    ours = {
+        "ttt_mode": True,
+        "ttt_layers": [0, 2, 5],
+        "ttt_proj": True,
+        "ttt_lr": 0.7,
+        "ttt_chunk": CHUNK,
+        "ttt_target": "hidden_states",
+    }
     (folder / "config.json").write_text(json.dumps({**config, **ours, **keys}))
     return folder
 
@@ -49,12 +60,18 @@ class PublicDownProjection(nn.Module):
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         chunks = self.mlp_input.view(-1, CHUNK, 32).transpose(1, 2)
-        target = nn.functional.conv1d(chunks, self.conv, padding=2, groups=32).transpose(1, 2).reshape(1, -1, 32) @ self.proj
-        return materialising(z, target * self.eta / 0.1, self.weight, CHUNK)  # that function's own rate is 0.1
+        target = (
+            nn.functional.conv1d(chunks, self.conv, padding=2, groups=32).transpose(1, 2).reshape(1, -1, 32)
+            @ self.proj
+        )
+        # that function's own rate is 0.1
+        return materialising(z, target * self.eta / 0.1, self.weight, CHUNK)
 
 
 @torch.no_grad()
-def test_import_computes_what_the_public_code_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_computes_what_the_public_code_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     official = write_official(tmp_path / "official")
     capsys.readouterr()  # saving may have imported DeepSpeed, which says so
     assert cli.main(["import-official", str(official), str(tmp_path / "ours"), "--json"]) == 0
@@ -67,7 +84,9 @@ def test_import_computes_what_the_public_code_computes(tmp_path: Path, capsys: p
     for layer in (0, 2):
         mlp = public.model.layers[layer].mlp
         down = PublicDownProjection(
-            mlp.down_proj.weight, *(tensors[f"model.layers.{layer}.mlp.ttt_{kind}.weight"] for kind in ("conv", "proj")), eta=0.7
+            mlp.down_proj.weight,
+            *(tensors[f"model.layers.{layer}.mlp.ttt_{kind}.weight"] for kind in ("conv", "proj")),
+            eta=0.7,
         )
         mlp.down_proj = down
         mlp.register_forward_pre_hook(lambda _, args, down=down: setattr(down, "mlp_input", args[0]))
@@ -87,7 +106,16 @@ def test_import_leaves_no_foreign_tensor(tmp_path: Path) -> None:
 
 
 def test_without_projection_it_is_the_identity(tmp_path: Path) -> None:
-    assert cli.main(["import-official", str(write_official(tmp_path / "official", ttt_proj=False)), str(tmp_path / "ours")]) == 0
+    assert (
+        cli.main(
+            [
+                "import-official",
+                str(write_official(tmp_path / "official", ttt_proj=False)),
+                str(tmp_path / "ours"),
+            ]
+        )
+        == 0
+    )
     assert torch.equal(tensors_of(tmp_path / "ours")["model.layers.2.mlp.down_proj.ttt.proj"], torch.eye(32))
 
 
@@ -98,7 +126,9 @@ def test_export_is_the_inverse_of_import(tmp_path: Path) -> None:
     before, after = tensors_of(official), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((official / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (official / "config.json").read_text()
+    )
 
 
 def test_export_of_a_saved_model_drops_our_tensors(tmp_path: Path) -> None:
@@ -107,7 +137,9 @@ def test_export_of_a_saved_model_drops_our_tensors(tmp_path: Path) -> None:
     model = load(tmp_path / "ours")
     turn_writer_on(model)
     model.save_pretrained(tmp_path / "trained")
-    assert cli.main(["export", str(tmp_path / "trained"), str(tmp_path / "back"), "--format", "official"]) == 0
+    assert (
+        cli.main(["export", str(tmp_path / "trained"), str(tmp_path / "back"), "--format", "official"]) == 0
+    )
     assert not any(".ttt." in name for name in tensors_of(tmp_path / "back"))
     cli.main(["import-official", str(tmp_path / "back"), str(tmp_path / "again")])
     again = load(tmp_path / "again")
@@ -129,7 +161,9 @@ def test_export_of_a_saved_model_drops_our_tensors(tmp_path: Path) -> None:
         ({"ttt_lr": "fast"}, "eta"),
     ],
 )
-def test_bad_official_checkpoints(keys: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_official_checkpoints(
+    keys: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     official = write_official(tmp_path / "official", **keys)
     capsys.readouterr()
     assert cli.main(["import-official", str(official), str(tmp_path / "ours")]) == 2
@@ -139,16 +173,23 @@ def test_bad_official_checkpoints(keys: dict[str, object], message: str, tmp_pat
     assert not (tmp_path / "ours").exists()
 
 
-def test_what_the_public_code_trained_is_not_converted_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_public_code_trained_is_not_converted_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     official = write_official(tmp_path / "official")
     assert cli.main(["convert", str(official), str(tmp_path / "ours"), "--chunk-size", "4"]) == 2
     assert "has fast weights of the public code, which would be lost" in capsys.readouterr().err
-    with pytest.raises(InPlaceTTTError, match="has fast weights of the public code"):  # as a recipe's model, or an evaluation's base
+    # as a recipe's model, or an evaluation's base
+    with pytest.raises(InPlaceTTTError, match="has fast weights of the public code"):
         load_base(tmp_path / "official")
 
 
-@pytest.mark.parametrize(("name", "message"), [("model.norm.weight", "lacks"), ("model.layers.1.mlp.up_proj.weight", "holds")])
-def test_an_import_can_be_loaded(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"), [("model.norm.weight", "lacks"), ("model.layers.1.mlp.up_proj.weight", "holds")]
+)
+def test_an_import_can_be_loaded(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A tensor of the base is missing, or another model's."""
     official = write_official(tmp_path / "official")
     tensors = load_file(official / "model.safetensors")
@@ -170,7 +211,15 @@ def test_an_import_can_be_loaded(name: str, message: str, tmp_path: Path, capsys
 def test_export_refuses_what_the_format_cannot_hold(
     family: str, arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli.main(["convert", str(save_base(tmp_path / "base", family)), str(tmp_path / "full"), "--no-verify", *arguments])
+    cli.main(
+        [
+            "convert",
+            str(save_base(tmp_path / "base", family)),
+            str(tmp_path / "full"),
+            "--no-verify",
+            *arguments,
+        ]
+    )
     capsys.readouterr()
     code = cli.main(["export", str(tmp_path / "full"), str(tmp_path / "out"), "--format", "official"])
     assert code == (2 if reason else 0)
@@ -210,8 +259,12 @@ def test_every_setting_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "eta a layer"])
-def test_a_setting_comes_back_or_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = InPlaceTTTConfig(**{"layers": (0, 2), "chunk_size": CHUNK, **SETTINGS.get(name, {"eta": (0.5, 0.25)})})
+def test_a_setting_comes_back_or_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = InPlaceTTTConfig(
+        **{"layers": (0, 2), "chunk_size": CHUNK, **SETTINGS.get(name, {"eta": (0.5, 0.25)})}
+    )
     model = convert(build("llama"), config)
     if config.needs_calibration:
         calibrate(model, [random_ids(1, 64)])

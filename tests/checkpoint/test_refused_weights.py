@@ -1,4 +1,5 @@
-"""Tensors that are not those of the config beside them: a checkpoint, a base, an adapter is refused by the tensor's name."""
+"""Tensors that are not those of the config beside them: a checkpoint, a base, an adapter is refused by the
+tensor's name."""
 
 import json
 from collections.abc import Callable
@@ -87,7 +88,10 @@ def test_more_layers_than_the_config_names(folders: dict[str, Path], tmp_path: P
     config["inplace_ttt"]["config"]["layers"] = [0]
     (other / "config.json").write_text(json.dumps(config))
     for read in (load, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(InPlaceTTTError, match=r"has 7 tensors of fast weights that its config names no layer for \(.*layers.2"):
+        with pytest.raises(
+            InPlaceTTTError,
+            match=r"has 7 tensors of fast weights that its config names no layer for \(.*layers.2",
+        ):
             read(other)
 
 
@@ -97,7 +101,10 @@ def test_a_tensor_of_the_base_has_another_shape(folders: dict[str, Path], tmp_pa
             tensors[name] = tensors[name := named(tensors, ending)][:3]
 
     other = changed(folders["base"], tmp_path / "other", narrow)
-    said = r"layers.0.self_attn.q_proj.weight is \[3, 32\], and its config.json says \[32, 32\] \(1 more are others\); take config and"
+    said = (
+        r"layers.0.self_attn.q_proj.weight is \[3, 32\], and its config.json says \[32, 32\] \(1 more "
+        r"are others\); take config and"
+    )
     with pytest.raises(InPlaceTTTError, match=said):
         load_base(other)
     assert load_base(other, ignore_mismatched_sizes=True) is not None
@@ -109,20 +116,35 @@ def test_a_config_of_a_far_larger_model(key: str, folders: dict[str, Path], tmp_
     other = changed(folders["base"], tmp_path / "other", lambda tensors: None)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {key: 10**8}))
-    with pytest.raises(InPlaceTTTError, match=r"its config.json describes [\d,]+ parameters, and its weights take [\d,]+ bytes"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=r"its config.json describes [\d,]+ parameters, and its weights take [\d,]+ bytes",
+    ):
         load_base(other)
 
 
 def test_there_is_no_base(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place, said in ((tmp_path / "gone", "gone does not exist"), (tmp_path / "file", "file is a file"), ("", "is empty")):
-        with pytest.raises(InPlaceTTTError, match=f"{said}.*; give (a model folder|the model's folder) or a hub id"):
+    for place, said in (
+        (tmp_path / "gone", "gone does not exist"),
+        (tmp_path / "file", "file is a file"),
+        ("", "is empty"),
+    ):
+        with pytest.raises(
+            InPlaceTTTError, match=f"{said}.*; give (a model folder|the model's folder) or a hub id"
+        ):
             load_base(place)
 
 
-def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_lacks_a_tensor(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """transformers would go on with random numbers in its place."""
-    half = changed(folders["base"], tmp_path / "half", lambda tensors: tensors.pop(named(tensors, "1.self_attn.q_proj.weight")))
+    half = changed(
+        folders["base"],
+        tmp_path / "half",
+        lambda tensors: tensors.pop(named(tensors, "1.self_attn.q_proj.weight")),
+    )
     said = f"{half} lacks 1 tensors of a LlamaForCausalLM (model.layers.1.self_attn.q_proj.weight, …)"
     with pytest.raises(InPlaceTTTError) as refused:
         load_base(half)
@@ -132,10 +154,14 @@ def test_a_base_lacks_a_tensor(folders: dict[str, Path], tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--set", "normalize_targets=true"], ["--set", "proj_init=calibrated"], ["--preset", "ridge"]], ids=str
+    "options",
+    [[], ["--set", "normalize_targets=true"], ["--set", "proj_init=calibrated"], ["--preset", "ridge"]],
+    ids=str,
 )
 @pytest.mark.parametrize("number", ["nan", "inf"])
-def test_a_base_holds_what_is_no_number(number: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_holds_what_is_no_number(
+    number: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither the proof, which compares it with itself, nor a calibration goes on with it."""
 
     def spoil(tensors: dict[str, Tensor]) -> None:
@@ -160,7 +186,13 @@ def test_a_text_to_calibrate_on_is_read_by_another_tokenizer(
 
 
 def test_a_peft_adapter_is_not_whole(folders: dict[str, Path], tmp_path: Path) -> None:
-    adapted = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["ttt"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        modules_to_save=["ttt"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
     get_peft_model(load(folders["full"]), adapted).save_pretrained(tmp_path / "whole")
     load(tmp_path / "whole")
 

@@ -1,4 +1,5 @@
-"""What checkpoints are stored as: float8 bases with scales, integers, companions of every kind, and damage that is not carried on."""
+"""What checkpoints are stored as: float8 bases with scales, integers, companions of every kind, and damage
+that is not carried on."""
 
 import json
 import shutil
@@ -37,19 +38,31 @@ def save_fp8(folder: Path, name: str = "llama") -> Path:
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     quantised = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantised}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantised})
+    )
     return folder
 
 
 def converted(base: Path, out: Path, *options: str) -> Path:
-    assert cli.main(["convert", str(base), str(out), "--layers", "0,2", "--chunk-size", "8", "--no-verify", *options]) == 0
+    assert (
+        cli.main(
+            ["convert", str(base), str(out), "--layers", "0,2", "--chunk-size", "8", "--no-verify", *options]
+        )
+        == 0
+    )
     return out
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_a_float8_base_gets_parameters_that_can_be_trained(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_float8_base_gets_parameters_that_can_be_trained(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = save_fp8(tmp_path / "base", name)
-    full, adapter = converted(base, tmp_path / "full"), converted(base, tmp_path / "adapter", "--adapter-only")
+    full, adapter = (
+        converted(base, tmp_path / "full"),
+        converted(base, tmp_path / "adapter", "--adapter-only"),
+    )
     assert {tensor.dtype for key, tensor in tensors_of(full).items() if ".ttt." in key} == {torch.bfloat16}
     for folder in (full, adapter):
         assert cli.main(["info", str(folder)]) == 0
@@ -83,7 +96,9 @@ def test_ttt_tensors_in_a_storage_format_are_refused(kind: str, dtype: torch.dty
     name = f"model.layers.2.mlp.down_proj.ttt.{kind}"
     save_file({**tensors, name: tensors[name].to(dtype)}, shard, {"format": "pt"})
     for use in (lambda: load(full), lambda: Checkpoint.open(full).ttt_tensors()):
-        with pytest.raises(InPlaceTTTError, match=f"{kind} of layer 2 is stored as {str(dtype).removeprefix('torch.')}"):
+        with pytest.raises(
+            InPlaceTTTError, match=f"{kind} of layer 2 is stored as {str(dtype).removeprefix('torch.')}"
+        ):
             use()
 
 
@@ -122,14 +137,21 @@ def with_companions(folder: Path) -> Path:
 def test_companions_of_every_kind_go_along(form: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     if form == "import":
-        assert cli.main(["import-official", str(with_companions(write_official(tmp_path / "base"))), str(out)]) == 0
+        assert (
+            cli.main(["import-official", str(with_companions(write_official(tmp_path / "base"))), str(out)])
+            == 0
+        )
     else:
         base = with_companions(save_base(tmp_path / "base", "qwen3"))
-        converted(base, tmp_path / "full", "--set", "detach_target=false") if form == "export" else converted(base, out)
+        converted(base, tmp_path / "full", "--set", "detach_target=false") if form == "export" else converted(
+            base, out
+        )
         if form == "export":
             assert cli.main(["export", str(tmp_path / "full"), str(out), "--format", "official"]) == 0
     found = {
-        file.relative_to(out).as_posix(): file.read_text() for file in out.rglob("*") if file.is_file() and file.suffix != ".safetensors"
+        file.relative_to(out).as_posix(): file.read_text()
+        for file in out.rglob("*")
+        if file.is_file() and file.suffix != ".safetensors"
     }
     assert COMPANIONS.items() <= found.items()
     assert not (LEFT.items() & found.items())
@@ -168,12 +190,16 @@ DAMAGE = {
     "W0 is infinite": lambda folder: rewritten(folder, W0, lambda tensor: tensor / 0),
     "embeddings are NaN": nan_in("model.embed_tokens.weight"),
     "a norm is NaN": nan_in("model.norm.weight"),
-    "a projection is cut": lambda folder: rewritten(folder, "model.layers.0.self_attn.q_proj.weight", lambda tensor: tensor[:-1]),
+    "a projection is cut": lambda folder: rewritten(
+        folder, "model.layers.0.self_attn.q_proj.weight", lambda tensor: tensor[:-1]
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_not_exported(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_not_exported(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     full = converted(save_base(tmp_path / "base", "qwen3"), tmp_path / "full", "--set", "detach_target=false")
     name = DAMAGE[damage](full)
     capsys.readouterr()
@@ -183,10 +209,17 @@ def test_a_damaged_checkpoint_is_not_exported(damage: str, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"max_new_tokens": "many"}', '{"do_sample": 3', "\ufeff{}x"])
-def test_a_broken_generation_config_is_not_carried_along(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_generation_config_is_not_carried_along(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = save_base(tmp_path / "base")
     (base / "generation_config.json").write_text(text)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     capsys.readouterr()
-    assert cli.main(["convert", str(base), str(tmp_path / "out"), "--layers", "0", "--chunk-size", "8", "--no-verify"]) == 2
+    assert (
+        cli.main(
+            ["convert", str(base), str(tmp_path / "out"), "--layers", "0", "--chunk-size", "8", "--no-verify"]
+        )
+        == 2
+    )
     assert "generation_config.json" in capsys.readouterr().err and not (tmp_path / "out").exists()

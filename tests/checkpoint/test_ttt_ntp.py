@@ -1,4 +1,5 @@
-"""Checkpoints of TTT-NTP's public code: read as they are stored, against its training forward written out from its formulas."""
+"""Checkpoints of TTT-NTP's public code: read as they are stored, against its training forward written out
+from its formulas."""
 
 import json
 from pathlib import Path
@@ -37,12 +38,15 @@ def write_ntp(folder: Path, family: str = "qwen3", drop: tuple[str, ...] = (), *
         tensors[f"model.layers.{layer}.mlp.ttt_proj.weight"] = torch.randn(32, 32, generator=generator) * 0.2
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     values = {**json.loads((folder / "config.json").read_text()), **KEYS, **keys}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in values.items() if key not in drop}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in values.items() if key not in drop})
+    )
     return folder
 
 
 class NextTokenDownProjection(nn.Module):
-    """Z R_cᵀ of each chunk c in its turn: sums of V_cᵀZ_c over all but a chunk's last token, V_t = x_{t+1} P."""
+    """Z R_cᵀ of each chunk c in its turn: sums of V_cᵀZ_c over all but a chunk's last token, V_t = x_{t+1}
+    P."""
 
     def __init__(self, w0: Tensor, proj: Tensor, eta: float, spectral: bool, keep_rows: bool) -> None:
         super().__init__()
@@ -80,7 +84,9 @@ class NextTokenDownProjection(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
-def test_import_computes_what_the_formulas_say(family: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_computes_what_the_formulas_say(
+    family: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     public = write_ntp(tmp_path / "public", family, **RECIPES[recipe])
     assert cli.main(["import-official", str(public), str(tmp_path / "ours"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -91,7 +97,9 @@ def test_import_computes_what_the_formulas_say(family: str, recipe: str, tmp_pat
         mlp = theirs.model.layers[layer].mlp
         proj = tensors[f"model.layers.{layer}.mlp.ttt_proj.weight"]
         spectral = keys["ttt_inner_opt"] == "specnorm"
-        down = NextTokenDownProjection(mlp.down_proj.weight, proj, keys["ttt_lr"], spectral, keys["ttt_norm_preserve"])
+        down = NextTokenDownProjection(
+            mlp.down_proj.weight, proj, keys["ttt_lr"], spectral, keys["ttt_norm_preserve"]
+        )
         mlp.down_proj = down
         mlp.register_forward_pre_hook(lambda _, args, down=down: setattr(down, "x", args[0]))
     ids = random_ids(2, 5 * CHUNK + 3)
@@ -104,13 +112,18 @@ def test_import_computes_what_the_formulas_say(family: str, recipe: str, tmp_pat
 def test_import_leaves_nothing_foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import-official", str(write_ntp(tmp_path / "public")), str(tmp_path / "ours")]) == 0
     assert "TTT-NTP, its training form" in capsys.readouterr().out
-    assert not any(key.startswith("ttt_") for key in json.loads((tmp_path / "ours" / "config.json").read_text()))
+    assert not any(
+        key.startswith("ttt_") for key in json.loads((tmp_path / "ours" / "config.json").read_text())
+    )
     assert not any("ttt_proj" in name for name in tensors_of(tmp_path / "ours"))
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
     capsys.readouterr()
     assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--format", "official"]) == 2
-    assert "its targets have a convolution, these have none; it norms neither writes nor rows" in capsys.readouterr().err
+    assert (
+        "its targets have a convolution, these have none; it norms neither writes nor rows"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +143,9 @@ def test_import_leaves_nothing_foreign(tmp_path: Path, capsys: pytest.CaptureFix
         ({"family": "qwen2"}, "is a 'qwen2'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_refused(
+    keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     public = write_ntp(tmp_path / "public", **keys)
     capsys.readouterr()
     assert cli.main(["import-official", str(public), str(tmp_path / "ours")]) == 2
@@ -149,6 +164,12 @@ def test_a_damaged_projection_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_preset_is_what_their_recipes_share(tmp_path: Path) -> None:
-    cli.main(["import-official", str(write_ntp(tmp_path / "public", ttt_chunk=1024, ttt_lr=0.3)), str(tmp_path / "ours")])
+    cli.main(
+        [
+            "import-official",
+            str(write_ntp(tmp_path / "public", ttt_chunk=1024, ttt_lr=0.3)),
+            str(tmp_path / "ours"),
+        ]
+    )
     imported, preset = config_of(load(tmp_path / "ours")), InPlaceTTTConfig.preset("ttt_ntp", layers=[0, 2])
     assert {**imported.to_dict(), "proj_init": "shared_diagonal"} == preset.to_dict()

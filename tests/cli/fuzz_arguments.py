@@ -44,7 +44,8 @@ COMMANDS = (
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A command of the list as words, and these with one replaced by a nasty one, or one left out, doubled or added."""
+    """A command of the list as words, and these with one replaced by a nasty one, or one left out, doubled or
+    added."""
     words = draw(st.sampled_from(COMMANDS)).split()
     place = draw(st.integers(1, len(words) - 1))
     how = draw(st.sampled_from(["replace", "replace", "replace", "replace", "drop", "double", "add"]))

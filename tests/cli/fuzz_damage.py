@@ -1,4 +1,5 @@
-"""Ways to damage a file, each as a strategy that gives a function from its bytes to other bytes, or that puts something else there."""
+"""Ways to damage a file, each as a strategy that gives a function from its bytes to other bytes, or that puts
+something else there."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def other_values(draw: st.DrawFn, values: Any) -> Any:
     how = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename", "add", "wrap"]))
     nasty = draw(st.sampled_from(NASTY))
     if not path:
-        return nasty if how in ("replace", "remove", "rename") else {"more": nasty, **values} if isinstance(values, dict) else nasty
+        return (
+            nasty
+            if how in ("replace", "remove", "rename")
+            else {"more": nasty, **values}
+            if isinstance(values, dict)
+            else nasty
+        )
     table = values
     for key in path[:-1]:
         table = table[key]
@@ -102,7 +109,9 @@ def raw_damage(draw: st.DrawFn) -> tuple[str, Damage]:
                     "truncate": held[:at],
                     "empty": b"",
                     "binary": noise,
-                    "flip": held[:at] + bytes([(held[at] if held else 0) ^ (1 << noise[0] % 8)]) + held[at + 1 :],
+                    "flip": held[:at]
+                    + bytes([(held[at] if held else 0) ^ (1 << noise[0] % 8)])
+                    + held[at + 1 :],
                     "latin": "Übergrößenträger".encode("latin-1") + held,
                     "bom": b"\xef\xbb\xbf" + held,
                     "nul": held[:at] + b"\0" + held[at:],
@@ -117,7 +126,18 @@ def raw_damage(draw: st.DrawFn) -> tuple[str, Damage]:
 def json_damage(draw: st.DrawFn, held: str) -> tuple[str, Damage]:
     """Valid JSON that says something else; or nested beyond measure."""
     if draw(st.integers(0, 11)) == 0:
-        text = draw(st.sampled_from(["[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "1" * 5000, '"\\ud800"', "NaN", "null"]))
+        text = draw(
+            st.sampled_from(
+                [
+                    "[" * DEEP + "]" * DEEP,
+                    '{"a":' * DEEP + "1" + "}" * DEEP,
+                    "1" * 5000,
+                    '"\\ud800"',
+                    "NaN",
+                    "null",
+                ]
+            )
+        )
     else:
         text = json.dumps(draw(other_values(json.loads(held))), default=str)
     return text[:300], lambda file: (file.unlink(), file.write_text(text))  # type: ignore[func-returns-value,return-value]
@@ -141,7 +161,8 @@ YAML_TEXTS = [
 
 @st.composite
 def yaml_damage(draw: st.DrawFn, held: str) -> tuple[str, Damage]:
-    """Valid YAML that says something else, or a snippet that its readers stumble over, alone or behind the rest."""
+    """Valid YAML that says something else, or a snippet that its readers stumble over, alone or behind the
+    rest."""
     if draw(st.integers(0, 4)) == 0:
         snippet = draw(st.sampled_from(YAML_TEXTS))
         text = snippet if draw(st.booleans()) else f"{held}\n{snippet}\n"
@@ -158,23 +179,46 @@ def tensor_damage(draw: st.DrawFn, held: bytes) -> tuple[str, Damage]:
     names = sorted(set(header) - {"__metadata__"})
     name = draw(st.sampled_from(names))
     entry = header[name]
-    how = draw(st.sampled_from(["drop", "rename", "dtype", "shape", "flat", "fill", "metadata", "header", "swap", "session"]))
+    how = draw(
+        st.sampled_from(
+            ["drop", "rename", "dtype", "shape", "flat", "fill", "metadata", "header", "swap", "session"]
+        )
+    )
     start, stop = entry["data_offsets"]
     if how == "drop":
         header.pop(name)
         data = data[:start] + data[stop:]
         for other in set(header) - {"__metadata__"}:
-            header[other]["data_offsets"] = [o - (stop - start) * (o >= stop) for o in header[other]["data_offsets"]]
+            header[other]["data_offsets"] = [
+                o - (stop - start) * (o >= stop) for o in header[other]["data_offsets"]
+            ]
     elif how == "rename":
         header[
             draw(
                 st.sampled_from(
-                    ["x", "0", "0.", ".conv", "1.fast.state", "99.keys", "-1.keys", "0.conv.x", "0.other", "", "9" * 30 + ".conv"]
+                    [
+                        "x",
+                        "0",
+                        "0.",
+                        ".conv",
+                        "1.fast.state",
+                        "99.keys",
+                        "-1.keys",
+                        "0.conv.x",
+                        "0.other",
+                        "",
+                        "9" * 30 + ".conv",
+                    ]
                 )
             )
         ] = header.pop(name)
     elif how == "dtype":
-        widths = {"F32": ("I32", "U32"), "I64": ("F64", "U64"), "F16": ("BF16", "I16"), "BF16": ("F16", "I16")}
+        widths = {
+            "F32": ("I32", "U32"),
+            "I64": ("F64", "U64"),
+            "F16": ("BF16", "I16"),
+            "BF16": ("F16", "I16"),
+        }
         entry["dtype"] = draw(st.sampled_from([*widths.get(entry["dtype"], ("U8",)), "F99"]))
     elif how == "shape":
         entry["shape"] = list(reversed(entry["shape"]))
@@ -182,14 +226,29 @@ def tensor_damage(draw: st.DrawFn, held: bytes) -> tuple[str, Damage]:
         count = 1
         for n in entry["shape"]:
             count *= n
-        entry["shape"] = draw(st.sampled_from([[count], [1, count], [count, 1], [1, 1, 1, count], [count, 1, 1, 1]]))
+        entry["shape"] = draw(
+            st.sampled_from([[count], [1, count], [count, 1], [1, 1, 1, count], [count, 1, 1, 1]])
+        )
     elif how == "fill":
-        pattern = draw(st.sampled_from([b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f", b"\xff\xff\xff\x7f", b"\x00\x00\x00\x80"]))
+        pattern = draw(
+            st.sampled_from(
+                [b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f", b"\xff\xff\xff\x7f", b"\x00\x00\x00\x80"]
+            )
+        )
         data = data[:start] + (pattern * ((stop - start) // 4 + 1))[: stop - start] + data[stop:]
     elif how == "metadata":
         header["__metadata__"] = draw(
             st.sampled_from(
-                [None, {}, {"session": "{}"}, {"session": "["}, {"format": "np"}, {"session": "[" * DEEP}, {"session": "null"}, 3]
+                [
+                    None,
+                    {},
+                    {"session": "{}"},
+                    {"session": "["},
+                    {"format": "np"},
+                    {"session": "[" * DEEP},
+                    {"session": "null"},
+                    3,
+                ]
             )
         )
     elif how == "header":
@@ -198,7 +257,12 @@ def tensor_damage(draw: st.DrawFn, held: bytes) -> tuple[str, Damage]:
         other = draw(st.sampled_from(names))
         header[name], header[other] = header[other], header[name]
     elif how == "session" and "session" in header.get("__metadata__", {}):
-        header["__metadata__"]["session"] = json.dumps(draw(other_values(json.loads(header["__metadata__"]["session"]))), default=str)
+        header["__metadata__"]["session"] = json.dumps(
+            draw(other_values(json.loads(header["__metadata__"]["session"]))), default=str
+        )
     text = json.dumps(header, default=str).encode("utf-8", "surrogatepass")
     text += b" " * (-len(text) % 8)
-    return f"{how} {name}: {text[:200]!r}", lambda file: (file.unlink(), file.write_bytes(struct.pack("<Q", len(text)) + text + data))  # type: ignore[func-returns-value,return-value]
+    return f"{how} {name}: {text[:200]!r}", lambda file: (
+        file.unlink(),
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data),
+    )  # type: ignore[func-returns-value,return-value]

@@ -1,4 +1,5 @@
-"""One command in this process, watched: what it printed, to the last byte of its file descriptors, and what it left."""
+"""One command in this process, watched: what it printed, to the last byte of its file descriptors, and what
+it left."""
 
 from __future__ import annotations
 

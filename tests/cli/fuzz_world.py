@@ -23,10 +23,17 @@ def make_world(folder: Path) -> Path:
     (folder / "other.txt").write_text(text(120, seed=1))
     write_lines(folder / "questions.jsonl", questions(6))
     model = {"config": {**VALUES["model"]["config"], "vocab_size": 128}, "dtype": "float32"}
-    recipe = {**VALUES, "model": model, "data": {"recall": {"vocabulary": 128, "pairs": 2}, "sequence_length": 64}, "deepspeed": "ds.json"}
+    recipe = {
+        **VALUES,
+        "model": model,
+        "data": {"recall": {"vocabulary": 128, "pairs": 2}, "sequence_length": 64},
+        "deepspeed": "ds.json",
+    }
     recipe["output"] = str(folder / "run")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}))
+    (folder / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}})
+    )
     quiet = ["--layers", "0", "--chunk-size", "8", "--no-verify"]
     for arguments in (
         ["convert", "base", "ttt", *quiet],
@@ -41,7 +48,19 @@ def make_world(folder: Path) -> Path:
     return folder
 
 
-_NAMES = {"base", "ttt", "lora", "public", "state", "text.txt", "other.txt", "questions.jsonl", "recipe.yaml", "out", "results"}
+_NAMES = {
+    "base",
+    "ttt",
+    "lora",
+    "public",
+    "state",
+    "text.txt",
+    "other.txt",
+    "questions.jsonl",
+    "recipe.yaml",
+    "out",
+    "results",
+}
 
 
 def in_folder(folder: Path, words: list[str]) -> list[str]:
@@ -87,15 +106,22 @@ TARGETS = (
     Target("recipe.yaml", 80, ("plan recipe.yaml", "train recipe.yaml")),
     Target("ds.json", 25, ("plan recipe.yaml",)),
     Target("questions.jsonl", 30, (f"{_RULER} --tasks qa_1 --qa questions.jsonl",)),
-    Target("text.txt", 30, (_GENERATE, _EVALUATE, f"{_RULER} --tasks niah_single_2 --haystack text.txt", _BABILONG)),
+    Target(
+        "text.txt",
+        30,
+        (_GENERATE, _EVALUATE, f"{_RULER} --tasks niah_single_2 --haystack text.txt", _BABILONG),
+    ),
 )
 
 
 def copy_of(world: Path, folder: Path) -> Path:
-    """A copy of the world to damage a file of: the files are links, since they are replaced and never written through."""
+    """A copy of the world to damage a file of: the files are links, since they are replaced and never written
+    through."""
     shutil.copytree(world, folder, copy_function=lambda source, target: Path(target).symlink_to(source))
     for name, held in {
-        "lora/inplace_ttt.json": (world / "lora" / "inplace_ttt.json").read_text().replace(f"{world}/", f"{folder}/"),
+        "lora/inplace_ttt.json": (world / "lora" / "inplace_ttt.json")
+        .read_text()
+        .replace(f"{world}/", f"{folder}/"),
         "recipe.yaml": (world / "recipe.yaml").read_text().replace(f"{world}/", f"{folder}/"),
     }.items():
         (folder / name).unlink()

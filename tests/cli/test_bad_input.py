@@ -47,14 +47,23 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["convert"], "required: SRC, OUT"),
         (["convert", "./no/such/model", "OUT"], "does not exist"),
         (["convert", "nobody/nothing", "OUT"], "neither a folder nor a model that can be downloaded"),
-        (["convert", "BASE", "OUT", "--chunk-size", "0"], "chunk_size must be an integer of at least 1, got 0"),
+        (
+            ["convert", "BASE", "OUT", "--chunk-size", "0"],
+            "chunk_size must be an integer of at least 1, got 0",
+        ),
         (["convert", "BASE", "OUT", "--chunk-size", "x"], "invalid int value"),
-        (["convert", "BASE", "OUT", "--layers", "0,3"], "layers [3] do not exist: the model has 3 layers, 0 to 2"),
+        (
+            ["convert", "BASE", "OUT", "--layers", "0,3"],
+            "layers [3] do not exist: the model has 3 layers, 0 to 2",
+        ),
         (["convert", "BASE", "OUT", "--layers", "first"], "--layers must be every:N, upper:N or indices"),
         (["convert", "BASE", "OUT", "--eta", "-1"], "eta must be a number of at least 0"),
         (["convert", "BASE", "OUT", "--eta", "nan"], "eta must be a number"),
         (["convert", "BASE", "OUT", "--target", "labels"], "target must be one of"),
-        (["convert", "BASE", "OUT", "--preset", "best"], "preset 'best' does not exist; choose one of paper, official"),
+        (
+            ["convert", "BASE", "OUT", "--preset", "best"],
+            "preset 'best' does not exist; choose one of paper, official",
+        ),
         (["convert", "BASE", "BASE"], "is what the command reads"),
         (["convert", "BASE", "/proc/nowhere/out"], "cannot write"),
         (["info", "BASE"], "not a converted checkpoint"),
@@ -64,9 +73,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["import-official", "BASE", "OUT"], "not a checkpoint of the public code"),
         (["bench", "--tokens", "10", "--chunk-size", "4"], "10 tokens are not whole chunks of 4"),
         (["bench", "--d", "1"], "--d must be at least 2"),
-        (["convert", "BASE", "OUT", "--calibrate-tokens", "8"], "--calibrate-tokens has no effect without --calibrate"),
-        (["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"], "--chunk-size has no effect beside --set chunk_size=8"),
-        (["info", "BASE", "--base", "OUT"], "is not an adapter folder, so that a base has no effect beside it"),
+        (
+            ["convert", "BASE", "OUT", "--calibrate-tokens", "8"],
+            "--calibrate-tokens has no effect without --calibrate",
+        ),
+        (
+            ["convert", "BASE", "OUT", "--chunk-size", "4", "--set", "chunk_size=8"],
+            "--chunk-size has no effect beside --set chunk_size=8",
+        ),
+        (
+            ["info", "BASE", "--base", "OUT"],
+            "is not an adapter folder, so that a base has no effect beside it",
+        ),
         (
             ["export", "BASE", "OUT", "--format", "official", "--base", "OUT"],
             "is not an adapter folder, so that a base has no effect beside it",
@@ -79,9 +97,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["generate", "BASE", "--prompt-file", "TEXT", "--save-state", "OUT/state"], "cannot write beside"),
     ],
 )
-def test_arguments(arguments: list[str], message: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments(
+    arguments: list[str], message: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text").write_text("a text")
-    places = {"BASE": str(base), "OUT": str(tmp_path / "out"), "TEXT": str(tmp_path / "text"), "OUT/state": str(tmp_path / "out" / "state")}
+    places = {
+        "BASE": str(base),
+        "OUT": str(tmp_path / "out"),
+        "TEXT": str(tmp_path / "text"),
+        "OUT/state": str(tmp_path / "out" / "state"),
+    }
     before = bytes_of(tmp_path)
     assert message in refused(capsys, *(places.get(a, a) for a in arguments))
     assert bytes_of(tmp_path) == before
@@ -98,7 +123,9 @@ def test_not_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "not a JSON object" in refused(capsys, "convert", broken, tmp_path / "out")
     (vision / "config.json").write_text(json.dumps({"model_type": "vit"}))
     assert "no model.safetensors" in refused(capsys, "convert", vision, tmp_path / "out")
-    (vision / "model.safetensors").write_bytes((save_base(tmp_path / "base") / "model.safetensors").read_bytes())
+    (vision / "model.safetensors").write_bytes(
+        (save_base(tmp_path / "base") / "model.safetensors").read_bytes()
+    )
     assert "not a causal LM" in refused(capsys, "convert", vision, tmp_path / "out")
     (vision / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
     assert "not a causal LM" in refused(capsys, "convert", vision, tmp_path / "out")
@@ -117,7 +144,9 @@ def test_corrupt_shards(base: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     (base / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     assert "its config.json says" in refused(capsys, "convert", base, tmp_path / "out")
     (base / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
-    assert "has no tensor for model.layers.4" in refused(capsys, "convert", base, tmp_path / "out", "--layers", "4")
+    assert "has no tensor for model.layers.4" in refused(
+        capsys, "convert", base, tmp_path / "out", "--layers", "4"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -130,7 +159,9 @@ def test_a_shard_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(family).save_pretrained(tmp_path / "base")
-    assert "have routed experts alone" in refused(capsys, "convert", tmp_path / "base", tmp_path / "out", "--layers", "0,1")
+    assert "have routed experts alone" in refused(
+        capsys, "convert", tmp_path / "base", tmp_path / "out", "--layers", "0,1"
+    )
 
 
 def test_twice(converted: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +169,9 @@ def test_twice(converted: Path, base: Path, tmp_path: Path, capsys: pytest.Captu
     before = bytes_of(converted)
     assert "--overwrite" in refused(capsys, "convert", base, converted, *TINY)
     assert bytes_of(converted) == before
-    assert cli.main(["convert", str(base), str(converted), "--layers", "1", "--no-verify", "--overwrite"]) == 0
+    assert (
+        cli.main(["convert", str(base), str(converted), "--layers", "1", "--no-verify", "--overwrite"]) == 0
+    )
     assert "layers.1.mlp" in (converted / "model.safetensors.index.json").read_text()
     assert not list(tmp_path.glob(".*partial*"))
 
@@ -173,7 +206,8 @@ def test_a_difference_from_the_base_is_exit_code_1(
 
 
 def test_the_proof_sees_a_changed_weight(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof compares what was really written: a conversion that writes at once fails it, and one that damages a weight of the base."""
+    """The proof compares what was really written: a conversion that writes at once fails it, and one that
+    damages a weight of the base."""
     from inplace_ttt.checkpoint import writing
 
     real, link = writing.initial_tensors, writing.link_or_copy
@@ -188,21 +222,31 @@ def test_the_proof_sees_a_changed_weight(base: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(writing, "link_or_copy", link)
 
     def with_writes(*args: Any) -> writing.LayerTensors:
-        return {layer: {kind: tensor + 0.3 for kind, tensor in pair.items()} for layer, pair in real(*args).items()}
+        return {
+            layer: {kind: tensor + 0.3 for kind, tensor in pair.items()}
+            for layer, pair in real(*args).items()
+        }
 
     monkeypatch.setattr("inplace_ttt.cli.convert.initial_tensors", with_writes)
     assert cli.main(["convert", str(base), str(tmp_path / "out"), "--layers", "0", "--chunk-size", "4"]) == 1
 
 
-def test_a_chunk_longer_than_the_context_is_reported(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chunk_longer_than_the_context_is_reported(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert cli.main(["convert", str(base), str(tmp_path / "out"), "--chunk-size", "777", "--no-verify"]) == 0
     assert "nothing would ever read a write" in caplog.text
 
 
 def test_the_installed_command_answers_as_the_function_does(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("inplace-ttt")
-    done = subprocess.run([command, "convert", tmp_path / "nothing", tmp_path / "out", "--json"], capture_output=True, text=True)
+    done = subprocess.run(
+        [command, "convert", tmp_path / "nothing", tmp_path / "out", "--json"], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("inplace-ttt convert: ")
     assert done.stderr.count("\n") == 1
-    assert json.loads(done.stdout) == {"error": done.stderr.removeprefix("inplace-ttt convert: ").rstrip("\n"), "exit_code": 2}
+    assert json.loads(done.stdout) == {
+        "error": done.stderr.removeprefix("inplace-ttt convert: ").rstrip("\n"),
+        "exit_code": 2,
+    }

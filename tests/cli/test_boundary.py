@@ -51,7 +51,12 @@ def refused(folder: Path, command: str) -> str:
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_whatever_goes_wrong_is_one_line(
-    error: BaseException, code: int, says: str, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    says: str,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(args: Any) -> Any:
         raise error
@@ -74,8 +79,12 @@ def test_the_traceback_comes_when_it_is_asked_for(
     assert first.startswith("Traceback") and last.startswith("inplace-ttt info: ")
 
 
-@pytest.mark.parametrize("arguments", [["--json"], ["melt", "--json"], ["info", "--json"], ["info", "x", "--jso", "--base"]])
-def test_a_command_that_is_none_is_answered_in_json_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--json"], ["melt", "--json"], ["info", "--json"], ["info", "x", "--jso", "--base"]]
+)
+def test_a_command_that_is_none_is_answered_in_json_too(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 2
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
@@ -83,12 +92,18 @@ def test_a_command_that_is_none_is_answered_in_json_too(arguments: list[str], ca
 def test_a_reader_that_stops_early_is_no_error(folder: Path) -> None:
     """As a shell leaves it, standard input closed as well."""
     line = f"set -o pipefail; {sys.executable} -m inplace_ttt.cli info ttt <&- | true"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_streams_that_are_closed_or_full(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_that_are_closed_or_full(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdin", None)
         assert "cannot read the prompt -" in refused(folder, "generate ttt --prompt-file -")
@@ -97,7 +112,10 @@ def test_streams_that_are_closed_or_full(folder: Path, monkeypatch: pytest.Monke
         patch.setattr("sys.stdout", full)
         assert cli.main(["info", str(folder / "ttt")]) == 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what is left in the buffer
-    assert capsys.readouterr().err == "inplace-ttt info: cannot write the result to standard output: No space left on device.\n"
+    assert (
+        capsys.readouterr().err
+        == "inplace-ttt info: cannot write the result to standard output: No space left on device.\n"
+    )
     read, write = os.pipe()
     os.close(read)
     with monkeypatch.context() as patch, open(write, "w") as broken:
@@ -108,7 +126,9 @@ def test_streams_that_are_closed_or_full(folder: Path, monkeypatch: pytest.Monke
 def test_names_that_no_terminal_can_spell(folder: Path) -> None:
     name = os.fsdecode(b"\xff")
     os.symlink(folder / "ttt", folder / name)
-    outcome = run(["convert", str(folder / "base"), str(folder / "out" / name), "--layers", "0", "--no-verify"], folder)
+    outcome = run(
+        ["convert", str(folder / "base"), str(folder / "out" / name), "--layers", "0", "--no-verify"], folder
+    )
     assert outcome.code == 0 and not outcome.escaped and "\\udcff" in outcome.out, outcome
 
 
@@ -126,7 +146,10 @@ def test_a_model_of_no_numbers_answers_nothing(folder: Path) -> None:
         assert "lm_head.weight holds numbers that are not finite" in refused(folder, options)
 
 
-@pytest.mark.parametrize("asked", [{"num_beams": 4}, {"num_return_sequences": 2}, {"use_cache": False}, {"return_dict_in_generate": True}])
+@pytest.mark.parametrize(
+    "asked",
+    [{"num_beams": 4}, {"num_return_sequences": 2}, {"use_cache": False}, {"return_dict_in_generate": True}],
+)
 def test_a_generation_config_that_a_session_cannot_follow(asked: dict[str, Any], folder: Path) -> None:
     file = folder / "ttt" / "generation_config.json"
     values = {**json.loads(file.read_text()), **asked}
@@ -141,7 +164,11 @@ def test_a_tokenizer_larger_than_its_model(folder: Path, tmp_path: Path) -> None
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "ttt" / name).unlink()
     tokenizer.save_pretrained(folder / "ttt")
-    for command in ("generate ttt --prompt-file text.txt", "evaluate ttt --text text.txt", "diagnose ttt --text text.txt --out out"):
+    for command in (
+        "generate ttt --prompt-file text.txt",
+        "evaluate ttt --text text.txt",
+        "diagnose ttt --text text.txt --out out",
+    ):
         assert "has the tokenizer of another model" in refused(folder, command)
 
 
@@ -162,7 +189,16 @@ def test_a_base_that_is_written_over_is_noticed(world: Path, tmp_path: Path) -> 
     base.mkdir()
     for file in (world / "base").iterdir():
         (base / file.name).write_bytes(file.read_bytes())
-    convert = ["convert", str(base), str(tmp_path / "ttt"), "--layers", "0", "--chunk-size", "8", "--no-verify"]
+    convert = [
+        "convert",
+        str(base),
+        str(tmp_path / "ttt"),
+        "--layers",
+        "0",
+        "--chunk-size",
+        "8",
+        "--no-verify",
+    ]
     assert cli.main(convert) == 0 and cli.main(["info", str(tmp_path / "ttt")]) == 0
     shard = base / "model.safetensors"
     tensors = {name: tensor + 1 for name, tensor in load_file(shard).items()}
@@ -171,12 +207,15 @@ def test_a_base_that_is_written_over_is_noticed(world: Path, tmp_path: Path) -> 
     assert "was changed after it was linked here" in refused(tmp_path, f"info {tmp_path / 'ttt'}")
     assert cli.main([*convert, "--overwrite"]) == 0 and cli.main(["info", str(tmp_path / "ttt")]) == 0
     shard.unlink()
-    shard.write_bytes((world / "base" / "model.safetensors").read_bytes())  # as a new download does: another file
+    # as a new download does: another file
+    shard.write_bytes((world / "base" / "model.safetensors").read_bytes())
     assert cli.main(["info", str(tmp_path / "ttt")]) == 0
 
 
 def test_sizes_that_this_machine_has_not_the_memory_for(folder: Path) -> None:
-    assert "of memory" in refused(folder, "bench --d 1000000 --h 1000000 --tokens 16 --chunk-size 16 --repeats 1")
+    assert "of memory" in refused(
+        folder, "bench --d 1000000 --h 1000000 --tokens 16 --chunk-size 16 --repeats 1"
+    )
     recipe = folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("vocab_size: 128", "vocab_size: 2000000000"))
     with pytest.raises(InPlaceTTTError, match="of memory"):

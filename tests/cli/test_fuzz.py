@@ -1,7 +1,8 @@
-"""Bad input of every kind into every verb: exit code 2, one line, nothing left behind; and none of it caught by the last net alone.
+"""Bad input of every kind into every verb: exit code 2, one line, nothing left behind; and none of it caught
+by the last net alone.
 
-The same cases each time, a tenth of them in the gate. More of them, other ones each time: FUZZ=20 python -m pytest
-tests/cli/test_fuzz.py takes twenty times as many and as long.
+The same cases each time, a tenth of them in the gate. More of them, other ones each time: FUZZ=20 python -m
+pytest tests/cli/test_fuzz.py takes twenty times as many and as long.
 """
 
 import json
@@ -48,7 +49,14 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch(recipe: Any, arguments: Any) -> int:
         claim(Path(recipe.output))
-        report = {"output": "x", "steps": 1, "final_loss": 1.0, "seconds": 1, "evaluation": {}, "warnings": []}
+        report = {
+            "output": "x",
+            "steps": 1,
+            "final_loss": 1.0,
+            "seconds": 1,
+            "evaluation": {},
+            "warnings": [],
+        }
         (Path(recipe.output) / "train_report.json").write_text(json.dumps(report))
         return 0
 
@@ -111,7 +119,9 @@ def test_there_are_a_thousand_cases() -> None:
     assert 300 + sum(target.cases for target in worlds.TARGETS) >= 1000
 
 
-@pytest.mark.parametrize("command", [*dict.fromkeys([*fuzz_arguments.COMMANDS, *(c for t in worlds.TARGETS for c in t.commands)])])
+@pytest.mark.parametrize(
+    "command", [*dict.fromkeys([*fuzz_arguments.COMMANDS, *(c for t in worlds.TARGETS for c in t.commands)])]
+)
 def test_what_is_not_damaged_works(command: str, world: Path) -> None:
     """Else the fuzz would prove nothing: every one of its commands does its work on what is whole."""
     folder = worlds.copy_of(world, world.parent / "case")

@@ -1,4 +1,5 @@
-"""Outputs x verbs x what already stands there: another's file or folder is never replaced, nor is a source."""
+"""Outputs x verbs x what already stands there: another's file or folder is never replaced, nor is a
+source."""
 
 import hashlib
 import json
@@ -20,7 +21,10 @@ from .fuzz_run import run
 
 FOLDERS = {
     "convert": ("base", "convert base OUT --layers 0 --chunk-size 8 --no-verify --overwrite"),
-    "convert to an adapter": ("base", "convert base OUT --layers 0 --chunk-size 8 --no-verify --adapter-only --overwrite"),
+    "convert to an adapter": (
+        "base",
+        "convert base OUT --layers 0 --chunk-size 8 --no-verify --adapter-only --overwrite",
+    ),
     "export official": ("ttt", "export ttt OUT --format official --overwrite"),
     "export adapter": ("ttt", "export ttt OUT --format adapter --overwrite"),
     "export full": ("lora", "export lora OUT --format full --overwrite"),
@@ -62,7 +66,8 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def refused(folder: Path, command: str, out: str) -> str:
-    """Run a command whose output cannot be written: exit code 2, one line, and not a byte is other than before."""
+    """Run a command whose output cannot be written: exit code 2, one line, and not a byte is other than
+    before."""
     words = [str(folder / out) if word == "OUT" else word for word in command.split()]
     before, here = digest(folder), Path.cwd()
     os.chdir(folder)
@@ -70,7 +75,11 @@ def refused(folder: Path, command: str, out: str) -> str:
         outcome = run(worlds.in_folder(folder, words), folder)
     finally:
         os.chdir(here)
-    assert outcome.code == 2 and outcome.problem(words) is None, (outcome.code, outcome.problem(words), outcome.err)
+    assert outcome.code == 2 and outcome.problem(words) is None, (
+        outcome.code,
+        outcome.problem(words),
+        outcome.err,
+    )
     assert digest(folder) == before, outcome.err
     return outcome.err
 
@@ -94,7 +103,11 @@ def empty_names(folder: Path, source: str) -> str:
 
 
 def weights(folder: Path, source: str) -> str:
-    return f"{source}/model.safetensors" if (folder / source / "model.safetensors").exists() else f"{source}/inplace_ttt.safetensors"
+    return (
+        f"{source}/model.safetensors"
+        if (folder / source / "model.safetensors").exists()
+        else f"{source}/inplace_ttt.safetensors"
+    )
 
 
 def the_source(folder: Path, source: str) -> str:
@@ -142,15 +155,23 @@ PLACES: list[Callable[[Path, str], str]] = [
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("verb", FOLDERS)
-def test_no_folder_of_another_is_replaced(world: Path, tmp_path: Path, verb: str, place: Callable[[Path, str], str]) -> None:
+def test_no_folder_of_another_is_replaced(
+    world: Path, tmp_path: Path, verb: str, place: Callable[[Path, str], str]
+) -> None:
     folder = worlds.copy_of(world, tmp_path / "world")
     source, command = FOLDERS[verb]
     refused(folder, command, place(folder, source))
 
 
-@pytest.mark.parametrize("place", [another_file, another_folder, weights, the_source, a_link_to_another], ids=lambda place: place.__name__)
+@pytest.mark.parametrize(
+    "place",
+    [another_file, another_folder, weights, the_source, a_link_to_another],
+    ids=lambda place: place.__name__,
+)
 @pytest.mark.parametrize("verb", FILES)
-def test_no_file_of_another_is_replaced(world: Path, tmp_path: Path, verb: str, place: Callable[[Path, str], str]) -> None:
+def test_no_file_of_another_is_replaced(
+    world: Path, tmp_path: Path, verb: str, place: Callable[[Path, str], str]
+) -> None:
     folder = worlds.copy_of(world, tmp_path / "world")
     source, command = FILES[verb]
     refused(folder, command, place(folder, source))
@@ -158,12 +179,16 @@ def test_no_file_of_another_is_replaced(world: Path, tmp_path: Path, verb: str, 
 
 @pytest.mark.parametrize("change", ["added", "edited", "a folder", "a link", "read-only"])
 @pytest.mark.parametrize("verb", ["convert", "export adapter", "import"])
-def test_an_earlier_output_is_replaced_only_as_it_was_written(world: Path, tmp_path: Path, verb: str, change: str) -> None:
+def test_an_earlier_output_is_replaced_only_as_it_was_written(
+    world: Path, tmp_path: Path, verb: str, change: str
+) -> None:
     folder = worlds.copy_of(world, tmp_path / "world")
     command = FOLDERS[verb][1]
     words = [str(folder / "out") if word == "OUT" else word for word in command.split()]
     for _ in range(2):
-        assert run(worlds.in_folder(folder, words), folder).code == 0, "an output as it was written is replaced"
+        assert run(worlds.in_folder(folder, words), folder).code == 0, (
+            "an output as it was written is replaced"
+        )
     out = folder / "out"
     if change == "added":
         (out / "notes.md").write_text("mine")
@@ -180,10 +205,14 @@ def test_an_earlier_output_is_replaced_only_as_it_was_written(world: Path, tmp_p
 
 
 @pytest.mark.parametrize("verb", FILES)
-def test_an_earlier_file_is_replaced_unless_it_is_read_only(world: Path, tmp_path: Path, verb: str, no_audit: None) -> None:
+def test_an_earlier_file_is_replaced_unless_it_is_read_only(
+    world: Path, tmp_path: Path, verb: str, no_audit: None
+) -> None:
     folder = worlds.copy_of(world, tmp_path / "world")
     command = FILES[verb][1]
-    words = worlds.in_folder(folder, [str(folder / "kept") if word == "OUT" else word for word in command.split()])
+    words = worlds.in_folder(
+        folder, [str(folder / "kept") if word == "OUT" else word for word in command.split()]
+    )
     for _ in range(2):
         assert run(words, folder).code == 0
     (folder / "kept").chmod(0o444)
@@ -191,12 +220,16 @@ def test_an_earlier_file_is_replaced_unless_it_is_read_only(world: Path, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["md", "html", "json"])
-def test_a_report_of_the_audit_is_known_in_every_form(world: Path, tmp_path: Path, form: str, no_audit: None) -> None:
+def test_a_report_of_the_audit_is_known_in_every_form(
+    world: Path, tmp_path: Path, form: str, no_audit: None
+) -> None:
     out = tmp_path / "report"
     for _ in range(2):
         assert cli.main(["audit", str(world / "ttt"), "--format", form, "--out", str(out)]) == 0
     text = out.read_text()
-    out.write_text(text.replace("In-Place TTT audit: ", "My essay: ").replace('"stale_declarations"', '"mine"'))
+    out.write_text(
+        text.replace("In-Place TTT audit: ", "My essay: ").replace('"stale_declarations"', '"mine"')
+    )
     assert cli.main(["audit", str(world / "ttt"), "--format", form, "--out", str(out)]) == 2
 
 
@@ -227,7 +260,9 @@ def test_train_takes_no_name_of_anothers(
 
 
 @pytest.mark.parametrize("output", ["base", "base/run", "ttt", "text.txt", "link"])
-def test_train_does_not_write_into_what_it_reads(world: Path, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_does_not_write_into_what_it_reads(
+    world: Path, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(train, "launch", lambda *_: pytest.fail("it must be refused before anything starts"))
     folder = worlds.copy_of(world, tmp_path / "world")
     (folder / "link").symlink_to("base")

@@ -1,4 +1,5 @@
-"""What an ordinary user may not read or write is one sentence, never the last net, and leaves nothing behind."""
+"""What an ordinary user may not read or write is one sentence, never the last net, and leaves nothing
+behind."""
 
 import os
 import pickle
@@ -20,7 +21,8 @@ WARM = (
     "evaluate ttt --text text.txt other.txt --tokens 40",
     "convert base warm-out --layers 0 --chunk-size 8",
 )
-"""Run before the user changes, so that every library is imported: an ordinary user may not see where this Python lies."""
+"""Run before the user changes, so that every library is imported: an ordinary user may not see where this
+Python lies."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,15 @@ def world() -> Iterator[Path]:
     folder.chmod(0o755)
     world = worlds.make_world(folder / "world")
     for command in WARM:
-        assert run(worlds.in_folder(world, [str(world / w) if w.startswith("warm") else w for w in command.split()]), world).code == 0
+        assert (
+            run(
+                worlds.in_folder(
+                    world, [str(world / w) if w.startswith("warm") else w for w in command.split()]
+                ),
+                world,
+            ).code
+            == 0
+        )
     for name in ("base", "ttt"):
         shutil.copytree(world / name, world / f"closed-{name}")
         (world / f"closed-{name}").chmod(0o700)
@@ -55,7 +65,10 @@ def world() -> Iterator[Path]:
 COMMANDS = [
     *(f"info {kind}-ttt" for kind in ("closed", "secret", "hidden")),
     *(f"generate {kind}-ttt {_READ} --save-state mine/s" for kind in ("closed", "secret", "hidden")),
-    *(f"convert {kind}-base mine/out --layers 0 --chunk-size 8 --no-verify" for kind in ("closed", "secret", "hidden")),
+    *(
+        f"convert {kind}-base mine/out --layers 0 --chunk-size 8 --no-verify"
+        for kind in ("closed", "secret", "hidden")
+    ),
     "convert base ro/out --layers 0 --chunk-size 8 --no-verify",
     "convert base closed/out --layers 0 --chunk-size 8 --no-verify",
     "convert base mine/none/../../ro/out --layers 0 --chunk-size 8 --no-verify",
@@ -129,5 +142,9 @@ def test_what_a_user_may_not_do_is_one_sentence(world: Path, command: str) -> No
     arguments = worlds.in_folder(world, arguments)
     before = sorted(world.rglob("*"))
     outcome = as_nobody(arguments, world)
-    assert outcome.code == 2 and outcome.problem(arguments) is None, (outcome.problem(arguments), outcome.err, outcome.escaped)
+    assert outcome.code == 2 and outcome.problem(arguments) is None, (
+        outcome.problem(arguments),
+        outcome.err,
+        outcome.escaped,
+    )
     assert sorted(world.rglob("*")) == before

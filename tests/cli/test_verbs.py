@@ -16,12 +16,14 @@ from inplace_ttt.tasks.passages import Passage
 
 OPTIONS = {
     "convert": (
-        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers --no-verify --overwrite --preset --push "
+        "--adapter-only --calibrate --calibrate-tokens --chunk-size --eta --help --json --layers "
+        "--no-verify --overwrite --preset --push "
         "--set --target"
     ),
     "info": "--base --help --json",
     "generate": (
-        "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file --readings "
+        "--base --dtype --fast-weights-only --help --json --load-state --max-new-tokens --prompt-file "
+        "--readings "
         "--save-state --seed --temperature --ttt"
     ),
     "serve": "--api-key --help --host --json --memories --memory-bytes --per-key --port --vllm",
@@ -30,15 +32,21 @@ OPTIONS = {
     "audit": "--card --compare --format --help --json --out --profile --seed",
     "diagnose": "--base --dtype --help --json --learning-rate --out --overwrite --text --tokens --train",
     "evaluate": (
-        "--base --batch-size --block --cache --card --contexts --distances --documents --dtype --facts --help --json --out --overwrite "
+        "--base --batch-size --block --cache --card --contexts --distances --documents --dtype --facts "
+        "--help --json --out --overwrite "
         "--passage --repeated-passage --seed --sinks --skip --text --tokens --window"
     ),
-    "ruler": ("--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed --tasks --write-samples"),
-    "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks --text --write-samples",
+    "ruler": (
+        "--base --batch-size --chat --dtype --haystack --help --json --lengths --out --qa --samples --seed "
+        "--tasks --write-samples"
+    ),
+    "babilong": "--base --batch-size --chat --dtype --help --json --lengths --out --samples --seed --tasks "
+    "--text --write-samples",
     "export": "--base --format --help --json --overwrite --push",
     "import-official": "--help --json --overwrite",
     "bench": (
-        "--base --chunk-size --d --device --dtype --h --help --json --new-tokens --prompt-tokens --repeats --requests --serving --tokens"
+        "--base --chunk-size --d --device --dtype --h --help --json --new-tokens --prompt-tokens --repeats "
+        "--requests --serving --tokens"
     ),
 }
 
@@ -82,7 +90,21 @@ def test_convert_and_info_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
     base = save_base(tmp_path / "base")
     capsys.readouterr()
     assert (
-        cli.main(["convert", str(base), str(tmp_path / "out"), "--layers", "every:2", "--chunk-size", "8", "--eta", "0.5", "--json"]) == 0
+        cli.main(
+            [
+                "convert",
+                str(base),
+                str(tmp_path / "out"),
+                "--layers",
+                "every:2",
+                "--chunk-size",
+                "8",
+                "--eta",
+                "0.5",
+                "--json",
+            ]
+        )
+        == 0
     )
     result = json.loads(capsys.readouterr().out)
     assert result["output"] == str(tmp_path / "out")
@@ -100,7 +122,9 @@ def test_convert_and_info_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_info_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save_base(tmp_path / "base", "gpt2")
-    cli.main(["convert", str(base), str(tmp_path / "adapter"), "--layers", "1", "--adapter-only", "--no-verify"])
+    cli.main(
+        ["convert", str(base), str(tmp_path / "adapter"), "--layers", "1", "--adapter-only", "--no-verify"]
+    )
     capsys.readouterr()
     assert cli.main(["info", str(tmp_path / "adapter"), "--json"]) == 0
     info = json.loads(capsys.readouterr().out)
@@ -111,7 +135,13 @@ def test_bench_rows(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--d", "32", "--h", "64", "--tokens", "64", "--chunk-size", "16", "--repeats", "2"]
     assert cli.main(["bench", *sizes, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["name"] for row in rows] == ["linear", "fast_weight", "materialising", "additive", "least squares"]
+    assert [row["name"] for row in rows] == [
+        "linear",
+        "fast_weight",
+        "materialising",
+        "additive",
+        "least squares",
+    ]
     assert rows[0]["ratio_to_linear"]["median"] == 1.0
     assert cli.main(["bench", *sizes]) == 0
     assert "limit 2.33" in capsys.readouterr().out

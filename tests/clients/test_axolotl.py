@@ -28,7 +28,13 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The page's, in a folder that has what they name."""
     monkeypatch.chdir(tmp_path)
     words = tiny.byte_level()
-    tiny.save_llama(tmp_path / "smollm2-135m", words, num_hidden_layers=7, num_attention_heads=2, max_position_embeddings=4096)
+    tiny.save_llama(
+        tmp_path / "smollm2-135m",
+        words,
+        num_hidden_layers=7,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+    )
     tiny.write_lines(tmp_path / "texts.jsonl", [{"text": tiny.text(200, seed=i)} for i in range(40)])
     return yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[0])
 
@@ -36,7 +42,13 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def axolotl(settings: dict[str, Any], **changes: Any) -> subprocess.CompletedProcess[str]:
     Path("axolotl.yaml").write_text(yaml.safe_dump({**settings, **changes}))
     environment = {**os.environ, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    command = [str(Path(sys.executable).with_name("axolotl")), "train", "axolotl.yaml", "--launcher", "python"]
+    command = [
+        str(Path(sys.executable).with_name("axolotl")),
+        "train",
+        "axolotl.yaml",
+        "--launcher",
+        "python",
+    ]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -50,19 +62,29 @@ def test_the_page_is_true(settings: dict[str, Any]) -> None:
     done = axolotl(settings)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line["step"] for line in lines()] == [1, 2, 3, 4, 5]
-    assert {layer["chunks"] for line in lines()[:4] for layer in line["layers"]} == {3}  # of one document; the last row is half padding
+    # of one document; the last row is half padding
+    assert {layer["chunks"] for line in lines()[:4] for layer in line["layers"]} == {3}
     model = AutoModelForCausalLM.from_pretrained("axolotl-ttt")
     for layer in fast_weights(model).values():
-        assert layer.eta == 1.0 and layer.chunk_size == 64 and layer.ttt.conv.abs().max() > 1e-3  # by its own rate, ten times the other
+        # by its own rate, ten times the other
+        assert layer.eta == 1.0 and layer.chunk_size == 64 and layer.ttt.conv.abs().max() > 1e-3
     done = axolotl(settings, max_steps=7, resume_from_checkpoint="./axolotl-ttt/checkpoint-5")
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line["step"] for line in lines()] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
-    lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"], "max_steps": 3}
+    lora = {
+        "adapter": "lora",
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "max_steps": 3,
+    }
     done = axolotl(settings, **lora)
-    assert done.returncode != 0 and "conv and P are frozen, so that nothing would learn to write" in done.stderr
+    assert (
+        done.returncode != 0 and "conv and P are frozen, so that nothing would learn to write" in done.stderr
+    )
     done = axolotl(settings, **lora, lora_modules_to_save=["ttt"])
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(layer["gradients"]["conv"] > 0 for layer in lines()[-1]["layers"])
@@ -73,12 +95,17 @@ def test_lora_beside_conv_and_p(settings: dict[str, Any]) -> None:
     [
         ({"ttt": {"chunk_sise": 4}}, "inplace_ttt, ttt.chunk_sise: there is no such setting"),
         ({"ttt": {"chunk_size": "many"}}, "inplace_ttt, ttt.chunk_size: must be a whole number"),
-        ({"training": {"conv_learning_rate": -1}}, "inplace_ttt, training: conv_learning_rate must be a number above 0, got -1"),
+        (
+            {"training": {"conv_learning_rate": -1}},
+            "inplace_ttt, training: conv_learning_rate must be a number above 0, got -1",
+        ),
         ({"rates": {}}, "inplace_ttt, rates: there is no such setting; known here: ttt, training"),
     ],
     ids=str,
 )
-def test_wrong_settings_are_refused_where_axolotl_reads_them(settings: dict[str, Any], section: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused_where_axolotl_reads_them(
+    settings: dict[str, Any], section: dict[str, Any], message: str
+) -> None:
     from axolotl.utils.config import prepare_plugins, validate_config
     from axolotl.utils.dict import DictDefault
 

@@ -24,7 +24,13 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
-COMMON: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1, "report_to": [], "save_steps": 2}
+COMMON: dict[str, Any] = {
+    "max_steps": 3,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_steps": 2,
+}
 RATES: dict[str, Any] = {"conv_learning_rate": 1e-2, "proj_learning_rate": 1e-2}
 
 
@@ -40,8 +46,12 @@ def lines(output: str) -> list[dict[str, Any]]:
 
 
 def trained(trainer: Any, **settings: Any) -> list[dict[str, Any]]:
-    """Its log's lines, once it has trained with writes that reach the loss, and conv and P have moved by their own rates."""
-    before = {i: (layer.ttt.conv.detach().clone(), layer.ttt.proj.detach().clone()) for i, layer in fast_weights(trainer.model).items()}
+    """Its log's lines, once it has trained with writes that reach the loss, and conv and P have moved by
+    their own rates."""
+    before = {
+        i: (layer.ttt.conv.detach().clone(), layer.ttt.proj.detach().clone())
+        for i, layer in fast_weights(trainer.model).items()
+    }
     InPlaceTTTCallback(**RATES, **settings).attach(trainer)
     trainer.train()
     for index, layer in fast_weights(trainer.model).items():
@@ -49,7 +59,11 @@ def trained(trainer: Any, **settings: Any) -> list[dict[str, Any]]:
             assert (parameter.detach() - old).abs().max() > 5e-3  # Adam's first steps are about the rate
     found = lines(trainer.args.output_dir)
     assert [line["step"] for line in found] == [1, 2, 3]
-    assert all(layer["state_ratio"] > 0 and layer["gradients"]["proj"] > 0 for line in found for layer in line["layers"])
+    assert all(
+        layer["state_ratio"] > 0 and layer["gradients"]["proj"] > 0
+        for line in found
+        for layer in line["layers"]
+    )
     return found
 
 
@@ -58,7 +72,9 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     Path("book.txt").write_text(tiny.text(words=3000))
     roles = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     words = tiny.byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **roles)
-    tiny.save_llama(Path("smollm2-135m"), words, num_hidden_layers=7, num_attention_heads=2, max_position_embeddings=8192)
+    tiny.save_llama(
+        Path("smollm2-135m"), words, num_hidden_layers=7, num_attention_heads=2, max_position_embeddings=8192
+    )
     namespace: dict[str, Any] = {"__name__": "docs"}
     section = PAGE.read_text().partition("## TRL")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```(bash|py)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
@@ -77,15 +93,26 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_sft_reads_each_document_alone(folder: Path, packing: bool) -> None:
-    """The first step's loss is that of the documents one by one, padded and packed; and a stopped run goes on."""
+    """The first step's loss is that of the documents one by one, padded and packed; and a stopped run goes
+    on."""
     texts = [{"text": tiny.text(60 + 20 * i, seed=i)} for i in range(4)]
 
     def sft(steps: int) -> Any:
         args = SFTConfig(
-            "out", packing=packing, max_length=2048, per_device_train_batch_size=4, bf16=False, **{**COMMON, "max_steps": steps}
+            "out",
+            packing=packing,
+            max_length=2048,
+            per_device_train_batch_size=4,
+            bf16=False,
+            **{**COMMON, "max_steps": steps},
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
-        return SFTTrainer(model, args=args, train_dataset=Dataset.from_list(texts), processing_class=AutoTokenizer.from_pretrained(folder))
+        return SFTTrainer(
+            model,
+            args=args,
+            train_dataset=Dataset.from_list(texts),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+        )
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     losses, counts = [], []
@@ -106,22 +133,40 @@ def test_sft_reads_each_document_alone(folder: Path, packing: bool) -> None:
 def test_dpo_starts_from_its_reference(folder: Path) -> None:
     """The reference has the fast weights too: before the first step neither answer is preferred."""
     pairs = [
-        {"prompt": tiny.text(60, seed=i), "chosen": " " + tiny.text(30, seed=i + 50), "rejected": " " + tiny.text(30, seed=i + 90)}
+        {
+            "prompt": tiny.text(60, seed=i),
+            "chosen": " " + tiny.text(30, seed=i + 50),
+            "rejected": " " + tiny.text(30, seed=i + 90),
+        }
         for i in range(8)
     ]
     args = DPOConfig("out", per_device_train_batch_size=2, bf16=False, **COMMON)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_list(pairs), processing_class=AutoTokenizer.from_pretrained(folder))
+    trainer = DPOTrainer(
+        model,
+        args=args,
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
     assert fast_weights(trainer.ref_model).keys() == fast_weights(trainer.model).keys()
     assert trained(trainer)[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
 def test_grpo_trains_what_it_generates(folder: Path) -> None:
     prompts = [{"prompt": tiny.text(60, seed=i)} for i in range(8)]
-    args = GRPOConfig("out", per_device_train_batch_size=4, num_generations=4, max_completion_length=24, bf16=False, **COMMON)
+    args = GRPOConfig(
+        "out",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=24,
+        bf16=False,
+        **COMMON,
+    )
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(folder),
-        reward_funcs=lambda completions, **_: [float(text.count("e")) + len(text) / 100 for text in completions],
+        reward_funcs=lambda completions, **_: [
+            float(text.count("e")) + len(text) / 100 for text in completions
+        ],
         args=args,
         train_dataset=Dataset.from_list(prompts),
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -130,7 +175,10 @@ def test_grpo_trains_what_it_generates(folder: Path) -> None:
 
 
 def test_a_trainer_whose_optimiser_is_made_elsewhere_is_refused(folder: Path) -> None:
-    model = convert(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), InPlaceTTTConfig(layers=(0,), chunk_size=16))
+    model = convert(
+        AutoModelForCausalLM.from_pretrained(folder.parent / "base"),
+        InPlaceTTTConfig(layers=(0,), chunk_size=16),
+    )
     trainer = SFTTrainer(
         model,
         args=SFTConfig("out", bf16=False, **COMMON),
@@ -138,5 +186,8 @@ def test_a_trainer_whose_optimiser_is_made_elsewhere_is_refused(folder: Path) ->
         processing_class=AutoTokenizer.from_pretrained(folder),
         callbacks=[InPlaceTTTCallback(**RATES)],
     )
-    with pytest.raises(InPlaceTTTError, match="conv_learning_rate has no effect, since the trainer made its optimiser without it"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match="conv_learning_rate has no effect, since the trainer made its optimiser without it",
+    ):
         trainer.train()

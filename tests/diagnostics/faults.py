@@ -1,4 +1,5 @@
-"""Faults in the layer itself, planted in a healthy little model: ways of the gradient, own chunks, W0, signs, sizes, broken weights."""
+"""Faults in the layer itself, planted in a healthy little model: ways of the gradient, own chunks, W0, signs,
+sizes, broken weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,10 +50,15 @@ def added(found: Any, z: Tensor, w0: Tensor | None) -> Any:
     return (base + found[0], found[1]) if isinstance(found, tuple) else base + found
 
 
-def by_hand(change_read: Callable[[Tensor], Tensor], change_written: Callable[[Tensor], Tensor], own: bool = False) -> Callable[[], Any]:
-    """The rule of the paper with other keys to read with and to write under; own: a chunk reads its own write."""
+def by_hand(
+    change_read: Callable[[Tensor], Tensor], change_written: Callable[[Tensor], Tensor], own: bool = False
+) -> Callable[[], Any]:
+    """The rule of the paper with other keys to read with and to write under; own: a chunk reads its own
+    write."""
 
-    def op(real: Op, z: Tensor, v: Tensor, w0: Tensor | None, *, eta: float, layout: ChunkLayout, **kwargs: Any) -> Any:
+    def op(
+        real: Op, z: Tensor, v: Tensor, w0: Tensor | None, *, eta: float, layout: ChunkLayout, **kwargs: Any
+    ) -> Any:
         if kwargs.get("return_state"):
             return real(z, v, w0, eta=eta, layout=layout, **kwargs)
         rows = []
@@ -124,7 +130,8 @@ def ridge() -> nn.Module:
 
 @torch.no_grad()
 def what_the_other_sign_says() -> dict[str, Tensor]:
-    """Labels that are likeliest with the writes' sign turned, so that turned writes help and the model's own hurt."""
+    """Labels that are likeliest with the writes' sign turned, so that turned writes help and the model's own
+    hurt."""
     model, batch = every(negative(2.0))(), long_rows()
     for layer in fast_weights(model).values():
         layer.fast.eta *= -1
@@ -137,7 +144,9 @@ FAULTS: dict[str, Sick] = {
     "keys detached beside W0": Sick("keys-detached", healthy, within=op_through(detached_beside_w0)),
     "keys detached in bfloat16": Sick("keys-detached", half_precision, within=op_through(detached_beside_w0)),
     "whitened keys detached": Sick("keys-detached", ridge, within=op_through(detached)),
-    "keys detached in a layer": Sick("keys-detached", healthy, layers=(2,), within=in_layer(op_through(detached), 2)),
+    "keys detached in a layer": Sick(
+        "keys-detached", healthy, layers=(2,), within=in_layer(op_through(detached), 2)
+    ),
     "keys detached where they write": Sick("keys-detached", healthy, within=by_hand(same, Tensor.detach)),
     "keys detached where they read": Sick("keys-detached", healthy, within=by_hand(Tensor.detach, same)),
     "a chunk that reads its own write": Sick("own-chunk-read", healthy, within=by_hand(same, same, own=True)),
@@ -148,12 +157,24 @@ FAULTS: dict[str, Sick] = {
     "W0 frozen": Sick("weight-frozen", every(frozen)),
     "W0 frozen in a layer": Sick("weight-frozen", only(2, frozen), layers=(2,)),
     "P = -2 I": Sick("writes-turned-round", every(negative(2.0)), severity="warning"),
-    "P = -0.5 I in a layer": Sick("writes-turned-round", only(0, negative(0.5)), severity="warning", layers=(0,)),
-    "writes of the other sign would help": Sick("writes-turned-round", every(negative(2.0)), batch=what_the_other_sign_says),
-    "infinity in P of a layer": Sick("weight-not-finite", only(2, entry("ttt.proj", float("inf"))), layers=(2,)),
-    "NaN in conv of a layer": Sick("weight-not-finite", only(0, entry("ttt.conv", float("nan"))), layers=(0,)),
-    "infinity in W0 of a layer": Sick("weight-not-finite", only(2, entry("weight", float("-inf"))), layers=(2,)),
+    "P = -0.5 I in a layer": Sick(
+        "writes-turned-round", only(0, negative(0.5)), severity="warning", layers=(0,)
+    ),
+    "writes of the other sign would help": Sick(
+        "writes-turned-round", every(negative(2.0)), batch=what_the_other_sign_says
+    ),
+    "infinity in P of a layer": Sick(
+        "weight-not-finite", only(2, entry("ttt.proj", float("inf"))), layers=(2,)
+    ),
+    "NaN in conv of a layer": Sick(
+        "weight-not-finite", only(0, entry("ttt.conv", float("nan"))), layers=(0,)
+    ),
+    "infinity in W0 of a layer": Sick(
+        "weight-not-finite", only(2, entry("weight", float("-inf"))), layers=(2,)
+    ),
     "conv of 1e-7": Sick("conv-too-small", every(conv_of(1e-7)), severity="warning"),
     "conv of 1e-9": Sick("conv-too-small", every(conv_of(1e-9)), severity="warning"),
-    "conv of 1e-6 in a layer": Sick("conv-too-small", only(0, conv_of(1e-6)), severity="warning", layers=(0,)),
+    "conv of 1e-6 in a layer": Sick(
+        "conv-too-small", only(0, conv_of(1e-6)), severity="warning", layers=(0,)
+    ),
 }

@@ -33,7 +33,8 @@ def healthy(**config: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Sick:
-    """planted: the cause, by id. layers: where. batch: rows. within: what else is wrong while the model runs. rates: of the first step."""
+    """planted: the cause, by id. layers: where. batch: rows. within: what else is wrong while the model runs.
+    rates: of the first step."""
 
     planted: str
     model: Callable[[], nn.Module]
@@ -74,7 +75,9 @@ def half_state() -> Iterator[None]:
     """A stream whose state is in bfloat16, as in the public code."""
     real = FastWeight.write
 
-    def rounded(self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> Any:
+    def rounded(
+        self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
+    ) -> Any:
         read, after = real(self, z, x, layout, None if state is None else state.float(), reads=reads)
         return read, after.to(torch.bfloat16)
 
@@ -119,7 +122,8 @@ def tiny_p() -> nn.Module:
 
 @torch.no_grad()
 def loud_last() -> nn.Module:
-    """The same function, but the last layer's keys are 30 times as large: the gradient of its conv goes with their square."""
+    """The same function, but the last layer's keys are 30 times as large: the gradient of its conv goes with
+    their square."""
     model = at_the_papers_start()
     mlp = model.model.layers[2].mlp  # type: ignore[union-attr, index]
     mlp.up_proj.weight.mul_(30)
@@ -159,7 +163,11 @@ def first_chunks_labelled() -> dict[str, Tensor]:
 
 def first_chunks_of_documents_labelled() -> dict[str, Tensor]:
     ids, positions = random_ids(2, 48), (torch.arange(48) % 24).expand(2, 48)
-    return {"input_ids": ids, "position_ids": positions, "labels": torch.where((positions > 0) & (positions < CHUNK), ids, -100)}
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": torch.where((positions > 0) & (positions < CHUNK), ids, -100),
+    }
 
 
 def same_embeddings(model: nn.Module, layer: FastWeight, index: int) -> None:
@@ -250,7 +258,11 @@ def one_token_spoilt() -> nn.Module:
     """Wherever one token is read, the model says token 0 with layer 2's writes, and loudly."""
     model = healthy(eta=0.1)
     model.lm_head.weight[0] *= 50
-    loud, layer, odd = model.lm_head.weight[0].clone(), fast_weights(model)[2], long_rows()["input_ids"] == ODD
+    loud, layer, odd = (
+        model.lm_head.weight[0].clone(),
+        fast_weights(model)[2],
+        long_rows()["input_ids"] == ODD,
+    )
 
     def spoil(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         return out + 30 * odd[..., None] * loud if layer.eta > 0 and out.shape[:2] == odd.shape else out
@@ -260,24 +272,38 @@ def one_token_spoilt() -> nn.Module:
 
 
 NEW: dict[str, Sick] = {
-    "one token's reading spoilt": Sick("few-tokens-hurt", one_token_spoilt, "warning", layers=(2,), batch=long_rows),
+    "one token's reading spoilt": Sick(
+        "few-tokens-hurt", one_token_spoilt, "warning", layers=(2,), batch=long_rows
+    ),
     "rate 1": Sick("step-too-large", healthy, batch=told_apart, rates=1.0),
     "rate 3 for P alone": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 3.0, 5e-6)),
-    "rate 1 for all but conv and P": Sick("step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 5e-6, 1.0)),
+    "rate 1 for all but conv and P": Sick(
+        "step-too-large", healthy, batch=told_apart, rates=Rates(5e-6, 5e-6, 1.0)
+    ),
     "bfloat16 at 5e-6": Sick("updates-rounded", half_precision, severity="warning", rates=5e-6),
-    "float16 at 1e-7": Sick("updates-rounded", lambda: healthy().to(torch.float16), severity="warning", rates=1e-7),
+    "float16 at 1e-7": Sick(
+        "updates-rounded", lambda: healthy().to(torch.float16), severity="warning", rates=1e-7
+    ),
     "a source of zeros": Sick("source-zero", healthy, within=source_through(torch.zeros_like)),
     "a source of one number": Sick("source-constant", healthy, within=source_through(torch.ones_like)),
-    "a source that is its mean": Sick("source-constant", healthy, within=source_through(lambda x: x.mean(1, keepdim=True).expand_as(x))),
+    "a source that is its mean": Sick(
+        "source-constant", healthy, within=source_through(lambda x: x.mean(1, keepdim=True).expand_as(x))
+    ),
     "embeddings alike": Sick("source-constant", lambda: changed(same_embeddings)),
     "embeddings beside a constant": Sick("source-constant", lambda: changed(drowned_embeddings, eta=0.2)),
     "a layer without keys": Sick("keys-zero", lambda: changed(no_keys), layers=(2,)),
     "gates that are closed": Sick("keys-zero", lambda: changed(closed_gates)),
     "labels in the first chunk": Sick("labels-unread", healthy, batch=first_chunks_labelled),
-    "labels in documents' first chunks": Sick("labels-unread", healthy, batch=first_chunks_of_documents_labelled),
+    "labels in documents' first chunks": Sick(
+        "labels-unread", healthy, batch=first_chunks_of_documents_labelled
+    ),
     "a stop in the scan": Sick("scan-detached", healthy, within=scan_through(Tensor.detach)),
-    "a tenth of the scan's gradient": Sick("scan-detached", healthy, within=scan_through(lambda v: 0.1 * v + 0.9 * v.detach())),
-    "the scan's gradient turned round": Sick("scan-detached", healthy, within=scan_through(lambda v: 2 * v.detach() - v)),
+    "a tenth of the scan's gradient": Sick(
+        "scan-detached", healthy, within=scan_through(lambda v: 0.1 * v + 0.9 * v.detach())
+    ),
+    "the scan's gradient turned round": Sick(
+        "scan-detached", healthy, within=scan_through(lambda v: 2 * v.detach() - v)
+    ),
     "P of rank one": Sick("projection-collapsed", lambda: changed(rank_one_p)),
     "P of one number": Sick("projection-collapsed", lambda: changed(mean_p), layers=(0,)),
     "a conv of one channel": Sick("targets-collapsed", lambda: changed(one_channel), severity="warning"),
@@ -287,7 +313,9 @@ NEW: dict[str, Sick] = {
 
 SICK: dict[str, Sick] = {
     "clip in training": Sick("clip-saturated", lambda: healthy(clip=UpdateClip(1e-5, mode="always"))),
-    "clip at the paper's start": Sick("clip-saturated", lambda: at_the_papers_start(clip=UpdateClip(1e-12, mode="always"))),
+    "clip at the paper's start": Sick(
+        "clip-saturated", lambda: at_the_papers_start(clip=UpdateClip(1e-12, mode="always"))
+    ),
     "rows of one chunk": Sick("one-chunk", healthy, batch=lambda: rows(CHUNK)),
     "conv and P both zero": Sick("zero-times-zero", lambda: changed(zero)),
     "eta 1e-6": Sick("eta-too-small", lambda: healthy(eta=1e-6)),

@@ -17,7 +17,15 @@ from inplace_ttt.files.manifest import MANIFEST
 from inplace_ttt.files.text import tokens_of
 from inplace_ttt.reports import charts
 
-PLOTS = {"gradients.png", "chunks.png", "writes.png", "effects.png", "keys.png", "sweeps.png", "precision.png"}
+PLOTS = {
+    "gradients.png",
+    "chunks.png",
+    "writes.png",
+    "effects.png",
+    "keys.png",
+    "sweeps.png",
+    "precision.png",
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +55,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return lines[0]
 
 
-def test_what_it_writes_and_says(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_writes_and_says(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     values = json.loads(run(capsys, model, "--text", text, "--out", out, "--json"))
     assert values.keys() >= {"groups", "layers", "findings", "output", "summary"}
-    assert values["groups"].keys() == {"conv", "proj", "weight", "embeddings"} and [e["layer"] for e in values["layers"]] == [0, 2]
+    assert values["groups"].keys() == {"conv", "proj", "weight", "embeddings"} and [
+        e["layer"] for e in values["layers"]
+    ] == [0, 2]
     assert all(f.keys() >= {"id", "severity", "message", "remedy"} for f in values["findings"])
     assert not [f for f in values["findings"] if f["severity"] == "severe"]
     assert {file.name for file in out.iterdir()} == {MANIFEST, "report.html", "diagnose.json", *PLOTS}
@@ -60,17 +72,23 @@ def test_what_it_writes_and_says(model: Path, text: Path, tmp_path: Path, capsys
     assert not list(tmp_path.glob(".*partial*"))
 
 
-def test_the_page_loads_nothing_and_holds_the_plots(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_loads_nothing_and_holds_the_plots(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = run(capsys, model, "--text", text, "--out", tmp_path / "out", "--learning-rate", "1e-3")
     assert said.startswith("Nothing severe") and said.rstrip().endswith(f"wrote {tmp_path}/out/report.html")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "http" not in re.sub(r"base64,[^\"]+", "", page)
     inlined = {base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", page)}
-    assert inlined == {file.read_bytes() for file in (tmp_path / "out").glob("*.png")} and len(inlined) == len(PLOTS)
+    assert inlined == {file.read_bytes() for file in (tmp_path / "out").glob("*.png")} and len(
+        inlined
+    ) == len(PLOTS)
     assert all(f"<th>{head}</th>" in page for head in ("‖gradient‖", "η‖S‖/‖W0‖", "loss on − off"))
 
 
-def test_how_much_tokens_count(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_much_tokens_count(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a gate of writes, mean and spread of it; without, 1."""
     gated = checkpoint(tmp_path / "gated", RIDGE)
     for where, counts in ((gated, r"[01]\.\d+ ± 0\.\d+"), (model, "1")):
@@ -83,7 +101,11 @@ def test_how_much_tokens_count(model: Path, text: Path, tmp_path: Path, capsys: 
 
 
 def test_without_matplotlib_the_page_says_so(
-    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(charts, "available", lambda: False)
     run(capsys, model, "--text", text, "--out", tmp_path / "out")
@@ -91,34 +113,64 @@ def test_without_matplotlib_the_page_says_so(
     assert "pip install -e" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_fresh_conversion_and_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, text: Path) -> None:
+def test_a_fresh_conversion_and_its_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, text: Path
+) -> None:
     """Conv is zero: no picture of writes, and nothing severe."""
     base = save_base(tmp_path / "base")
     for file in model.glob("tokenizer*"):
         (base / file.name).write_bytes(file.read_bytes())
     for form in ([], ["--adapter-only"]):
         fresh, out = tmp_path / f"fresh{len(form)}", tmp_path / f"out{len(form)}"
-        assert cli.main(["convert", str(base), str(fresh), "--layers", "0,2", "--chunk-size", "16", "--no-verify", *form]) == 0
+        assert (
+            cli.main(
+                [
+                    "convert",
+                    str(base),
+                    str(fresh),
+                    "--layers",
+                    "0,2",
+                    "--chunk-size",
+                    "16",
+                    "--no-verify",
+                    *form,
+                ]
+            )
+            == 0
+        )
         values = json.loads(run(capsys, fresh, "--text", text, "--out", out, "--json"))
         assert {f["id"] for f in values["findings"]} == {"zero-init", "safe-range"}
-        assert {file.name for file in out.glob("*.png")} == {"gradients.png", "chunks.png", "keys.png", "sweeps.png"}
+        assert {file.name for file in out.glob("*.png")} == {
+            "gradients.png",
+            "chunks.png",
+            "keys.png",
+            "sweeps.png",
+        }
 
 
-def test_a_sick_checkpoint(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sick_checkpoint(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Conv and P zero on disk."""
     sick = tmp_path / "sick"
     sick.mkdir()
     for file in model.iterdir():
         (sick / file.name).write_bytes(file.read_bytes())
     (shard,) = sick.glob("*.safetensors")
-    save_file({n: t.zero_() if ".ttt." in n else t for n, t in load_file(shard).items()}, shard, {"format": "pt"})
+    save_file(
+        {n: t.zero_() if ".ttt." in n else t for n, t in load_file(shard).items()}, shard, {"format": "pt"}
+    )
     said = run(capsys, sick, "--text", text, "--out", tmp_path / "out")
     assert "severe   zero-times-zero: layers 0 and 2: conv and P are both zero" in said
     assert "Severe" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_only_conv_and_p_are_trained(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = json.loads(run(capsys, model, "--text", text, "--out", tmp_path / "out", "--train", "ttt", "--json"))
+def test_only_conv_and_p_are_trained(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads(
+        run(capsys, model, "--text", text, "--out", tmp_path / "out", "--train", "ttt", "--json")
+    )
     assert {name: group["trained"] for name, group in values["groups"].items()} == {
         "conv": True,
         "proj": True,
@@ -128,8 +180,15 @@ def test_only_conv_and_p_are_trained(model: Path, text: Path, tmp_path: Path, ca
     assert values["groups"]["weight"]["gradient"] > 0, "measured all the same, to compare with"
 
 
-def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {"empty": b"", "blank": b" \n ", "short": b"t5 " * (CHUNK + 1), "latin": "t5 ü".encode("latin-1") * 40}
+def test_bad_input_is_one_line(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {
+        "empty": b"",
+        "blank": b" \n ",
+        "short": b"t5 " * (CHUNK + 1),
+        "latin": "t5 ü".encode("latin-1") * 40,
+    }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     base, out = save_base(tmp_path / "base"), tmp_path / "out"
@@ -146,8 +205,14 @@ def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: 
     cases: list[tuple[list[Any], str]] = [
         ([model, "--text", tmp_path / "empty", "--out", out], "holds no text"),
         ([model, "--text", tmp_path / "blank", "--out", out], "holds no text"),
-        ([model, "--text", tmp_path / "short", "--out", out], "gives 17 tokens, which is no more than one chunk of 16 and a token"),
-        ([model, "--text", text, "--out", out, "--tokens", "9"], "gives 9 tokens (--tokens 9), which is no more than one chunk of 16"),
+        (
+            [model, "--text", tmp_path / "short", "--out", out],
+            "gives 17 tokens, which is no more than one chunk of 16 and a token",
+        ),
+        (
+            [model, "--text", text, "--out", out, "--tokens", "9"],
+            "gives 9 tokens (--tokens 9), which is no more than one chunk of 16",
+        ),
         ([model, "--text", tmp_path / "latin", "--out", out], "give a UTF-8 text file"),
         ([model, "--text", tmp_path / "nowhere", "--out", out], "cannot read the text"),
         (
@@ -168,7 +233,9 @@ def test_bad_input_is_one_line(model: Path, text: Path, tmp_path: Path, capsys: 
         assert bytes_of(tmp_path) == before, arguments
 
 
-def test_a_folder_is_replaced_when_asked(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_replaced_when_asked(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(capsys, model, "--text", text, "--out", tmp_path / "out")
     before = (tmp_path / "out").stat().st_ino
     run(capsys, model, "--text", text, "--out", tmp_path / "out", "--overwrite")
@@ -187,7 +254,8 @@ class _Bytes:
 
 @pytest.mark.parametrize("word", ["a", "ü€" * 40])
 def test_a_long_text_is_read_no_further_than_needed(word: str, tmp_path: Path) -> None:
-    """A million words: the first 100 tokens are those of the whole text, from a small part of it; characters are never cut."""
+    """A million words: the first 100 tokens are those of the whole text, from a small part of it; characters
+    are never cut."""
     (tmp_path / "long").write_text(" ".join([word] * 1_000_000) if word == "a" else " ".join([word] * 20_000))
     tokenizer = _Bytes()
     ids = tokens_of(tmp_path / "long", tokenizer, 100)

@@ -9,8 +9,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_lists_every_finding_with_its_remedy() -> None:
-    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8").partition("## Findings")[2].partition("\n## ")[0]
-    rows = {cells[0]: cells[1:] for line in re.findall(r"^\| `(.+) \|$", page, flags=re.MULTILINE) if (cells := line.split(" | "))}
+    page = (
+        (ROOT / "docs" / "diagnostics.md")
+        .read_text(encoding="utf-8")
+        .partition("## Findings")[2]
+        .partition("\n## ")[0]
+    )
+    rows = {
+        cells[0]: cells[1:]
+        for line in re.findall(r"^\| `(.+) \|$", page, flags=re.MULTILINE)
+        if (cells := line.split(" | "))
+    }
     assert [name.rstrip("`") for name in rows] == list(CATALOGUE)
     for name, (severity, what, measured, remedy) in rows.items():
         kind = CATALOGUE[name.rstrip("`")]
@@ -25,6 +34,8 @@ def test_diagnosis_needs_no_training_code() -> None:
 
 
 def test_some_rule_names_each_finding() -> None:
-    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py"))
+    source = "".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "inplace_ttt" / "diagnostics").glob("*.py")
+    )
     for name in CATALOGUE:
         assert source.count(f'"{name}"') >= 2, f"{name} is in the catalogue alone"

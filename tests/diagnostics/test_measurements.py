@@ -45,14 +45,21 @@ def everything(model: nn.Module) -> dict[str, Any]:
     state = {name: (p.detach().clone(), p.requires_grad, p.grad) for name, p in model.named_parameters()}
     modes = {name: module.training for name, module in model.named_modules()}
     hooks = {name: (len(m._forward_pre_hooks), len(m._forward_hooks)) for name, m in model.named_modules()}
-    slots = {i: (layer.fast.eta, layer.fast.config, layer.fast.observer) for i, layer in fast_weights(model).items()}
+    slots = {
+        i: (layer.fast.eta, layer.fast.config, layer.fast.observer)
+        for i, layer in fast_weights(model).items()
+    }
     return {"parameters": state, "modes": modes, "hooks": hooks, "slots": slots}
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("start", [lambda: healthy(clip=UpdateClip(1e-5, mode="always")), lambda: at_the_papers_start(detach_target=True)])
+@pytest.mark.parametrize(
+    "start",
+    [lambda: healthy(clip=UpdateClip(1e-5, mode="always")), lambda: at_the_papers_start(detach_target=True)],
+)
 def test_nothing_is_left_behind(start: Any, training: bool) -> None:
-    """Parameters, `.grad`, requires_grad, modes, hooks, settings and the generator, through every kind of ablation."""
+    """Parameters, `.grad`, requires_grad, modes, hooks, settings and the generator, through every kind of
+    ablation."""
     model = start().train(training)
     next(model.parameters()).requires_grad_(False)
     fast_weights(model)[2].ttt.conv.grad = torch.full_like(fast_weights(model)[2].ttt.conv, 3.0)
@@ -60,7 +67,9 @@ def test_nothing_is_left_behind(start: Any, training: bool) -> None:
     diagnose(model, rows())
     after = everything(model)
     assert torch.equal(torch.get_rng_state(), generator)
-    assert {k: v for k, v in after.items() if k != "parameters"} == {k: v for k, v in before.items() if k != "parameters"}
+    assert {k: v for k, v in after.items() if k != "parameters"} == {
+        k: v for k, v in before.items() if k != "parameters"
+    }
     for name, (value, trains, grad) in before["parameters"].items():
         assert torch.equal(value, after["parameters"][name][0]), name
         assert (trains, grad) == after["parameters"][name][1:], name
@@ -98,7 +107,9 @@ def test_adams_first_step_is_that_of_adam(model: nn.Module, found: Diagnosis) ->
     conv = fast_weights(twin)[0].ttt.conv
     before = conv.detach().clone()
     torch.optim.Adam([conv], lr=1e-3).step()
-    step = next(layer for layer in found.to_dict()["layers"] if layer["layer"] == 0)["parameters"]["conv"]["adam_step"]
+    step = next(layer for layer in found.to_dict()["layers"] if layer["layer"] == 0)["parameters"]["conv"][
+        "adam_step"
+    ]
     assert step == pytest.approx((conv - before).norm().item(), rel=1e-3)
 
 
@@ -121,7 +132,9 @@ def test_writes_are_those_of_the_rule(model: nn.Module, found: Diagnosis) -> Non
     cosine = float((deltas[0] * deltas[1]).sum() / deltas[0].norm() / deltas[1].norm())
     assert writes["by_chunk"][1]["alignment"] == pytest.approx(cosine, abs=1e-4)
     singular = torch.linalg.svdvals(state)
-    assert writes["effective_rank"] == pytest.approx(float(singular.square().sum() ** 2 / (singular**4).sum()), rel=1e-3)
+    assert writes["effective_rank"] == pytest.approx(
+        float(singular.square().sum() ** 2 / (singular**4).sum()), rel=1e-3
+    )
 
 
 def test_effects_are_differences_of_losses(model: nn.Module, found: Diagnosis) -> None:
@@ -131,9 +144,9 @@ def test_effects_are_differences_of_losses(model: nn.Module, found: Diagnosis) -
     def loss() -> Tensor:
         with torch.no_grad():
             logits = model.eval()(input_ids=ids, use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(2, -1)[
-            :, CHUNK:
-        ]
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        ).view(2, -1)[:, CHUNK:]
 
     on = loss()
     with disable_ttt(model):
@@ -145,7 +158,8 @@ def test_effects_are_differences_of_losses(model: nn.Module, found: Diagnosis) -
 
 
 def test_the_last_chunk_gets_no_gradient(found: Diagnosis) -> None:
-    """50 tokens in chunks of 7: the eighth chunk is not complete, and what reads the seventh predicts nothing."""
+    """50 tokens in chunks of 7: the eighth chunk is not complete, and what reads the seventh predicts
+    nothing."""
     for layer in found.to_dict()["layers"]:
         reached = layer["gradient_by_chunk"]
         assert len(reached) == 8 and all(g > 0 for g in reached[:6]) and reached[6:] == [0, 0]
@@ -157,7 +171,9 @@ def test_keys_in_few_directions(dims: int, effective: float) -> None:
     health = key_health(z)
     assert health.effective == pytest.approx(effective)
     same = (64 / dims - 1) / 63  # of all pairs
-    assert health.cosine == pytest.approx(same, abs=1e-5) and health.collision == pytest.approx(same**0.5, abs=1e-5)
+    assert health.cosine == pytest.approx(same, abs=1e-5) and health.collision == pytest.approx(
+        same**0.5, abs=1e-5
+    )
 
 
 def test_random_keys_span_what_they_can() -> None:
@@ -166,7 +182,8 @@ def test_random_keys_span_what_they_can() -> None:
 
 
 def test_a_running_weight_in_bf16_loses_what_the_evidence_says() -> None:
-    """Chunks that each move W by 0.1 % and 0.03 % of its norm: most of the update is lost; float32 would lose 1e-7."""
+    """Chunks that each move W by 0.1 % and 0.03 % of its norm: most of the update is lost; float32 would lose
+    1e-7."""
     generator = torch.Generator().manual_seed(0)
     w0, lost = torch.randn(256, 512, generator=generator) * 0.02, []
     for move in (1e-3, 3e-4):
@@ -181,18 +198,25 @@ def test_a_running_weight_in_bf16_loses_what_the_evidence_says() -> None:
 
 
 def test_a_change_counts_when_it_is_above_its_error() -> None:
-    assert Change(0.1, 0.01).exceeds(0.05) and not Change(0.1, 0.06).exceeds(0.05) and not Change(0.4, None).exceeds(0.05)
+    assert (
+        Change(0.1, 0.01).exceeds(0.05)
+        and not Change(0.1, 0.06).exceeds(0.05)
+        and not Change(0.4, None).exceeds(0.05)
+    )
 
 
 def test_a_change_has_the_error_of_its_tokens() -> None:
-    """Two chunks of four tokens and one of a single token: this one weighs a ninth of the mean, and as much of its error."""
+    """Two chunks of four tokens and one of a single token: this one weighs a ninth of the mean, and as much
+    of its error."""
     chunk = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2]])
     on = torch.tensor([[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 9.0]])
     every = torch.ones_like(chunk, dtype=torch.bool)
     change = Scored(every, chunk, ~every).change(Reading(on), Reading(torch.zeros_like(on)))
     mean = on.mean().item()
     parts = [4 * (1 - mean), 4 * (2 - mean), 9 - mean]
-    assert change.loss == pytest.approx(mean) and change.stderr == pytest.approx((3 / 2 * sum(p * p for p in parts)) ** 0.5 / 9)
+    assert change.loss == pytest.approx(mean) and change.stderr == pytest.approx(
+        (3 / 2 * sum(p * p for p in parts)) ** 0.5 / 9
+    )
 
 
 def test_directions_are_counted_at_any_size() -> None:
@@ -211,12 +235,16 @@ def test_a_weight_that_is_no_number_is_reported() -> None:
     model = converted("llama", layers=(0,))
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
     found = diagnose(model, {"input_ids": random_ids(1, 17)})
-    assert [finding.id for finding in found.of("severe")] == ["weight-not-finite"] and "<td>–</td>" in page(found, [])
+    assert [finding.id for finding in found.of("severe")] == ["weight-not-finite"] and "<td>–</td>" in page(
+        found, []
+    )
 
 
 def test_rates_that_are_none() -> None:
     for rate in (math.nan, math.inf, -1e-3):
-        with pytest.raises(InPlaceTTTError, match="a learning rate to diagnose with must be a number of at least 0"):
+        with pytest.raises(
+            InPlaceTTTError, match="a learning rate to diagnose with must be a number of at least 0"
+        ):
             Rates(1e-3, rate, 1e-3)
 
 
@@ -245,12 +273,17 @@ def test_many_layers_are_drawn(found: Diagnosis) -> None:
     many = dataclasses.replace(found.measured, writes=dict.fromkeys(range(13), one))
     plots._writes(figure, dataclasses.replace(found, measured=many))
     left, right = figure.axes
-    assert [text.get_text() for text in left.get_legend().get_texts()] == ["layer 0", "layer 12"] and right.get_legend() is None
+    assert [text.get_text() for text in left.get_legend().get_texts()] == [
+        "layer 0",
+        "layer 12",
+    ] and right.get_legend() is None
 
 
 def test_a_last_token_that_reads_a_write_predicts_nothing(model: nn.Module) -> None:
     """A chunk and a token: a write is read, and no prediction reads it."""
-    assert [finding.id for finding in diagnose(model, {"input_ids": random_ids(1, CHUNK + 1)}).of("severe")] == ["one-chunk"]
+    assert [
+        finding.id for finding in diagnose(model, {"input_ids": random_ids(1, CHUNK + 1)}).of("severe")
+    ] == ["one-chunk"]
 
 
 def test_whitened_keys_are_those_that_count() -> None:
@@ -263,7 +296,8 @@ def test_whitened_keys_are_those_that_count() -> None:
     fast_weights(model)[2].fast.observer = None
     found = diagnose(model, rows()).measured
     written = key_health(caught[0].flatten(0, 1))
-    assert found.keys[2].collision == pytest.approx(written.collision, rel=0.02)  # layer 0's writes are off where keys are measured
+    # layer 0's writes are off where keys are measured
+    assert found.keys[2].collision == pytest.approx(written.collision, rel=0.02)
     assert found.writes[2].lost.output is None, "its output is not that of these keys"
     beside = get_peft_model(model, LoraConfig(r=2, target_modules=["down_proj"]))  # type: ignore[arg-type]
     with keys_of_all_layers(beside, None, lora := {}), torch.no_grad():
@@ -279,27 +313,46 @@ def test_padding_is_no_key_and_no_token() -> None:
     padded = torch.cat([torch.zeros(1, 9, dtype=torch.int64), ids], 1)
     mask = (torch.arange(49) >= 9).long()[None]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    batch = diagnose(model, {"input_ids": padded, "attention_mask": mask, "position_ids": positions}).to_dict()
+    batch = diagnose(
+        model, {"input_ids": padded, "attention_mask": mask, "position_ids": positions}
+    ).to_dict()
     assert batch["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     for a, b in zip(alone["layers"], batch["layers"], strict=True):
         for section in ("writes", "keys", "effect"):
-            flat_a, flat_b = (json.loads(json.dumps(x[section]), parse_float=lambda s: round(float(s), 3)) for x in (a, b))
+            flat_a, flat_b = (
+                json.loads(json.dumps(x[section]), parse_float=lambda s: round(float(s), 3)) for x in (a, b)
+            )
             assert flat_a == flat_b, section
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"input_ids": torch.full((1, 20), 97)}, "token ids go from 97 to 97, but the model has 97 embeddings"),
+        (
+            {"input_ids": torch.full((1, 20), 97)},
+            "token ids go from 97 to 97, but the model has 97 embeddings",
+        ),
         ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "at least one token"),
         ({"input_ids": torch.zeros(20, dtype=torch.int64)}, r"must be whole numbers \[B, T\]"),
         ({"input_ids": torch.zeros(1, 20)}, r"must be whole numbers \[B, T\]"),
         ({"attention_mask": torch.ones(1, 20)}, r"needs input_ids \[B, T\]"),
         ({"input_ids": [[1, 2], [3]]}, "input_ids of a batch to diagnose is no tensor of rows"),
-        ({"input_ids": random_ids(2, 20), "labels": random_ids(2, 19)}, r"labels must be \[2, 20\] as input_ids, got \[2, 19\]"),
-        ({"input_ids": random_ids(2, 20), "attention_mask": torch.ones(2, 1, 20, 20)}, r"attention_mask must be \[2, 20\]"),
-        ({"input_ids": random_ids(1, 20), "attention_mask": torch.zeros(1, 20)}, "these rows predict no token"),
-        ({"input_ids": random_ids(1, 20), "labels": torch.full((1, 20), -100)}, "these rows predict no token"),
+        (
+            {"input_ids": random_ids(2, 20), "labels": random_ids(2, 19)},
+            r"labels must be \[2, 20\] as input_ids, got \[2, 19\]",
+        ),
+        (
+            {"input_ids": random_ids(2, 20), "attention_mask": torch.ones(2, 1, 20, 20)},
+            r"attention_mask must be \[2, 20\]",
+        ),
+        (
+            {"input_ids": random_ids(1, 20), "attention_mask": torch.zeros(1, 20)},
+            "these rows predict no token",
+        ),
+        (
+            {"input_ids": random_ids(1, 20), "labels": torch.full((1, 20), -100)},
+            "these rows predict no token",
+        ),
         ({"input_ids": random_ids(2, 1)}, "these rows predict no token"),
         ({"input_ids": random_ids(1, 20), "tokens": torch.ones(1)}, "has no 'tokens'"),
     ],
@@ -318,10 +371,13 @@ LEAST_SQUARES = {"update_rule": "ridge", "ridge": 0.5}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, LEAST_SQUARES, {**LEAST_SQUARES, "whitening": KeyWhitening(0.5)}, {"whitening": KeyWhitening(7)}], ids=str
+    "options",
+    [{}, LEAST_SQUARES, {**LEAST_SQUARES, "whitening": KeyWhitening(0.5)}, {"whitening": KeyWhitening(7)}],
+    ids=str,
 )
 def test_writes_are_those_that_were_made(options: dict[str, Any]) -> None:
-    """The measured state is that of a session which read the same tokens, and its ratio that of the weight it stands for."""
+    """The measured state is that of a session which read the same tokens, and its ratio that of the weight it
+    stands for."""
     model, ids = converted("llama", **options), random_ids(1, 5 * CHUNK)
     found: dict[int, WriteHealth] = {}
     with observed(model, found), torch.no_grad():

@@ -15,8 +15,12 @@ from inplace_ttt.files.text import tokens_of
 from inplace_ttt.surgery import fast_weights
 
 ROOT = Path(__file__).parents[2]
-MODEL, TEXT = ROOT / ".cache" / "smollm2-135m", ROOT / ".cache" / "text" / "sotu" / "1995_william_j_clinton_d.txt"
-pytestmark = [pytest.mark.real, pytest.mark.full, pytest.mark.timeout(1800)]  # bfloat16 is emulated on some processors
+MODEL, TEXT = (
+    ROOT / ".cache" / "smollm2-135m",
+    ROOT / ".cache" / "text" / "sotu" / "1995_william_j_clinton_d.txt",
+)
+# bfloat16 is emulated on some processors
+pytestmark = [pytest.mark.real, pytest.mark.full, pytest.mark.timeout(1800)]
 TOKENS = 264
 """Four chunks and a bit."""
 
@@ -36,10 +40,29 @@ def ids_of(diagnosis: Diagnosis, severity: str) -> set[tuple[str, tuple[int, ...
 
 
 def test_a_fresh_conversion_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert_it = ["convert", MODEL, tmp_path / "ttt", "--layers", "12,18,24", "--chunk-size", "64", "--no-verify"]
+    convert_it = [
+        "convert",
+        MODEL,
+        tmp_path / "ttt",
+        "--layers",
+        "12,18,24",
+        "--chunk-size",
+        "64",
+        "--no-verify",
+    ]
     assert cli.main([str(a) for a in convert_it]) == 0
     capsys.readouterr()
-    diagnose_it = ["diagnose", tmp_path / "ttt", "--text", TEXT, "--tokens", TOKENS, "--out", tmp_path / "out", "--json"]
+    diagnose_it = [
+        "diagnose",
+        tmp_path / "ttt",
+        "--text",
+        TEXT,
+        "--tokens",
+        TOKENS,
+        "--out",
+        tmp_path / "out",
+        "--json",
+    ]
     assert cli.main([str(a) for a in diagnose_it]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["rows"] == [1, TOKENS] and values["chunks_read"] == 4

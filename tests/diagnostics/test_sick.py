@@ -1,4 +1,5 @@
-"""Each planted cause is named, with where it is, and nothing else severe; a healthy model has nothing severe."""
+"""Each planted cause is named, with where it is, and nothing else severe; a healthy model has nothing
+severe."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +17,18 @@ from inplace_ttt.diagnostics.write_effects import Change
 from inplace_ttt.surgery import config_of, fast_weights
 
 from .faults import FAULTS, in_layer, op_through
-from .sick import ODD, SICK, at_the_papers_start, both_small, half_precision, healthy, long_rows, one_token_spoilt, rows, zero_in_one_chunk
+from .sick import (
+    ODD,
+    SICK,
+    at_the_papers_start,
+    both_small,
+    half_precision,
+    healthy,
+    long_rows,
+    one_token_spoilt,
+    rows,
+    zero_in_one_chunk,
+)
 
 
 def severe(diagnosis: Diagnosis) -> dict[str, set[int]]:
@@ -43,9 +55,15 @@ def test_the_planted_cause_is_found_and_no_other(name: str) -> None:
 def test_a_token_is_named_by_its_text_where_a_tokenizer_says_it() -> None:
     said = {}
     for tokenizer in (None, word_level(f"w{n}" for n in range(100))):
-        (finding,) = (f for f in diagnose(one_token_spoilt(), long_rows(), tokenizer=tokenizer).findings if f.id == "few-tokens-hurt")
+        (finding,) = (
+            f
+            for f in diagnose(one_token_spoilt(), long_rows(), tokenizer=tokenizer).findings
+            if f.id == "few-tokens-hurt"
+        )
         said[finding.numbers["text"]] = finding.message
-    assert said[None].endswith(f"where token {ODD} is read") and said["w4"].endswith(f"where token {ODD} ('w4') is read")
+    assert said[None].endswith(f"where token {ODD} is read") and said["w4"].endswith(
+        f"where token {ODD} ('w4') is read"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma3"])
@@ -57,7 +75,11 @@ def test_a_healthy_model_has_nothing_severe(family: str, dtype: torch.dtype) -> 
 
 
 def test_masters_in_float32_keep_every_step() -> None:
-    assert [f.id for f in diagnose(half_precision(), rows()).findings if f.id == "updates-rounded" and f.severity == "info"]
+    assert [
+        f.id
+        for f in diagnose(half_precision(), rows()).findings
+        if f.id == "updates-rounded" and f.severity == "info"
+    ]
     kept = diagnose(half_precision(), rows(), learning_rates=5e-6, float32_masters=True)
     assert "updates-rounded" not in {f.id for f in kept.findings}
 
@@ -116,7 +138,11 @@ def test_a_weight_of_the_base_is_named() -> None:
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")  # type: ignore[union-attr, index]
     (finding,) = diagnose(model, rows()).of("severe")
-    assert finding.id == "weight-not-finite" and finding.layers == () and finding.message.startswith("model.norm.weight holds")
+    assert (
+        finding.id == "weight-not-finite"
+        and finding.layers == ()
+        and finding.message.startswith("model.norm.weight holds")
+    )
 
 
 @pytest.mark.parametrize("preset", ["paper", "official", "ridge", "ttt_ntp"])
@@ -135,4 +161,6 @@ def test_harm_is_stated_only_beyond_its_error() -> None:
     assert not Change(0.5, 0.3, chunks=20).exceeds(0.01)
     diagnosis = diagnose(healthy(eta=30.0), rows(2 * 7 - 2))
     assert not {"writes-hurt", "few-tokens-hurt"} & {finding.id for finding in diagnosis.findings}
-    assert all("±" in f.message for f in diagnose(healthy(eta=3.0), long_rows()).findings if f.id == "writes-hurt")
+    assert all(
+        "±" in f.message for f in diagnose(healthy(eta=3.0), long_rows()).findings if f.id == "writes-hurt"
+    )

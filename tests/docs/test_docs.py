@@ -1,8 +1,9 @@
-"""The documentation is true: its snippets and commands run, its links and make targets exist, its table names every verb.
+"""The documentation is true: its snippets and commands run, its links and make targets exist, its table names
+every verb.
 
-Every ```python block and every ```bash block that starts with `inplace-ttt` runs, file by file, in order, in a folder
-with a tiny random model under the name of the real one. A block that cannot run says why in the line above its fence:
-`<!-- not run: reason -->`.
+Every ```python block and every ```bash block that starts with `inplace-ttt` runs, file by file, in order, in
+a folder with a tiny random model under the name of the real one. A block that cannot run says why in the line
+above its fence: `<!-- not run: reason -->`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from inplace_ttt.families import FAMILIES
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = {"audit.md", "diagnostics.md", "evaluate.md"}
-"""Pages that take most of the time; they audit, diagnose and evaluate, which other tests of the gate do too."""
+"""Pages that take most of the time; they audit, diagnose and evaluate, which other tests of the gate do
+too."""
 PAGES = [
     *GUIDES,
     *sorted((ROOT / "docs" / "results").glob("*.md")),
@@ -73,7 +75,8 @@ def name(page: Path) -> str:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, entered, with what the pages take for given: ./smollm2-135m, two texts, and what `make model text` fetches."""
+    """An empty folder, entered, with what the pages take for given: ./smollm2-135m, two texts, and what `make
+    model text` fetches."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     logging.disable_progress_bar()
@@ -94,7 +97,12 @@ def small_model(folder: Path) -> None:
     """SmolLM2-135M's class, depth and special tokens with random weights."""
     roles = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     words = tiny.byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), **roles)
-    sizes = {"num_hidden_layers": 30, "num_attention_heads": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+    sizes = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    }
     tiny.save_llama(folder, words, torch.bfloat16, **sizes)
 
 
@@ -104,12 +112,20 @@ def public_ttt_ntp(folder: Path, base: Path) -> None:
     file, width = folder / "model.safetensors", 32
     proj = {f"model.layers.{i}.mlp.ttt_proj.weight": torch.eye(width, dtype=torch.bfloat16) for i in (0, 6)}
     save_file({**load_file(file), **proj}, file, {"format": "pt"})
-    keys = {"ttt_layers": [0, 6], "ttt_lr": 0.3, "ttt_chunk": 64, "ttt_inner_opt": "specnorm", "ttt_norm_preserve": True}
+    keys = {
+        "ttt_layers": [0, 6],
+        "ttt_lr": 0.3,
+        "ttt_chunk": 64,
+        "ttt_inner_opt": "specnorm",
+        "ttt_norm_preserve": True,
+    }
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "ttt_predict_mode": "next", **keys}))
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.full) if p.name in SLOW else p for p in GUIDES], ids=name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.full) if p.name in SLOW else p for p in GUIDES], ids=name
+)
 def test_every_block_runs_in_order(page: Path, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "docs"}
     torch.manual_seed(0)
@@ -128,19 +144,27 @@ def run_python(block: Block, namespace: dict[str, Any]) -> None:
 
 
 def run_commands(block: Block) -> None:
-    """In the README as a reader would, in a shell with this environment's console script; elsewhere in this process."""
+    """In the README as a reader would, in a shell with this environment's console script; elsewhere in this
+    process."""
     if block.page.name != "README.md":
         for line in block.code.splitlines():
             assert main(shlex.split(line)[1:]) == 0, f"{block}: {line}"
         return
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "-euo", "pipefail", "-c", block.code]
-    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{block} exits {done.returncode}: {done.stderr}"
 
 
 def test_few_blocks_are_not_run() -> None:
-    left_out = [f"{block}: {block.reason_not_to_run}" for page in GUIDES for block in blocks(page) if block.reason_not_to_run]
+    left_out = [
+        f"{block}: {block.reason_not_to_run}"
+        for page in GUIDES
+        for block in blocks(page)
+        if block.reason_not_to_run
+    ]
     assert len(left_out) <= NOT_RUN_AT_MOST, left_out
     assert sum(len(blocks(page)) for page in GUIDES) > 20, "the blocks are not found any more"
 
@@ -160,7 +184,9 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         file, _, anchor = link.partition("#")
         target = (page.parent / file) if file else page
         assert target.exists(), f"{name(page)} links to {link}"
-        assert not anchor or anchor in anchors(target), f"{name(page)} links to {link}, which has no such heading"
+        assert not anchor or anchor in anchors(target), (
+            f"{name(page)} links to {link}, which has no such heading"
+        )
 
 
 def anchors(page: Path) -> set[str]:
@@ -172,10 +198,15 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    targets = set(
+        re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
     text = page.read_text(encoding="utf-8")
     commands = "".join(match["code"] for match in FENCE.finditer(text) if match["language"] == "bash")
-    lines = [*re.findall(r"`make ([^`]+)`", text), *re.findall(r"^make ([^#\n]+)", commands, flags=re.MULTILINE)]
+    lines = [
+        *re.findall(r"`make ([^`]+)`", text),
+        *re.findall(r"^make ([^#\n]+)", commands, flags=re.MULTILINE),
+    ]
     named = {word for line in lines for word in line.split() if "=" not in word}
     assert named <= targets, f"{name(page)} names make targets that do not exist"
 
@@ -190,14 +221,17 @@ def test_the_readme_has_every_verb_and_every_family() -> None:
 
 def test_the_api_page_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^::: inplace_ttt\.(\w+)$", page, flags=re.MULTILINE)) == {*inplace_ttt.__all__} - {"__version__"}
+    assert set(re.findall(r"^::: inplace_ttt\.(\w+)$", page, flags=re.MULTILINE)) == {
+        *inplace_ttt.__all__
+    } - {"__version__"}
 
 
 def test_the_errors_in_the_documentation_are_raised_somewhere() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "inplace_ttt").rglob("*.py"))
     messages = re.sub(r'"\s*\n\s*f?"', "", source)  # literals that stand on several lines
     table = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("## Errors you may meet")[2]
-    quoted = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)  # the messages of others say from whom they are
+    # the messages of others say from whom they are
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
     assert len(quoted) > 10
     assert [message for message in quoted if message not in messages] == []
 
@@ -207,7 +241,8 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readmes_figures_are_those_of_the_results() -> None:
-    """Digit for digit, so that a figure that is measured anew cannot stay behind in what people read first."""
+    """Digit for digit, so that a figure that is measured anew cannot stay behind in what people read
+    first."""
     figures = re.findall(r"[+-]\d+\.\d+ ± \d+\.\d+", (ROOT / "README.md").read_text(encoding="utf-8"))
     results = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md"))
     assert len(figures) > 5 and [figure for figure in figures if figure not in results] == []

@@ -36,13 +36,18 @@ def test_it_is_committed_as_it_ran() -> None:
 @pytest.mark.real
 @pytest.mark.full
 def test_it_runs_and_shows_what_it_says() -> None:
-    """A passage that was read costs less, one that was not or another text's memory changes little; a session goes on from its file."""
+    """A passage that was read costs less, one that was not or another text's memory changes little; a session
+    goes on from its file."""
     executed = notebook()
     executed.cells.append(nbformat.v4.new_code_cell(FOUND))
-    NotebookClient(executed, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(
+        executed, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+    ).execute()
     found = json.loads(executed.cells[-1].outputs[0].text)
     (book_read, book_not), elsewhere = found["of"]["the book"], found["of"]["elsewhere"]
-    assert book_read < -0.4 and abs(book_not) < 0.15 and all(abs(difference) < 0.15 for difference in elsewhere)
+    assert (
+        book_read < -0.4 and abs(book_not) < 0.15 and all(abs(difference) < 0.15 for difference in elsewhere)
+    )
     assert found["first"]["book"] > 0.4 > 3 * found["first"]["elsewhere"]
     assert found["same"] and found["bytes"][0] * 10 < found["bytes"][1]
     assert all(0 < part < 1 for layers in found["full"] for part in layers.values())

@@ -1,4 +1,5 @@
-"""BABILong's samples: an independent reading of the prompts' text gives the answers; lengths, places, filler; the scores."""
+"""BABILong's samples: an independent reading of the prompts' text gives the answers; lengths, places, filler;
+the scores."""
 
 import hashlib
 import os
@@ -44,7 +45,9 @@ def prompter() -> Prompter:
     return Prompter(AutoTokenizer.from_pretrained(SMOLLM2))
 
 
-def made(name: str, length: int, filler: Filler, prompter: Prompter, count: int = 3, seed: int = 0) -> list[Sample]:
+def made(
+    name: str, length: int, filler: Filler, prompter: Prompter, count: int = 3, seed: int = 0
+) -> list[Sample]:
     return list(samples(TASKS[name], length, count, seed, filler, prompter))
 
 
@@ -56,7 +59,8 @@ def passages(prompt: str) -> list[tuple[str, str, str | None]]:
 
 
 def replayed(text: str, question: str) -> set[str]:
-    """Every answer that the facts standing in a text allow: read sentence by sentence, knowing nothing of how they were made."""
+    """Every answer that the facts standing in a text allow: read sentence by sentence, knowing nothing of how
+    they were made."""
     place: dict[str, str] = {}
     holder: dict[str, str] = {}
     been: dict[str, list[str]] = {}
@@ -81,7 +85,10 @@ def replayed(text: str, question: str) -> set[str]:
             holder[fact["given"]] = fact["whom"]
             gifts.append((who, fact["given"], fact["whom"]))
         else:
-            beside |= {(fact["one"], fact["side"], fact["other"]), (fact["other"], opposite[fact["side"]], fact["one"])}
+            beside |= {
+                (fact["one"], fact["side"], fact["other"]),
+                (fact["other"], opposite[fact["side"]], fact["one"]),
+            }
 
     def asked(pattern: str) -> tuple[str, ...] | None:
         found = re.fullmatch(pattern, question)
@@ -123,18 +130,24 @@ def test_the_text_alone_gives_the_answer(name: str, filler: Filler, prompter: Pr
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_thousand_stories(name: str) -> None:
-    """Their answers are those of a replay, every answer and form of question comes up, and there is always something to confuse it with."""
+    """Their answers are those of a replay, every answer and form of question comes up, and there is always
+    something to confuse it with."""
     stories = [KINDS[name].story(Random(f"story {i}"), KINDS[name].facts) for i in range(1000)]
     for story in stories:
         facts = " ".join(story.facts)
         assert replayed(facts, story.question) == {story.answer}
         kind = next(kind for kind in (PEOPLE, ROOMS, THINGS) if story.answer in kind)
         assert set(story.options) == {
-            word for word in kind & set(re.findall(r"\w+", facts)) if not re.search(rf"\b{word}\b", story.question)
+            word
+            for word in kind & set(re.findall(r"\w+", facts))
+            if not re.search(rf"\b{word}\b", story.question)
         }
         assert story.answer in story.options and len(story.options) >= 2
     assert {story.answer for story in stories} == (PEOPLE | THINGS if name == "qa5" else ROOMS)
-    forms = {re.sub("|".join(PEOPLE | ROOMS | THINGS | {"north", "south", "east", "west"}), "_", story.question) for story in stories}
+    forms = {
+        re.sub("|".join(PEOPLE | ROOMS | THINGS | {"north", "south", "east", "west"}), "_", story.question)
+        for story in stories
+    }
     assert len(forms) == {"qa1": 1, "qa2": 1, "qa3": 1, "qa4": 2, "qa5": 5}[name]
 
 
@@ -157,16 +170,25 @@ def answered(story: Story, part: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("chat", [False, True], ids=["base", "chat"])
 @pytest.mark.parametrize("length", [512, 4096, 7001])
 @pytest.mark.parametrize("name", TASKS)
-def test_prompt_and_answer_fill_the_length(name: str, length: int, chat: bool, filler: Filler, prompter: Prompter) -> None:
+def test_prompt_and_answer_fill_the_length(
+    name: str, length: int, chat: bool, filler: Filler, prompter: Prompter
+) -> None:
     for sample in made(name, length, filler, Prompter(prompter.tokenizer, chat)):
         assert 0.98 * length <= len(sample.ids) + TASKS[name].budget <= length
         text = prompter.tokenizer.decode(sample.ids)
-        assert sample.draft.prompt in text and text.endswith("Answer:") and text.startswith("<|im_start|>") == chat
+        assert (
+            sample.draft.prompt in text
+            and text.endswith("Answer:")
+            and text.startswith("<|im_start|>") == chat
+        )
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_facts_are_scattered_in_order_among_whole_sentences(name: str, filler: Filler, prompter: Prompter) -> None:
-    """Without the facts, the text is a passage of the user's, and all its sentences but the last are whole."""
+def test_facts_are_scattered_in_order_among_whole_sentences(
+    name: str, filler: Filler, prompter: Prompter
+) -> None:
+    """Without the facts, the text is a passage of the user's, and all its sentences but the last are
+    whole."""
     places: list[float] = []
     for sample in made(name, 4096, filler, prompter, 30):
         text = passages(sample.draft.prompt)[-1][0]
@@ -203,9 +225,15 @@ def told(name: str, sample: Sample) -> Story:
 def test_samples_are_those_of_the_seed(name: str, filler: Filler, prompter: Prompter) -> None:
     few, more = made(name, 1024, filler, prompter, 2), made(name, 1024, filler, prompter, 4)
     assert few == more[:2]
-    everything = [*more, *made(name, 1024, filler, prompter, 2, seed=1), *made(name, 1500, filler, prompter, 2)]
+    everything = [
+        *more,
+        *made(name, 1024, filler, prompter, 2, seed=1),
+        *made(name, 1500, filler, prompter, 2),
+    ]
     for part in (0, 1):
-        assert len({passages(sample.draft.prompt)[-1][0][part * 100 :] for sample in everything}) == len(everything)
+        assert len({passages(sample.draft.prompt)[-1][0][part * 100 :] for sample in everything}) == len(
+            everything
+        )
 
 
 def test_samples_are_the_same_in_another_process(filler: Filler, prompter: Prompter) -> None:
@@ -216,21 +244,35 @@ from evaluation import test_babilong_samples as here
 print(here.digests(here.Filler([str(here.WHALES)]), here.Prompter(AutoTokenizer.from_pretrained(here.SMOLLM2))))
 """
     path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split("\n")[-2] == str(digests(filler, prompter)), done.stderr
 
 
 def digests(filler: Filler, prompter: Prompter) -> list[str]:
-    return [hashlib.sha256(repr(made(name, 1024, filler, prompter, 2)).encode()).hexdigest() for name in TASKS]
+    return [
+        hashlib.sha256(repr(made(name, 1024, filler, prompter, 2)).encode()).hexdigest() for name in TASKS
+    ]
 
 
 def test_the_text_tells_no_facts_of_the_world(tmp_path: Path) -> None:
     """A sentence with two of its names is left out, and one that never ends; several files are one text."""
     (tmp_path / "a.txt").write_text(
-        'Mary was in the kitchen. "Mary!" cried the\n captain. The garden of the office was wet? ' + "word " * 250
+        'Mary was in the kitchen. "Mary!" cried the\n captain. The garden of the office was wet? '
+        + "word " * 250
     )
     (tmp_path / "b.txt").write_text("came last. Milk and an Apple. A Kitchener saw John. The end")
-    assert Filler([str(tmp_path)]).sentences == ['"Mary!"', "cried the captain.", "A Kitchener saw John.", "The end"]
+    assert Filler([str(tmp_path)]).sentences == [
+        '"Mary!"',
+        "cried the captain.",
+        "A Kitchener saw John.",
+        "The end",
+    ]
     assert Filler([str(tmp_path / "b.txt")]).digest != Filler([str(tmp_path)]).digest
     (tmp_path / "c.txt").write_text("word " * 300)
     with pytest.raises(InPlaceTTTError, match=r"c.txt holds no sentences of up to 200 words"):
@@ -245,7 +287,10 @@ def test_a_text_that_is_too_short_begins_again(tmp_path: Path, prompter: Prompte
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_length_that_cannot_be(name: str, filler: Filler, prompter: Prompter) -> None:
-    with pytest.raises(InPlaceTTTError, match=rf"{name} takes at least \d+ tokens with this tokenizer, 20 of them for the answer"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=rf"{name} takes at least \d+ tokens with this tokenizer, 20 of them for the answer",
+    ):
         made(name, 100, filler, prompter)
 
 
@@ -272,8 +317,12 @@ def test_a_name_is_found_whatever_its_case() -> None:
     assert TASKS["qa5"].score("mary did", ("Mary",), ("John", "Mary")) == 100
 
 
-@pytest.mark.parametrize(("name", "share"), [("qa1", 0.39), ("qa2", 0.42), ("qa3", 0.53), ("qa4", 0.50), ("qa5", 0.63)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("qa1", 0.39), ("qa2", 0.42), ("qa3", 0.53), ("qa4", 0.50), ("qa5", 0.63)]
+)
 def test_what_rules_without_sense_get_is_what_the_page_says(name: str, share: float) -> None:
     stories = [KINDS[name].story(Random(f"{name} {i}"), KINDS[name].facts) for i in range(2000)]
-    rules = [sum(_guesses(story)[rule] == story.answer for story in stories) / len(stories) for rule in range(3)]
+    rules = [
+        sum(_guesses(story)[rule] == story.answer for story in stories) / len(stories) for rule in range(3)
+    ]
     assert max(rules) == pytest.approx(share, abs=0.04) and f"{share:.2f} for `{name}`" in PAGE

@@ -27,7 +27,9 @@ class Counted:
         self.tokens += kwargs["input_ids"].numel()
 
 
-def read(model: PreTrainedModel, folder: Path | None, rows: Tensor = ROWS, window: int | None = None) -> tuple[Tensor, int]:
+def read(
+    model: PreTrainedModel, folder: Path | None, rows: Tensor = ROWS, window: int | None = None
+) -> tuple[Tensor, int]:
     """The losses, and how many tokens the model had to read for them."""
     counted, told = Counted(model), []
     losses = BaselineLosses(folder).of(model, rows, window=window, sinks=2, progress=told.append)

@@ -24,13 +24,21 @@ from inplace_ttt.surgery import fast_weights
 from inplace_ttt.tasks.passages import Passage
 
 LENGTH = 6 * CHUNK + 3
-RIDGE = {"whitening": KeyWhitening(), "update_rule": "ridge", "ridge": 0.5, "normalize_targets": True, "eta": 3.0}
+RIDGE = {
+    "whitening": KeyWhitening(),
+    "update_rule": "ridge",
+    "ridge": 0.5,
+    "normalize_targets": True,
+    "eta": 3.0,
+}
 
 
 @torch.no_grad()
 def losses(model: PreTrainedModel, row: Tensor) -> Tensor:
     """Token losses [T - 1] of one row in one call."""
-    return cross_entropy(model(input_ids=row[None], use_cache=False).logits[0, :-1].float(), row[1:], reduction="none")
+    return cross_entropy(
+        model(input_ids=row[None], use_cache=False).logits[0, :-1].float(), row[1:], reduction="none"
+    )
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -46,9 +54,13 @@ def test_pieces_are_one_call(name: str, piece: int, window: int | None) -> None:
 
 @pytest.mark.parametrize("options", [{}, RIDGE], ids=["paper", "extensions"])
 def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) -> None:
-    """By the definition: chunk by chunk, row r alone with W0 and, added by hand, what it reads of what row r + 1 had written."""
+    """By the definition: chunk by chunk, row r alone with W0 and, added by hand, what it reads of what row r
+    + 1 had written."""
     model, rows = converted("llama", **options), random_ids(3, LENGTH)
-    own, mismatched = token_losses(model, rows, piece=CHUNK), mismatched_losses(model, rows, rows.roll(-1, 0), piece=CHUNK)
+    own, mismatched = (
+        token_losses(model, rows, piece=CHUNK),
+        mismatched_losses(model, rows, rows.roll(-1, 0), piece=CHUNK),
+    )
     for r, row in enumerate(rows):
         assert distance(own[r], losses(model, row)) < 1e-4
         writer = rows[(r + 1) % len(rows)]
@@ -59,7 +71,11 @@ def test_foreign_is_the_state_another_document_had_at_that_chunk(options: dict) 
                 memory.read(writer[None, :start])
             states = {layer: s.state for layer, s in streams(memory.cache).items()}
             with disable_ttt(model), reading(model, states):
-                parts.append(model(row[None, start : start + CHUNK], **{CACHE: reader_session.cache}).logits[0].detach())
+                parts.append(
+                    model(row[None, start : start + CHUNK], **{CACHE: reader_session.cache})
+                    .logits[0]
+                    .detach()
+                )
         logits = torch.cat(parts)
         assert distance(mismatched[r], cross_entropy(logits[:-1], row[1:], reduction="none")) < 1e-4
     assert distance(mismatched, own) > 1e-3
@@ -93,7 +109,9 @@ class reading:
 
 def test_the_four_numbers() -> None:
     model, base = converted("llama"), build("llama")
-    documents = [random_ids(1, n, seed=n)[0] for n in (LENGTH, LENGTH - 5, 3 * CHUNK, LENGTH - 9, 2 * CHUNK + 1)]
+    documents = [
+        random_ids(1, n, seed=n)[0] for n in (LENGTH, LENGTH - 5, 3 * CHUNK, LENGTH - 9, 2 * CHUNK + 1)
+    ]
     skip = CHUNK
     result = compare(model, documents, Protocol(skip=skip, batch_size=2), base)
     for document, found in zip(documents, result.documents, strict=True):
@@ -101,7 +119,8 @@ def test_the_four_numbers() -> None:
         assert distance(found.off, losses(base, document)) < 1e-4, "only conv and P were set: off is the base"
         assert torch.equal(found.off, found.base)
     values = result.to_dict()
-    ends = [len(found.mismatched) for found in result.documents if found.mismatched is not None]  # up to which there is every reading
+    # up to which there is every reading
+    ends = [len(found.mismatched) for found in result.documents if found.mismatched is not None]
     assert ends == [LENGTH - 5, LENGTH - 9, 2 * CHUNK + 1, 3 * CHUNK, 2 * CHUNK]
     on = [float(losses(model, d)[skip:end].mean()) for d, end in zip(documents, ends, strict=True)]
     off = [float(losses(base, d)[skip:end].mean()) for d, end in zip(documents, ends, strict=True)]
@@ -120,7 +139,9 @@ UNEQUAL = (LENGTH, LENGTH - 5, 3 * CHUNK, LENGTH - 9, 2 * CHUNK + 1)
 def test_one_number_is_the_others_difference(lengths: tuple[int, ...]) -> None:
     """Whatever the documents' lengths, and whatever is read at once."""
     model, documents = converted("llama"), [random_ids(1, n, seed=i)[0] for i, n in enumerate(lengths)]
-    found = [compare(model, documents, Protocol(skip=CHUNK, batch_size=size)).to_dict() for size in (1, 2, 3, 8)]
+    found = [
+        compare(model, documents, Protocol(skip=CHUNK, batch_size=size)).to_dict() for size in (1, 2, 3, 8)
+    ]
     for values in found:
         for name, (one, other) in {
             "difference": ("on", "off"),
@@ -129,7 +150,9 @@ def test_one_number_is_the_others_difference(lengths: tuple[int, ...]) -> None:
         }.items():
             assert values[name]["mean"] == pytest.approx(values[one] - values[other], abs=1e-6), name
             assert values[name]["mean"] == pytest.approx(found[0][name]["mean"], abs=1e-5), name
-        assert values["document_gain"]["stderr"] == pytest.approx(found[0]["document_gain"]["stderr"], abs=1e-5)
+        assert values["document_gain"]["stderr"] == pytest.approx(
+            found[0]["document_gain"]["stderr"], abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("moved", [slice(0, None), slice(0, -9), slice(1, None), slice(7, None)], ids=str)
@@ -138,7 +161,10 @@ def test_a_text_is_no_control_for_itself(moved: slice) -> None:
     with pytest.raises(InPlaceTTTError, match=r"documents 1 and 3 hold the same text.*give each text once"):
         compare(converted("llama"), [text, other, text[moved]], Protocol())
     shares_a_start = torch.cat([text[: LENGTH // 3], other[LENGTH // 3 :]])
-    assert compare(converted("llama"), [text, other, shares_a_start], Protocol()).to_dict()["document_gain"] is not None
+    assert (
+        compare(converted("llama"), [text, other, shares_a_start], Protocol()).to_dict()["document_gain"]
+        is not None
+    )
 
 
 def test_the_same_text_is_found_among_long_ones() -> None:
@@ -150,7 +176,8 @@ def test_the_same_text_is_found_among_long_ones() -> None:
 
 
 def test_losses_by_position_are_of_the_same_documents() -> None:
-    """Foreign ends where the other document does: what is beyond must not be compared with documents that still go on."""
+    """Foreign ends where the other document does: what is beyond must not be compared with documents that
+    still go on."""
     off = [torch.full((n,), loss) for n, loss in ((90, 5.0), (30, 1.0), (60, 3.0))]
     documents = [DocumentLosses(x - 0.1, x, (x - 0.3)[:n]) for x, n in zip(off, (30, 30, 60), strict=True)]
     rows = Comparison(documents, Protocol()).positions(9)
@@ -159,14 +186,18 @@ def test_losses_by_position_are_of_the_same_documents() -> None:
         lent = sum(len(d.mismatched) > row["start"] for d in documents)
         for name, mean in (("generic_gain", -0.3), ("document_gain", 0.2)):
             assert (row[name] is None) == (not lent)
-            assert row[name] is None or (row[name]["mean"] == pytest.approx(mean, abs=1e-6) and row[name]["n"] == lent)
+            assert row[name] is None or (
+                row[name]["mean"] == pytest.approx(mean, abs=1e-6) and row[name]["n"] == lent
+            )
 
 
 def test_losses_that_are_not_finite_are_refused() -> None:
     model = converted("llama")
     with torch.no_grad():
         next(iter(fast_weights(model).values())).ttt.proj.fill_(torch.inf)
-    with pytest.raises(InPlaceTTTError, match=r"losses are not finite from token \d+ of a text on; `inplace-ttt diagnose`"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"losses are not finite from token \d+ of a text on; `inplace-ttt diagnose`"
+    ):
         compare(model, list(random_ids(2, LENGTH)), Protocol())
 
 
@@ -176,7 +207,9 @@ def test_an_untrained_conversion_differs_by_nothing(dtype: torch.dtype, window: 
     """On and off are read in the same pieces."""
     model = converted("llama", writes=False, dtype=dtype)
     documents = [random_ids(1, n, seed=i)[0] for i, n in enumerate(UNEQUAL)]
-    values = compare(model, documents, Protocol(skip=CHUNK, window=window, batch_size=2), build("llama", dtype=dtype)).to_dict()
+    values = compare(
+        model, documents, Protocol(skip=CHUNK, window=window, batch_size=2), build("llama", dtype=dtype)
+    ).to_dict()
     assert values["difference"]["mean"] == values["gain"]["mean"] == 0
     assert {row["difference"]["mean"] for row in values["positions"]} == {0}
 
@@ -201,13 +234,23 @@ def test_repeated_passage_looks_where_the_copy_is() -> None:
     for document in documents:
         start = passage.random_start(LENGTH, generator)
         row = passage.repeat(document, start)
-        assert torch.equal(row[start : start + 8], row[start + 18 : start + 26]) and torch.equal(row[: start + 18], document[: start + 18])
+        assert torch.equal(row[start : start + 8], row[start + 18 : start + 26]) and torch.equal(
+            row[: start + 18], document[: start + 18]
+        )
         on = losses(model, row)
         with disable_ttt(model):
             difference = on - losses(model, row)
-        expected.append([float(difference[span].mean()) for span in (slice(start + 18, start + 25), slice(start + 8, start + 17))])
+        expected.append(
+            [
+                float(difference[span].mean())
+                for span in (slice(start + 18, start + 25), slice(start + 8, start + 17))
+            ]
+        )
     for name, values in zip(("repeated_passage", "between"), zip(*expected, strict=True), strict=True):
-        assert found[name]["mean"] == pytest.approx(sum(values) / 3, abs=1e-4) and abs(found[name]["mean"]) > 1e-3, name
+        assert (
+            found[name]["mean"] == pytest.approx(sum(values) / 3, abs=1e-4)
+            and abs(found[name]["mean"]) > 1e-3
+        ), name
     with pytest.raises(InPlaceTTTError, match="shorter passage"):
         repeated_passage(model, documents, Protocol(), Passage(100, 100))
 

@@ -30,27 +30,77 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_contract(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["--base", folder / "base", "--window", 32, "--repeated-passage", "--passage", "40,50", "--contexts", "70,140", "--block", 32]
+    how = [
+        "--base",
+        folder / "base",
+        "--window",
+        32,
+        "--repeated-passage",
+        "--passage",
+        "40,50",
+        "--contexts",
+        "70,140",
+        "--block",
+        32,
+    ]
     how += ["--facts", 1, "--distances", "64,200"]
     out = tmp_path / "out"
-    values = json.loads(run(capsys, folder / "model", "--text", folder / "texts", *how, "--out", out, "--batch-size", 2, "--json"))
-    assert values["off"] == pytest.approx(values["base"], abs=1e-5), "only conv and P were set: off is the base"
+    values = json.loads(
+        run(
+            capsys,
+            folder / "model",
+            "--text",
+            folder / "texts",
+            *how,
+            "--out",
+            out,
+            "--batch-size",
+            2,
+            "--json",
+        )
+    )
+    assert values["off"] == pytest.approx(values["base"], abs=1e-5), (
+        "only conv and P were set: off is the base"
+    )
     assert values["on"] != values["off"] != values["mismatched"]
     for key in ("difference", "document_gain", "gain", "generic_gain"):
-        assert values[key].keys() == {"mean", "stderr", "n"} and values[key]["n"] == 5 and values[key]["stderr"] > 0
+        assert (
+            values[key].keys() == {"mean", "stderr", "n"}
+            and values[key]["n"] == 5
+            and values[key]["stderr"] > 0
+        )
     assert values["protocol"] == {"window": 32, "sinks": 4, "skip": CHUNK, "batch_size": 2, "begins": []}
-    assert values["read"].items() >= {"path": str(folder / "model"), "base": str(folder / "base"), "dtype": "float32", "seed": 0}.items()
+    assert (
+        values["read"].items()
+        >= {
+            "path": str(folder / "model"),
+            "base": str(folder / "base"),
+            "dtype": "float32",
+            "seed": 0,
+        }.items()
+    )
     for name, mean in (("off", values["off"]), ("own_minus_mismatched", values["document_gain"]["mean"])):
         assert sum(row[name] for row in values["documents"]) / 5 == pytest.approx(mean, abs=1e-5)
     assert len(values["documents"]) == 5 and values["repeated_passage"]["repeated_passage"]["n"] == 5
     assert [row["context"] for row in values["contexts"]] == [70, 140]
     assert values["facts"]["documents"] == 5
     assert values["facts"]["readings"].keys() == {"on", "state_only", "mismatched", "off", "bm25", "full"}
-    assert {f.name for f in out.iterdir()} == {MANIFEST, "evaluation.json", "positions.png", "documents.png", "contexts.png", "facts.png"}
-    assert json.loads((out / "evaluation.json").read_text()) == {k: v for k, v in values.items() if k != "output"}
+    assert {f.name for f in out.iterdir()} == {
+        MANIFEST,
+        "evaluation.json",
+        "positions.png",
+        "documents.png",
+        "contexts.png",
+        "facts.png",
+    }
+    assert json.loads((out / "evaluation.json").read_text()) == {
+        k: v for k, v in values.items() if k != "output"
+    }
 
 
-def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_gives_the_same_numbers_and_a_table(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = (folder / "model", "--text", folder / "texts", "--documents", 3, "--tokens", 200)
     assert (first := run(capsys, *arguments)) == run(capsys, *arguments)
     cached = (*arguments, "--cache", tmp_path / "cache")
@@ -94,14 +144,19 @@ def test_the_same_command_gives_the_same_numbers_and_a_table(folder: Path, tmp_p
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line(arguments: list[str], says: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    arguments: list[str], says: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty.txt").write_text("  \n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 200)
     (tmp_path / "short.txt").write_text("the sea a whale")
     (tmp_path / "folder").mkdir()
-    places = {"TEXTS": folder / "texts", "FOLDER": tmp_path / "folder", "OTHER": folder / "other", "SMALL": folder / "small"} | {
-        n.upper(): tmp_path / f"{n}.txt" for n in ("empty", "latin", "short")
-    }
+    places = {
+        "TEXTS": folder / "texts",
+        "FOLDER": tmp_path / "folder",
+        "OTHER": folder / "other",
+        "SMALL": folder / "small",
+    } | {n.upper(): tmp_path / f"{n}.txt" for n in ("empty", "latin", "short")}
     capsys.readouterr()
     assert cli.main(["evaluate", str(folder / "model"), *(str(places.get(a, a)) for a in arguments)]) == 2
     out, err = capsys.readouterr()
@@ -114,7 +169,9 @@ def test_an_unconverted_model_is_refused(folder: Path, capsys: pytest.CaptureFix
     assert "not a converted checkpoint" in capsys.readouterr().err
 
 
-def test_of_a_long_document_only_the_start_is_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_long_document_only_the_start_is_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text(text(300) * 2000)
     (tmp_path / "b.txt").write_text(text(300, seed=1) * 2000)
     values = json.loads(run(capsys, folder / "model", "--text", tmp_path, "--tokens", 150, "--json"))

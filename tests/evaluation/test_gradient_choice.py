@@ -25,7 +25,9 @@ def test_a_choice_is_what_it_changes_of_the_losses() -> None:
     model = build("llama").eval()
     before = copy.deepcopy(model.state_dict())
     best, tried = choose(model, CONFIG, ROWS, **HOW)
-    assert not is_converted(model) and all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert not is_converted(model) and all(
+        torch.equal(x, before[name]) for name, x in model.state_dict().items()
+    )
     assert best in tried and [one.layers for one in tried] == sorted(one.layers for one in tried)
     passage = Passage(32, 64)
     texts = torch.cat([passage.repeat(row[0], 8)[None] for row in ROWS])
@@ -54,5 +56,8 @@ def test_the_harmless_choice_that_recalls_most_is_taken() -> None:
 
 
 def test_a_text_without_room_for_a_passage_is_refused() -> None:
-    with pytest.raises(InPlaceTTTError, match=r"takes texts of 72 tokens, and one has 71; give longer texts, or --layers and --eta"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=r"takes texts of 72 tokens, and one has 71; give longer texts, or --layers and --eta",
+    ):
         choose(build("llama").eval(), CONFIG, [random_ids(1, 71)])

@@ -1,4 +1,5 @@
-"""Converted checkpoints through lm-evaluation-harness, offline: an ordinary HF model, TTT on and off, any batch size."""
+"""Converted checkpoints through lm-evaluation-harness, offline: an ordinary HF model, TTT on and off, any
+batch size."""
 
 import json
 import math
@@ -41,21 +42,29 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tasks on local files, a base, and it converted. Prompts take several chunks, and each its own number of tokens."""
+    """Three tasks on local files, a base, and it converted. Prompts take several chunks, and each its own
+    number of tokens."""
     folder = tmp_path_factory.mktemp("lm-eval")
     texts = [tiny.text(180 + 7 * i, seed=i) for i in range(5)]
     choices = ["whale", "a ship", "sea of it"]
-    rows = [{"text": text, "question": text, "choices": choices, "answer": i % 3} for i, text in enumerate(texts)]
+    rows = [
+        {"text": text, "question": text, "choices": choices, "answer": i % 3} for i, text in enumerate(texts)
+    ]
     tiny.write_lines(folder / "rows.jsonl", rows)
     for name, body in TASKS.items():
-        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'rows.jsonl'}}}}}\ntest_split: test\n"
+        data = (
+            "dataset_path: json\ndataset_kwargs: {data_files: {test: "
+            f"{folder / 'rows.jsonl'}}}}}\ntest_split: test\n"
+        )
         lines = "\n".join(line.strip() for line in body.strip().splitlines())
         (folder / f"{name}.yaml").write_text(f"task: {name}\n{data}{lines}\nmetadata: {{version: 1.0}}\n")
     tiny.save_converted(tiny.save_base(folder / "base"), folder / "ttt")
     return folder
 
 
-def evaluate(place: Path, model: Any, tasks: tuple[str, ...] = tuple(TASKS), **settings: Any) -> dict[str, list[Any]]:
+def evaluate(
+    place: Path, model: Any, tasks: tuple[str, ...] = tuple(TASKS), **settings: Any
+) -> dict[str, list[Any]]:
     """What each task's samples came to."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -73,7 +82,9 @@ def test_on_off_and_base_in_any_batch(place: Path) -> None:
     batched = evaluate(place, model, tokenizer=words, batch_size=3)
     with disable_ttt(model):
         off = evaluate(place, model, tokenizer=words, batch_size=3)
-    base = evaluate(place, AutoModelForCausalLM.from_pretrained(place / "base"), tokenizer=words, batch_size=3)
+    base = evaluate(
+        place, AutoModelForCausalLM.from_pretrained(place / "base"), tokenizer=words, batch_size=3
+    )
     for task in TASKS:
         assert numbers(batched[task]) == pytest.approx(numbers(on[task]), rel=1e-4)
         assert numbers(off[task]) == pytest.approx(numbers(base[task]), rel=1e-4)
@@ -103,20 +114,37 @@ def test_its_likelihoods_are_the_models(place: Path) -> None:
 
 
 def test_the_command_line_knows_nothing_of_us(place: Path, tmp_path: Path) -> None:
-    """`lm_eval --model hf` with trust_remote_code, in a process that did not import this package, gives the same."""
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "3", "--tasks", "text"]
+    """`lm_eval --model hf` with trust_remote_code, in a process that did not import this package, gives the
+    same."""
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "--model",
+        "hf",
+        "--device",
+        "cpu",
+        "--batch_size",
+        "3",
+        "--tasks",
+        "text",
+    ]
     paths = ["--include_path", str(place), "--output_path", str(tmp_path / "out"), "--limit", "5"]
     model = ["--model_args", f"pretrained={place / 'ttt'},trust_remote_code=True,dtype=float32"]
     places = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **places}
-    done = subprocess.run([*command, *paths, *model], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *paths, *model], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]["text"]["bits_per_byte,none"]
     words = AutoTokenizer.from_pretrained(place / "ttt")
     expected = numbers(evaluate(place, load(place / "ttt"), ("text",), tokenizer=words)["text"])
     texts = [json.loads(line)["text"] for line in (place / "rows.jsonl").read_text().splitlines()]
-    assert found == pytest.approx(-sum(expected) / sum(len(text.encode()) for text in texts) / math.log(2), rel=1e-4)
+    assert found == pytest.approx(
+        -sum(expected) / sum(len(text.encode()) for text in texts) / math.log(2), rel=1e-4
+    )
 
 
 def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +153,10 @@ def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.tasks
 
     stories = [KINDS["qa1"].story(Random(f"{i}"), 60) for i in range(5)]
-    rows = [{"input": " ".join(story.facts), "question": story.question, "target": story.answer} for story in stories]
+    rows = [
+        {"input": " ".join(story.facts), "question": story.question, "target": story.answer}
+        for story in stories
+    ]
     asked: list[tuple[Any, ...]] = []
 
     def stand_in(path: str, *, name: str, split: str) -> datasets.Dataset:
@@ -138,7 +169,13 @@ def test_its_own_babilong(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on = evaluate(folder, model, ("babilong_qa1",), tokenizer=words, batch_size=2, max_length=4096)
     with disable_ttt(model):
         off = evaluate(folder, model, ("babilong_qa1",), tokenizer=words, batch_size=2, max_length=4096)
-    base = evaluate(folder, AutoModelForCausalLM.from_pretrained(place / "base"), ("babilong_qa1",), tokenizer=words, max_length=4096)
+    base = evaluate(
+        folder,
+        AutoModelForCausalLM.from_pretrained(place / "base"),
+        ("babilong_qa1",),
+        tokenizer=words,
+        max_length=4096,
+    )
     assert {*asked} == {("RMT-team/babilong-1k-samples", "0k", "qa1")} and len(on["babilong_qa1"]) == 5
     assert on != off == base
 

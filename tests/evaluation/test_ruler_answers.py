@@ -38,7 +38,21 @@ def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ruler(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     capsys.readouterr()
-    assert cli.main(["ruler", "ttt", "--haystack", "book.txt", "--qa", "questions.jsonl", *map(str, arguments), "--json"]) == 0
+    assert (
+        cli.main(
+            [
+                "ruler",
+                "ttt",
+                "--haystack",
+                "book.txt",
+                "--qa",
+                "questions.jsonl",
+                *map(str, arguments),
+                "--json",
+            ]
+        )
+        == 0
+    )
     return json.loads(capsys.readouterr().out)
 
 
@@ -48,7 +62,9 @@ def predictions(folder: Path) -> dict[str, list[str]]:
 
 def test_one_table_for_on_off_and_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     result = ruler(capsys, *BASIC, "--base", "base", "--out", tmp_path / "out")
-    assert [(row["task"], row["length"]) for row in result["rows"]] == [(name, LENGTH) for name in ("niah_single_2", "fwe", "qa_1")]
+    assert [(row["task"], row["length"]) for row in result["rows"]] == [
+        (name, LENGTH) for name in ("niah_single_2", "fwe", "qa_1")
+    ]
     for row in result["rows"]:
         assert all(0.98 * LENGTH <= n + TASKS[row["task"]].budget <= LENGTH for n in row["tokens"])
         assert row["on"]["n"] == row["difference"]["n"] == 3
@@ -57,7 +73,22 @@ def test_one_table_for_on_off_and_base(capsys: pytest.CaptureFixture[str], tmp_p
     said = predictions(tmp_path / "out")
     for name in ("niah_single_2", "fwe", "qa_1"):
         assert said[f"off-{name}-{LENGTH}"] == said[f"base-{name}-{LENGTH}"] != said[f"on-{name}-{LENGTH}"]
-    assert cli.main(["ruler", "ttt", "--haystack", "book.txt", "--qa", "questions.jsonl", *BASIC, "--out", str(tmp_path / "out")]) == 0
+    assert (
+        cli.main(
+            [
+                "ruler",
+                "ttt",
+                "--haystack",
+                "book.txt",
+                "--qa",
+                "questions.jsonl",
+                *BASIC,
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert "average of 3" in capsys.readouterr().out
 
 
@@ -80,10 +111,14 @@ def greedy(model: PreTrainedModel, sample: Sample, budget: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ttt", ["on", "off"])
-def test_answers_are_greedy_whatever_the_checkpoint_sets_for_chatting(ttt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_greedy_whatever_the_checkpoint_sets_for_chatting(
+    ttt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answers, "_PREFILL", 100)  # pieces that end inside chunks
     model = load("ttt")
-    model.generation_config.update(repetition_penalty=3.0, do_sample=True, temperature=2.0, no_repeat_ngram_size=2)
+    model.generation_config.update(
+        repetition_penalty=3.0, do_sample=True, temperature=2.0, no_repeat_ngram_size=2
+    )
     before = model.generation_config.to_dict()
     words = AutoTokenizer.from_pretrained("ttt")
     batch = list(samples(TASKS["fwe"], LENGTH, 3, 0, Material(), Prompter(words)))
@@ -94,7 +129,9 @@ def test_answers_are_greedy_whatever_the_checkpoint_sets_for_chatting(ttt: str, 
     assert model.generation_config.to_dict() == before
 
 
-def test_a_run_that_was_stopped_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_stopped_goes_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = ruler(capsys, *QUICK, "--out", tmp_path / "whole")
     answered: list[str] = []
 
@@ -109,7 +146,11 @@ def test_a_run_that_was_stopped_goes_on(capsys: pytest.CaptureFixture[str], tmp_
     assert cli.main(["ruler", "ttt", *arguments]) == 130
     assert list(predictions(tmp_path / "part")) == [f"off-fwe-{LENGTH}", f"on-fwe-{LENGTH}"]
     assert all(file.suffix == ".json" for file in (tmp_path / "part").iterdir())
-    monkeypatch.setattr(answers, "answer", lambda *given: answered.extend(sample.task for sample in given[2]) or answer(*given))
+    monkeypatch.setattr(
+        answers,
+        "answer",
+        lambda *given: answered.extend(sample.task for sample in given[2]) or answer(*given),
+    )
     answered.clear()
     assert ruler(capsys, *QUICK, "--out", tmp_path / "part") == whole
     assert len(answered) == 3 * 2, "what was there has been made again"
@@ -120,12 +161,23 @@ def test_a_run_that_was_stopped_goes_on(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_the_samples_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """They are those that the model is asked; a base will do."""
-    arguments = ["ruler", "base", "--qa", "questions.jsonl", *QUICK, "--write-samples", str(tmp_path / "s"), "--json"]
+    arguments = [
+        "ruler",
+        "base",
+        "--qa",
+        "questions.jsonl",
+        *QUICK,
+        "--write-samples",
+        str(tmp_path / "s"),
+        "--json",
+    ]
     assert cli.main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["written"] == 6
     ruler(capsys, *QUICK, "--out", tmp_path / "out")
     for name in ("fwe", "qa_1"):
-        lines = [json.loads(line) for line in (tmp_path / "s" / f"{name}-{LENGTH}.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (tmp_path / "s" / f"{name}-{LENGTH}.jsonl").read_text().splitlines()
+        ]
         asked = json.loads((tmp_path / "out" / f"on-{name}-{LENGTH}.json").read_text())
         assert [line["outputs"] for line in lines] == asked["answers"]
         assert [line["length"] - line["tokens_to_generate"] for line in lines] == asked["tokens"]
@@ -139,7 +191,22 @@ def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A length beyond the model's positions is read whole; one within a chunk shows no fast weight."""
     tiny.save_converted(tiny.save_base(tmp_path / "base", positions=900), tmp_path / "ttt")
-    assert cli.main(["ruler", str(tmp_path / "ttt"), "--lengths", "1000", "--tasks", "fwe", "--samples", "1", "--json"]) == 0
+    assert (
+        cli.main(
+            [
+                "ruler",
+                str(tmp_path / "ttt"),
+                "--lengths",
+                "1000",
+                "--tasks",
+                "fwe",
+                "--samples",
+                "1",
+                "--json",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result["rows"][0]["tokens"][0] > 900
@@ -147,7 +214,22 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
     config = json.loads((tmp_path / "ttt" / "config.json").read_text())
     config["inplace_ttt"]["config"]["chunk_size"] = 1000
     (tmp_path / "ttt" / "config.json").write_text(json.dumps(config))
-    assert cli.main(["ruler", str(tmp_path / "ttt"), "--lengths", "1000", "--tasks", "fwe", "--samples", "1", "--json"]) == 0
+    assert (
+        cli.main(
+            [
+                "ruler",
+                str(tmp_path / "ttt"),
+                "--lengths",
+                "1000",
+                "--tasks",
+                "fwe",
+                "--samples",
+                "1",
+                "--json",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     assert "on and off are the same" in result["warnings"][1]
     assert result["averages"][0]["on"] == result["averages"][0]["off"]
@@ -163,25 +245,55 @@ def test_what_a_reader_must_know_is_said(capsys: pytest.CaptureFixture[str], tmp
         (["ttt", "--lengths", "1024", "--samples", "0"], "--samples must be at least 1"),
         (["ttt", "--lengths", "1024", "--batch-size", "0"], "--batch-size must be at least 1"),
         (["ttt", "--lengths", "1024", "--tasks", "niah"], "there is no task 'niah'"),
-        (["ttt", "--lengths", "1024"], "niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue, niah_multiquery hide needles"),
+        (
+            ["ttt", "--lengths", "1024"],
+            "niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue, niah_multiquery hide needles",
+        ),
         (["ttt", "--lengths", "1024", "--tasks", "qa_1"], "qa_1 needs questions; give a file"),
         (["ttt", "--lengths", "1024", "--tasks", "qa_2", "--qa", "questions.jsonl"], "give two files"),
         (["ttt", "--lengths", "1024", "--tasks", "fwe", "--dtype", "half-a-byte"], "is no dtype of weights"),
         (["ttt", "--lengths", "200", "--tasks", "fwe"], "fwe takes at least"),
-        (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "latin1.txt"], "cannot read latin1.txt"),
-        (["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "empty.txt"], "empty.txt holds no text"),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "nowhere.txt"],
+            "cannot read nowhere.txt",
+        ),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "latin1.txt"],
+            "cannot read latin1.txt",
+        ),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "niah_single_2", "--haystack", "empty.txt"],
+            "empty.txt holds no text",
+        ),
         (["ttt", "--lengths", "1024", "--tasks", "qa_1", "--qa", "latin1.txt"], "cannot read latin1.txt"),
         (["ttt", "--lengths", "1024", "--tasks", "qa_1", "--qa", "short.txt"], "short.txt is not JSON"),
-        (["ttt", "--lengths", "1024", "--tasks", "qa_1", "--qa", "questions.jsonl", "--samples", "41"], "has 40 questions"),
-        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--base", "ttt"], "is a converted checkpoint; --base takes"),
-        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--base", "elsewhere"], "elsewhere has another tokenizer"),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "qa_1", "--qa", "questions.jsonl", "--samples", "41"],
+            "has 40 questions",
+        ),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "fwe", "--base", "ttt"],
+            "is a converted checkpoint; --base takes",
+        ),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "fwe", "--base", "elsewhere"],
+            "elsewhere has another tokenizer",
+        ),
         (["no-tokenizer", "--lengths", "1024", "--tasks", "fwe"], "no-tokenizer has no usable tokenizer"),
-        (["large-tokenizer", "--lengths", "1024", "--tasks", "fwe"], "has the tokenizer of another model: it gives ids up to"),
+        (
+            ["large-tokenizer", "--lengths", "1024", "--tasks", "fwe"],
+            "has the tokenizer of another model: it gives ids up to",
+        ),
         (["ttt", "--lengths", "1024", "--tasks", "fwe", "--out", "book.txt"], "cannot write to book.txt"),
         (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "base"], "base exists already"),
-        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--out", "o"], "--out has no effect with --write-samples"),
-        (["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--base", "base"], "--base has no effect with"),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--out", "o"],
+            "--out has no effect with --write-samples",
+        ),
+        (
+            ["ttt", "--lengths", "1024", "--tasks", "fwe", "--write-samples", "s", "--base", "base"],
+            "--base has no effect with",
+        ),
     ],
 )
 def test_bad_input(arguments: list[str], says: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +318,18 @@ def test_bad_input(arguments: list[str], says: str, place: Path, capsys: pytest.
 
 
 def test_results_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["ruler", "ttt", "--lengths", "1024", "--tasks", "fwe", "--samples", "1", "--out", str(tmp_path)]
+    arguments = [
+        "ruler",
+        "ttt",
+        "--lengths",
+        "1024",
+        "--tasks",
+        "fwe",
+        "--samples",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert cli.main(arguments) == 0
     assert cli.main([*arguments, "--seed", "1"]) == 2
     assert "was made with seed 0, not 1; choose another --out" in capsys.readouterr().err
@@ -218,7 +341,18 @@ def test_results_of_other_settings_are_refused(capsys: pytest.CaptureFixture[str
 def test_results_of_other_writes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The weights are the same, the chunks are not; off has neither."""
     tiny.save_converted(tiny.save_base(tmp_path / "base"), tmp_path / "ttt")
-    arguments = ["ruler", str(tmp_path / "ttt"), "--lengths", "1024", "--tasks", "fwe", "--samples", "1", "--out", str(tmp_path / "out")]
+    arguments = [
+        "ruler",
+        str(tmp_path / "ttt"),
+        "--lengths",
+        "1024",
+        "--tasks",
+        "fwe",
+        "--samples",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.main(arguments) == 0
     config = json.loads((tmp_path / "ttt" / "config.json").read_text())
     config["inplace_ttt"]["config"]["eta"] = 0.5
@@ -227,11 +361,26 @@ def test_results_of_other_writes_are_refused(capsys: pytest.CaptureFixture[str],
     assert "on-fwe-1024.json was made with config" in capsys.readouterr().err
 
 
-def test_results_of_other_weights_or_tokens_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Whatever the answers depend on, to the last number: a weight far into a tensor, a token's merges, the chat template."""
+def test_results_of_other_weights_or_tokens_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Whatever the answers depend on, to the last number: a weight far into a tensor, a token's merges, the
+    chat template."""
     made, out = tmp_path / "ttt", str(tmp_path / "out")
     tiny.save_converted(tiny.save_base(tmp_path / "base"), made)
-    arguments = ["ruler", str(made), "--lengths", "1024", "--tasks", "fwe", "--samples", "1", "--chat", "--out", out]
+    arguments = [
+        "ruler",
+        str(made),
+        "--lengths",
+        "1024",
+        "--tasks",
+        "fwe",
+        "--samples",
+        "1",
+        "--chat",
+        "--out",
+        out,
+    ]
     assert cli.main(arguments) == 0
     words, template = made / "tokenizer.json", made / "chat_template.jinja"
     settings = json.loads(words.read_text())
@@ -255,14 +404,30 @@ def test_a_prompt_ends_where_the_answer_begins() -> None:
     words = tiny.tokenizer()
     plain = Prompter(words)
     closing = tiny.tokenizer()
-    closing.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    closing.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     sample = next(samples(TASKS["fwe"], LENGTH, 1, 0, Material(), plain))
-    assert closing("a").input_ids[-1] == 2 and Prompter(closing).ids(sample.draft) == [1, *plain.ids(sample.draft)]
+    assert closing("a").input_ids[-1] == 2 and Prompter(closing).ids(sample.draft) == [
+        1,
+        *plain.ids(sample.draft),
+    ]
 
 
-def test_a_length_that_cannot_be_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_length_that_cannot_be_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """1,024 tokens can be asked and are, were 64 not among the lengths."""
-    arguments = ["--lengths", "1024,64", "--tasks", "niah_single_2", "--haystack", "book.txt", "--out", str(tmp_path)]
+    arguments = [
+        "--lengths",
+        "1024,64",
+        "--tasks",
+        "niah_single_2",
+        "--haystack",
+        "book.txt",
+        "--out",
+        str(tmp_path),
+    ]
     assert cli.main(["ruler", "ttt", *arguments]) == 2
     assert "and is asked to fit 64; raise --lengths or leave it out" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

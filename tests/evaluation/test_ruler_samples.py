@@ -39,14 +39,18 @@ def prompter() -> Prompter:
     return Prompter(AutoTokenizer.from_pretrained(SMOLLM2))
 
 
-def made(name: str, length: int, material: Material, prompter: Prompter, count: int = 2, seed: int = 0) -> list[Sample]:
+def made(
+    name: str, length: int, material: Material, prompter: Prompter, count: int = 2, seed: int = 0
+) -> list[Sample]:
     return list(samples(TASKS[name], length, count, seed, material, prompter))
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["base", "chat"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", TASKS)
-def test_prompt_and_answer_fill_the_length(name: str, length: int, chat: bool, material: Material, prompter: Prompter) -> None:
+def test_prompt_and_answer_fill_the_length(
+    name: str, length: int, chat: bool, material: Material, prompter: Prompter
+) -> None:
     for sample in made(name, length, material, Prompter(prompter.tokenizer, chat)):
         assert 0.98 * length <= len(sample.ids) + TASKS[name].budget <= length
         text = prompter.tokenizer.decode(sample.ids)
@@ -65,7 +69,11 @@ def test_budgets_are_those_of_the_benchmark() -> None:
 def test_samples_are_those_of_the_seed(name: str, material: Material, prompter: Prompter) -> None:
     few, more = made(name, 4096, material, prompter, 2), made(name, 4096, material, prompter, 4)
     assert few == more[:2]
-    everything = [*more, *made(name, 4096, material, prompter, 2, seed=1), *made(name, 5000, material, prompter, 2)]
+    everything = [
+        *more,
+        *made(name, 4096, material, prompter, 2, seed=1),
+        *made(name, 5000, material, prompter, 2),
+    ]
     prompts = {sample.draft.prompt for sample in everything}
     assert len(prompts) == len(everything)
 
@@ -80,7 +88,9 @@ print(digests(Material(sys.argv[1], [sys.argv[2]] * 2)))
 """
     arguments = [sys.executable, "-c", code, str(material.haystack_name), material.questions[0].name]
     path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    done = subprocess.run(arguments, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        arguments, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split("\n")[-2] == str(digests(material)), done.stderr
 
 
@@ -93,11 +103,15 @@ def digests(material: Material) -> list[str]:
 
 @pytest.mark.parametrize("name", NIAH)
 def test_needles(name: str, material: Material, prompter: Prompter) -> None:
-    """The answers follow from the needles that stand in the prompt and the keys that it asks for; each value stands once."""
+    """The answers follow from the needles that stand in the prompt and the keys that it asks for; each value
+    stands once."""
     counts = {"niah_multivalue": (1, 4), "niah_multiquery": (4, 1)}
     for sample in made(name, 4096, material, prompter, 5):
         draft = sample.draft
-        found = re.findall(r"One of the special magic (number|uuid)s for ([\w-]+(?: hoc-[\w-]+)?) is: ([\w-]+)\.", draft.prompt)
+        found = re.findall(
+            r"One of the special magic (number|uuid)s for ([\w-]+(?: hoc-[\w-]+)?) is: ([\w-]+)\.",
+            draft.prompt,
+        )
         told: dict[str, list[str]] = {}
         for _, key, value in found:
             told.setdefault(key, []).append(value)
@@ -107,7 +121,10 @@ def test_needles(name: str, material: Material, prompter: Prompter) -> None:
         assert sorted(value for key in asked for value in told[key]) == sorted(draft.answers)
         assert (len(asked), len(draft.answers) // len(asked)) == counts.get(name, (1, 1))
         assert all(draft.prompt.count(answer) == 1 for answer in draft.answers)
-        assert draft.answer_prefix.strip() == f"The special magic {_kind(draft)} for {query[1]} mentioned in the provided text {_is(draft)}"
+        assert (
+            draft.answer_prefix.strip()
+            == f"The special magic {_kind(draft)} for {query[1]} mentioned in the provided text {_is(draft)}"
+        )
     assert (len(told) > 20) == (name in ("niah_multikey_2", "niah_multikey_3"))
 
 
@@ -129,21 +146,35 @@ def test_needles_stand_anywhere(material: Material, prompter: Prompter) -> None:
 
 
 def test_variables(material: Material, prompter: Prompter) -> None:
-    """Following the assignments of the last question's text from its value gives the answers; the example is solved."""
+    """Following the assignments of the last question's text from its value gives the answers; the example is
+    solved."""
     for sample in made("vt", 4096, material, prompter, 5):
         example, _, question = sample.draft.prompt.rpartition("Memorize and track")
         value = re.search(r"assigned the value (\d+) in", question)
         assert value is not None
-        assert tuple(_follow(question, value[1])) == sample.draft.answers and len(set(sample.draft.answers)) == 5
+        assert (
+            tuple(_follow(question, value[1])) == sample.draft.answers and len(set(sample.draft.answers)) == 5
+        )
         shown = re.search(r"assigned the value (\d+) in.*they are:  ([A-Z ]+)\n\n$", example)
         assert shown is not None and _follow(example, shown[1]) == shown[2].split() and shown[1] != value[1]
         assert all(answer not in example for answer in sample.draft.answers)
         solved = example.rpartition("  ")[0] + " "
         assert 500 - 40 < prompter.count(solved) <= 500, "as many lines as 500 tokens hold"
-        assert sample.draft.answer_prefix.endswith(f"5 variables are assigned the value {value[1]}, they are: ")
+        assert sample.draft.answer_prefix.endswith(
+            f"5 variables are assigned the value {value[1]}, they are: "
+        )
         lines = question.partition("\n\n")[2].split("\n")[:-1]
-        assert {line for line in lines if not line.startswith("VAR ")} <= {*noise(5), *(noise(n)[0] for n in range(1, 5))}
-        assert [line.endswith(" ") for line in lines if line.startswith("VAR ")] == [False, True, True, True, True]
+        assert {line for line in lines if not line.startswith("VAR ")} <= {
+            *noise(5),
+            *(noise(n)[0] for n in range(1, 5)),
+        }
+        assert [line.endswith(" ") for line in lines if line.startswith("VAR ")] == [
+            False,
+            True,
+            True,
+            True,
+            True,
+        ]
 
 
 def _follow(text: str, value: str) -> list[str]:
@@ -156,7 +187,10 @@ def _follow(text: str, value: str) -> list[str]:
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_common_words(length: int, material: Material, prompter: Prompter) -> None:
     for sample in made("cwe", length, material, prompter, 3):
-        example, question = (part.partition("\nQuestion")[0] for part in sample.draft.prompt.split("Below is a numbered list")[1:])
+        example, question = (
+            part.partition("\nQuestion")[0]
+            for part in sample.draft.prompt.split("Below is a numbered list")[1:]
+        )
         counts = Counter(re.findall(r"\d+\. (\D+?)(?= \d+\. |$)", question.partition("most often.\n")[2]))
         often, seldom = (30, 3) if length >= 4096 else (6, 1)
         assert {word for word, n in counts.items() if n == often} == set(sample.draft.answers)
@@ -176,20 +210,27 @@ def test_questions(material: Material, prompter: Prompter) -> None:
     asked = material.questions[0].questions
     for sample in made("qa_1", 4096, material, prompter, 5):
         question = asked[sample.index]
-        assert sample.draft.prompt.endswith(f"Question: {question.question}") and sample.draft.answers == question.answers
+        assert (
+            sample.draft.prompt.endswith(f"Question: {question.question}")
+            and sample.draft.answers == question.answers
+        )
         assert all(document in sample.draft.prompt for document in (*question.documents, *question.related))
         numbers = [int(number) for number in re.findall(r"Document (\d+):", sample.draft.prompt)]
         assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 10
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_perfect_answer_scores_100_and_an_empty_one_0(name: str, material: Material, prompter: Prompter) -> None:
+def test_a_perfect_answer_scores_100_and_an_empty_one_0(
+    name: str, material: Material, prompter: Prompter
+) -> None:
     task = TASKS[name]
     for sample in made(name, 4096, material, prompter):
         answers = sample.draft.answers
         assert score(", ".join(answers).upper(), answers, task.any_answer) == 100
         assert score("", answers, task.any_answer) == score("\n", answers, task.any_answer) == 0
-        assert score(answers[0], answers, task.any_answer) == (100 if task.any_answer else pytest.approx(100 / len(answers)))
+        assert score(answers[0], answers, task.any_answer) == (
+            100 if task.any_answer else pytest.approx(100 / len(answers))
+        )
 
 
 def test_scores_are_those_of_lm_eval() -> None:
@@ -198,14 +239,23 @@ def test_scores_are_those_of_lm_eval() -> None:
     for prediction in ("", " 123, then\x07456", "the Whale", "1234 and 45"):
         for answers in (["123"], ["123", "456"], ["whale", "the ship", "45"]):
             cleaned = postprocess_pred([prediction])
-            assert score(prediction, answers, any_answer=False) == pytest.approx(100 * string_match_all(cleaned, [answers]))
-            if len(answers) == 1:  # of several, lm-eval gives the share where the benchmark's own code gives the best
-                assert score(prediction, answers, any_answer=True) == 100 * string_match_part(cleaned, [answers])
+            assert score(prediction, answers, any_answer=False) == pytest.approx(
+                100 * string_match_all(cleaned, [answers])
+            )
+            # of several, lm-eval gives the share where the benchmark's own code gives the best
+            if len(answers) == 1:
+                assert score(prediction, answers, any_answer=True) == 100 * string_match_part(
+                    cleaned, [answers]
+                )
 
 
 def test_means() -> None:
     assert mean_of([100.0]) == {"mean": 100, "stderr": None, "n": 1}
-    assert mean_of([0.0, 100.0, 100.0, 0.0]) == {"mean": 50, "stderr": pytest.approx((1e4 / 3 / 4) ** 0.5), "n": 4}
+    assert mean_of([0.0, 100.0, 100.0, 0.0]) == {
+        "mean": 50,
+        "stderr": pytest.approx((1e4 / 3 / 4) ** 0.5),
+        "n": 4,
+    }
     two = average([{"mean": 50, "stderr": 3.0, "n": 4}, {"mean": 100, "stderr": 4.0, "n": 9}])
     assert two == {"mean": 75, "stderr": 2.5, "n": 2}
     assert average([{"mean": 50, "stderr": None, "n": 1}])["stderr"] is None
@@ -216,13 +266,24 @@ def test_the_datasets_of_the_benchmark_are_read(tmp_path: Path) -> None:
         {"question": "q", "answers": [{"text": "A"}, {"text": "A"}], "is_impossible": False},
         {"question": "r", "answers": [], "is_impossible": True},
     ]}, {"context": "C d.", "qas": []}]}]}  # fmt: skip
-    hotpot = [{"question": "q", "answer": "yes", "context": [["T", ["A. ", "B."]], ["U", ["C."]]], "supporting_facts": []}]
+    hotpot = [
+        {
+            "question": "q",
+            "answer": "yes",
+            "context": [["T", ["A. ", "B."]], ["U", ["C."]]],
+            "supporting_facts": [],
+        }
+    ]
     for name, value in (("squad", squad), ("hotpot", hotpot)):
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
     one, two = (read_questions(str(tmp_path / f"{name}.json")) for name in ("squad", "hotpot"))
-    assert [(q.question, q.answers, q.documents, q.related) for q in one.questions] == [("q", ("A",), ("A b.",), ("C d.",))]
+    assert [(q.question, q.answers, q.documents, q.related) for q in one.questions] == [
+        ("q", ("A",), ("A b.",), ("C d.",))
+    ]
     assert one.documents == ("A b.", "C d.")
-    assert two.questions[0].documents == two.documents == ("T\nA. B.", "U\nC.") and two.questions[0].answers == ("yes",)
+    assert two.questions[0].documents == two.documents == ("T\nA. B.", "U\nC.") and two.questions[
+        0
+    ].answers == ("yes",)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +313,9 @@ def test_files_that_hold_no_questions(content: str, says: str, tmp_path: Path) -
         ("cwe", 262144, r"there are 8,\d+ words to list"),
     ],
 )
-def test_lengths_that_cannot_be(name: str, length: int, says: str, material: Material, prompter: Prompter) -> None:
+def test_lengths_that_cannot_be(
+    name: str, length: int, says: str, material: Material, prompter: Prompter
+) -> None:
     with pytest.raises(InPlaceTTTError, match=says):
         made(name, length, material, prompter)
 
@@ -260,11 +323,16 @@ def test_lengths_that_cannot_be(name: str, length: int, says: str, material: Mat
 @pytest.mark.parametrize("name", ["niah_single_2", "qa_1"])
 def test_texts_that_are_too_short_begin_again(name: str, tmp_path: Path, prompter: Prompter) -> None:
     (tmp_path / "text.txt").write_text(" ".join(f"Sentence {n} says little." for n in range(80)))
-    questions = [{"question": f"q{n}", "answers": [f"a{n}"], "documents": [f"Document of {n}: " + "word " * 40]} for n in range(3)]
+    questions = [
+        {"question": f"q{n}", "answers": [f"a{n}"], "documents": [f"Document of {n}: " + "word " * 40]}
+        for n in range(3)
+    ]
     (tmp_path / "questions.json").write_text(json.dumps(questions))
     short = Material(str(tmp_path / "text.txt"), [str(tmp_path / "questions.json")])
     for sample in made(name, 4096, short, prompter, 2):
-        assert sample.draft.prompt.count("Sentence 7 says" if name == "niah_single_2" else "Document of 2") > 1
+        assert (
+            sample.draft.prompt.count("Sentence 7 says" if name == "niah_single_2" else "Document of 2") > 1
+        )
         assert 0.98 * 4096 <= len(sample.ids) + TASKS[name].budget <= 4096
 
 
@@ -275,7 +343,10 @@ def test_questions_without_other_documents_are_refused(tmp_path: Path, prompter:
 
 
 def test_a_line_of_questions_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
-    """JSON strings may hold other characters that Python takes for ends of lines; and a file may begin with a mark."""
+    """JSON strings may hold other characters that Python takes for ends of lines; and a file may begin with a
+    mark."""
     asked = {"question": "Where\u2028is it?", "answers": ["there"], "documents": ["It is\x85there."]}
-    (tmp_path / "q.jsonl").write_text("\ufeff" + json.dumps(asked, ensure_ascii=False) + "\n", encoding="utf-8")
+    (tmp_path / "q.jsonl").write_text(
+        "\ufeff" + json.dumps(asked, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     assert [q.question for q in read_questions(str(tmp_path / "q.jsonl")).questions] == [asked["question"]]

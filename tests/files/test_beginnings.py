@@ -1,4 +1,5 @@
-"""What stands before a text and beyond a vocabulary: one BOS, and no token that the model has no embedding for."""
+"""What stands before a text and beyond a vocabulary: one BOS, and no token that the model has no embedding
+for."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from inplace_ttt.training.data.tokenising import tokenise
 
 def tokenizer_with_bos() -> Any:
     tokenizer = byte_level()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
     return tokenizer
 
 

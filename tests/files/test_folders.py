@@ -73,7 +73,8 @@ def killed_at(step: int, out: Path, exchanges: bool) -> int:
 
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_kill_at_any_step_leaves_a_whole_output(exchanges: bool, tmp_path: Path) -> None:
-    """Without the exchange of names there is one step without the name, after which the next writer puts the old output back."""
+    """Without the exchange of names there is one step without the name, after which the next writer puts the
+    old output back."""
     done, without_name = False, 0
     for step in range(60):
         out = tmp_path / str(step) / "out"
@@ -88,13 +89,17 @@ def test_a_kill_at_any_step_leaves_a_whole_output(exchanges: bool, tmp_path: Pat
                 write(out, "newer")
         assert held(out) in ({"old"}, {"new"}), step
         write(out, "newer", overwrite=True)
-        assert held(out) == {"newer"} and [entry.name for entry in out.parent.iterdir()] == ["out"], "what was left is cleared away"
+        assert held(out) == {"newer"} and [entry.name for entry in out.parent.iterdir()] == ["out"], (
+            "what was left is cleared away"
+        )
     assert done and step > 8
     assert without_name == 0 if exchanges else without_name > 0
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_an_output_is_replaced_whole(exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_is_replaced_whole(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not exchanges:
         monkeypatch.setattr(folders, "exchange", lambda one, other: False)
     for text in ("old", "new"):
@@ -109,8 +114,12 @@ def test_an_output_is_replaced_whole(exchanges: bool, tmp_path: Path, monkeypatc
     assert {entry.name for entry in tmp_path.iterdir()} == {"out", "link"}
 
 
-@pytest.mark.parametrize("kind", ["another's", "a file beside", "a folder in it", "here", "above", "root", "file", "dangling"])
-def test_nothing_of_anybody_elses_is_replaced(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", ["another's", "a file beside", "a folder in it", "here", "above", "root", "file", "dangling"]
+)
+def test_nothing_of_anybody_elses_is_replaced(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "deep" / "out"
     write(out, "old")
     if kind == "another's":
@@ -193,8 +202,14 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """And not the place that is written, or its disk."""
     gone = tmp_path / "elsewhere" / "tokenizer.json"
     reads = r"out, which takes .*elsewhere/tokenizer\.json: No such file or directory\.$"
-    with pytest.raises(InPlaceTTTError, match=reads), new_folder(tmp_path / "to" / "out", EVALUATION) as folder:
+    with (
+        pytest.raises(InPlaceTTTError, match=reads),
+        new_folder(tmp_path / "to" / "out", EVALUATION) as folder,
+    ):
         shutil.copyfile(gone, folder / "tokenizer.json")
     writes = r"out: No such file or directory; free some space or choose another place\.$"
-    with pytest.raises(InPlaceTTTError, match=writes), new_folder(tmp_path / "to" / "out", EVALUATION) as folder:
+    with (
+        pytest.raises(InPlaceTTTError, match=writes),
+        new_folder(tmp_path / "to" / "out", EVALUATION) as folder,
+    ):
         (folder / "deeper" / "tokenizer.json").write_text("")

@@ -1,4 +1,5 @@
-"""Every family of causal LMs in transformers: right by the laws, or refused at conversion. Found by structure, not by name."""
+"""Every family of causal LMs in transformers: right by the laws, or refused at conversion. Found by
+structure, not by name."""
 
 import inspect
 from itertools import product
@@ -10,7 +11,10 @@ from models import distance, random_ids, turn_writer_on
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from upstream import before
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert
@@ -37,8 +41,20 @@ INNER = dict.fromkeys(
     ),
     48,
 )
-LAYERS = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "n_layers"), 2)
-HEADS = dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads", "encoder_attention_heads"), 4)
+LAYERS = dict.fromkeys(
+    ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers", "n_layers"), 2
+)
+HEADS = dict.fromkeys(
+    (
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "n_heads",
+        "decoder_attention_heads",
+        "encoder_attention_heads",
+    ),
+    4,
+)
 RATES = """
     attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob dropout resid_pdrop embd_pdrop attn_pdrop
     activation_dropout layerdrop decoder_layerdrop
@@ -56,7 +72,8 @@ LATENT: dict[str, Any] = {  # of attention with compressed keys and values
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
 
-# What the configs of these cannot be built from the sizes above, or not small: nothing is said about them here.
+# What the configs of these cannot be built from the sizes above, or not small: nothing is said about them
+# here.
 LEFT_OUT = """
     axk2 bailing_hybrid bamba blt cohere_compass_text dbrx dots3_note dots3_note_text emu3 fuyu gemma3 gemma3n gemma3n_text gemma4
     gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2 gpt_neo granitemoehybrid hrm_text jamba kimi_linear lfm2_moe
@@ -70,7 +87,8 @@ EXPERTS = """
 REFUSED = {
     "have routed experts alone": EXPERTS.split(),
     "needs a transformer with a cache": ["rwkv"],
-    "needs a transformer with a cache|has no attention module": ["falcon_mamba", "mamba"],  # the second from transformers 5.24 on
+    # the second from transformers 5.24 on
+    "needs a transformer with a cache|has no attention module": ["falcon_mamba", "mamba"],
     "enter the first layer as": ["cpmant", "prophetnet", "xlnet"],
     "no single map to the hidden size": ["falcon_h1", "gemma4_text"],
     "has no attention module": ["lfm3", "nemotron_h", "recurrent_gemma", "xlm"],
@@ -87,12 +105,18 @@ CASES = [case for case in CASES if case not in product(STREAMS, ("embeddings",))
 def build(model_type: str, **changed: Any) -> PreTrainedModel:
     config_class = CONFIG_MAPPING[model_type]
     fields = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", {})}
-    fields |= set(inspect.signature(config_class.__init__).parameters) | set(getattr(config_class, "attribute_map", {}))
+    fields |= set(inspect.signature(config_class.__init__).parameters) | set(
+        getattr(config_class, "attribute_map", {})
+    )
     sizes = SIZES | LATENT if "kv_lora_rank" in fields else SIZES
     config = config_class(**{key: value for key, value in sizes.items() if key in fields} | changed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        return (
+            MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+            ._from_config(config, attn_implementation="eager", dtype=torch.float32)
+            .eval()
+        )
 
 
 def test_the_table_is_long_enough_and_names_what_exists() -> None:
@@ -110,7 +134,9 @@ def test_a_family_that_cannot_be_right_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*STREAMS} & {*NAMES}))
 def test_where_streams_lie_side_by_side_the_target_is_the_mlps_input(name: str) -> None:
-    with pytest.raises(InPlaceTTTError, match="several streams side by side; choose the target 'hidden_states'"):
+    with pytest.raises(
+        InPlaceTTTError, match="several streams side by side; choose the target 'hidden_states'"
+    ):
         convert(build(name), InPlaceTTTConfig(layers=(0, 1), chunk_size=CHUNK))
 
 
@@ -118,14 +144,18 @@ def test_a_layer_of_a_loop_is_refused() -> None:
     if before("5.24"):
         pytest.skip("this transformers has no family that loops over layers and keeps its past in a cache")
     looped = build("dory", num_hidden_layers=3)
-    with pytest.raises(InPlaceTTTError, match=r"layer 1 runs several times in one forward, .*; convert layers outside of the loop"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=r"layer 1 runs several times in one forward, .*; convert layers outside of the loop",
+    ):
         convert(looped, InPlaceTTTConfig(layers=(1,), chunk_size=CHUNK))
     assert not is_converted(looped)
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_a_family_found_by_its_structure_keeps_the_laws(name: str, target: str) -> None:
-    """Where the base itself keeps a law: some have absolute positions under padding, or attention across packed documents."""
+    """Where the base itself keeps a law: some have absolute positions under padding, or attention across
+    packed documents."""
     base, model, ids = build(name), build(name), random_ids(2, LENGTH)
     convert(model, InPlaceTTTConfig(layers=(0, 1), chunk_size=CHUNK, target=target))
     with torch.no_grad():
@@ -137,11 +167,17 @@ def test_a_family_found_by_its_structure_keeps_the_laws(name: str, target: str) 
         whole = model(input_ids=ids, use_cache=False).logits
         assert distance(whole, plain) > 1e-3, "the writes must be visible for this test to mean anything"
         kept = [law for law, check in LAWS.items() if check(base, ids, plain) < 1e-4]
-        assert {"L4, rows", "L5"} <= set(kept) and not (set(LAWS) - set(kept) - BROKEN_BY_BASES.get(name, ABSOLUTE))
+        assert {"L4, rows", "L5"} <= set(kept) and not (
+            set(LAWS) - set(kept) - BROKEN_BY_BASES.get(name, ABSOLUTE)
+        )
         assert not {law: error for law in kept if (error := LAWS[law](model, ids, whole)) > 1e-4}
     if name != "git":  # its loss is for captions
         model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        assert all(p.grad is not None and p.grad.any() for layer in fast_weights(model).values() for p in layer.ttt.parameters())
+        assert all(
+            p.grad is not None and p.grad.any()
+            for layer in fast_weights(model).values()
+            for p in layer.ttt.parameters()
+        )
 
 
 def _split(model: PreTrainedModel, ids: Tensor, whole: Tensor) -> float:
@@ -168,7 +204,9 @@ def _padded(model: PreTrainedModel, ids: Tensor, whole: Tensor) -> float:
     padded = ids * mask
     padded[1, -short:] = ids[1, :short]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    found = model(input_ids=padded, attention_mask=mask, use_cache=False, **_taken(model, position_ids=positions)).logits
+    found = model(
+        input_ids=padded, attention_mask=mask, use_cache=False, **_taken(model, position_ids=positions)
+    ).logits
     return distance(found[1, -short:], whole[1, :short])
 
 
@@ -179,7 +217,11 @@ def _earlier(model: PreTrainedModel, ids: Tensor, whole: Tensor) -> float:
 
 
 def _taken(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in inspect.signature(model.forward).parameters}
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name in inspect.signature(model.forward).parameters
+    }
 
 
 LAWS = {"L2": _split, "L3": _packed, "L4, rows": _rows, "L4, padding": _padded, "L5": _earlier}

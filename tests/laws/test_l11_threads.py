@@ -1,4 +1,5 @@
-"""L11: many threads, each with sessions of its own on one model, compute what each alone would, bit for bit."""
+"""L11: many threads, each with sessions of its own on one model, compute what each alone would, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -34,12 +35,23 @@ def _switching_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def prefill(model: Any, seed: int) -> list[Tensor]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        return [model(part, **{CACHE: cache}).logits for part in random_ids(2, 3 * CHUNK + 3, seed=seed).split(CHUNK + 3, dim=1)]
+        return [
+            model(part, **{CACHE: cache}).logits
+            for part in random_ids(2, 3 * CHUNK + 3, seed=seed).split(CHUNK + 3, dim=1)
+        ]
 
 
 def decode(model: Any, seed: int) -> list[Tensor]:
     ids = random_ids(1, CHUNK + 1, seed=seed)
-    return [model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2 * CHUNK, do_sample=False, eos_token_id=-1)]
+    return [
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=2 * CHUNK,
+            do_sample=False,
+            eos_token_id=-1,
+        )
+    ]
 
 
 def evaluate(model: Any, seed: int) -> list[Tensor]:
@@ -73,12 +85,19 @@ WORK: dict[str, Callable[[Any, int], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), [("llama", "embeddings"), ("gpt2", "hidden_states"), ("gemma3", "embeddings")])
+@pytest.mark.parametrize(
+    ("name", "target"), [("llama", "embeddings"), ("gpt2", "hidden_states"), ("gemma3", "embeddings")]
+)
 @pytest.mark.parametrize("work", [*WORK, "all of them at once"])
 def test_threads_do_not_see_each_other(work: str, name: str, target: str) -> None:
     model = converted(name, target=target)
-    of_thread = [WORK[work] if work in WORK else list(WORK.values())[thread % len(WORK)] for thread in range(THREADS)]
-    alone = [[of_thread[thread](model, 10 * thread + session) for session in range(SESSIONS)] for thread in range(THREADS)]
+    of_thread = [
+        WORK[work] if work in WORK else list(WORK.values())[thread % len(WORK)] for thread in range(THREADS)
+    ]
+    alone = [
+        [of_thread[thread](model, 10 * thread + session) for session in range(SESSIONS)]
+        for thread in range(THREADS)
+    ]
     together = Barrier(THREADS)
 
     def serve(thread: int) -> list[list[Tensor]]:
@@ -88,7 +107,9 @@ def test_threads_do_not_see_each_other(work: str, name: str, target: str) -> Non
     with ThreadPoolExecutor(THREADS) as pool:
         beside = list(pool.map(serve, range(THREADS)))
     for expected, found in zip(alone, beside, strict=True):
-        assert all(torch.equal(a, b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
+        assert all(
+            torch.equal(a, b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True)
+        )
 
 
 def test_float32_is_whole_while_any_thread_needs_it() -> None:

@@ -17,12 +17,23 @@ from inplace_ttt.surgery import fast_weights
 IDS = random_ids(2, 40)
 OPTIONS: dict[str, dict[str, Any]] = {
     "relative clip": {"clip": UpdateClip(0.02, relative=True, mode="always")},
-    "whitened keys, hidden states": {"whitening": KeyWhitening(4), "normalize_targets": True, "target": "hidden_states", "eta": 3.0},
+    "whitened keys, hidden states": {
+        "whitening": KeyWhitening(4),
+        "normalize_targets": True,
+        "target": "hidden_states",
+        "eta": 3.0,
+    },
     "least squares": RIDGE,
 }
 
 
-NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
+NORMS: dict[str, Any] = {
+    "conv": "next",
+    "target": "hidden_states",
+    "write_norm": "spectral",
+    "preserve_row_norms": True,
+    "eta": 0.2,
+}
 
 
 def _padded_left() -> Tensor:
@@ -54,13 +65,18 @@ def compiled(model: nn.Module, **settings: Any) -> nn.Module:
 def results(run: nn.Module, model: nn.Module, **forward: Tensor) -> list[Tensor]:
     """Logits and the gradient of every parameter."""
     out = run(input_ids=IDS, use_cache=False, **forward).logits
-    return [out, *torch.autograd.grad(out.float().square().mean(), [p for p in model.parameters() if p.requires_grad])]
+    return [
+        out,
+        *torch.autograd.grad(out.float().square().mean(), [p for p in model.parameters() if p.requires_grad]),
+    ]
 
 
 def check(model: nn.Module, *forwards: str) -> None:
     one_graph = compiled(model)
     for name in forwards:
-        for eager, found in zip(*(results(run, model, **FORWARDS[name]) for run in (model, one_graph)), strict=True):
+        for eager, found in zip(
+            *(results(run, model, **FORWARDS[name]) for run in (model, one_graph)), strict=True
+        ):
             assert distance(found, eager) < 1e-5, name
 
 
@@ -85,7 +101,9 @@ def test_a_measured_model_may_be_compiled_before_it_ever_ran() -> None:
 def test_norms_break_the_graph_and_nothing_else() -> None:
     model = converted("llama", **NORMS)
     run = compiled(model, fullgraph=False)
-    for eager, found in zip(*(results(run_, model, **FORWARDS["packed"]) for run_ in (model, run)), strict=True):
+    for eager, found in zip(
+        *(results(run_, model, **FORWARDS["packed"]) for run_ in (model, run)), strict=True
+    ):
         assert distance(found, eager) < 1e-5
 
 
@@ -114,7 +132,13 @@ def test_one_graph_for_all_lengths_and_masks() -> None:
     for length in (40, 41, 57, 33):
         ids, mask = random_ids(2, length), torch.ones(2, length, dtype=torch.long)
         mask[1, length - 5 :] = 0
-        assert distance(run(input_ids=ids, attention_mask=mask, use_cache=False).logits, logits(model, ids, attention_mask=mask)) < 1e-5
+        assert (
+            distance(
+                run(input_ids=ids, attention_mask=mask, use_cache=False).logits,
+                logits(model, ids, attention_mask=mask),
+            )
+            < 1e-5
+        )
     assert graphs.frame_count <= 2  # the second time with a length that may vary
     mask[0, 5:9] = 0
     with pytest.raises(InPlaceTTTError, match="row 0 has padding between"):
@@ -136,12 +160,19 @@ def test_a_cache_breaks_the_graph_and_nothing_else() -> None:
     """Threads that generate with one compiled model answer as each alone with the model as it is."""
     model = converted("llama")
     prompts = [random_ids(2, length, seed=length) for length in (13, 20)]
-    expected = [model.generate(ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True) for ids in prompts]
+    expected = [
+        model.generate(
+            ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+        for ids in prompts
+    ]
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="aot_eager")
 
     def generated(ids: Tensor) -> Any:
-        return model.generate(ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        return model.generate(
+            ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
 
     with ThreadPoolExecutor(2) as threads:
         for eager, found in zip(expected, threads.map(generated, prompts), strict=True):

@@ -1,4 +1,5 @@
-"""L13: reading with `target: gradient` equals plain gradient steps on a copy of the model, one per chunk, however the text comes."""
+"""L13: reading with `target: gradient` equals plain gradient steps on a copy of the model, one per chunk,
+however the text comes."""
 
 import copy
 import pickle
@@ -13,7 +14,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, Session, calibrate, convert, disable_ttt, load, revert
+from inplace_ttt import (
+    InPlaceTTTConfig,
+    InPlaceTTTError,
+    Session,
+    calibrate,
+    convert,
+    disable_ttt,
+    load,
+    revert,
+)
 from inplace_ttt.checkpoint.to_adapter import save_adapter
 from inplace_ttt.families import CACHE, locate
 from inplace_ttt.layer.cache import streams
@@ -23,12 +33,25 @@ from inplace_ttt.surgery import config_of, fast_weights
 LAYERS, CHUNK, LENGTH = (0, 2), 7, 40
 SUM: dict[str, Any] = {"eta": 0.3}
 SOLVED = {"update_rule": "ridge", "ridge": 0.5, "whitening": RIDGE["whitening"], "eta": 0.3}
-RULES = {"sum": SUM, "ridge": SOLVED, "row norms": {**SUM, "preserve_row_norms": True}, "clip": {"eta": 3.0, "clip": {"max_norm": 0.3}}}
+RULES = {
+    "sum": SUM,
+    "ridge": SOLVED,
+    "row norms": {**SUM, "preserve_row_norms": True},
+    "clip": {"eta": 3.0, "clip": {"max_norm": 0.3}},
+}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.05}
-SPLITS = {"whole": [40], "chunks": [7] * 5 + [5], "tokens": [1] * 40, "odd": [3, 10, 2, 25], "two chunks": [14, 26]}
+SPLITS = {
+    "whole": [40],
+    "chunks": [7] * 5 + [5],
+    "tokens": [1] * 40,
+    "odd": [3, 10, 2, 25],
+    "two chunks": [14, 26],
+}
 
 
-def reading(name: str, dtype: torch.dtype = torch.float64, **config: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+def reading(
+    name: str, dtype: torch.dtype = torch.float64, **config: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A family, and its conversion."""
     base = build(name).to(dtype).eval()
     settings = {"layers": LAYERS, "chunk_size": CHUNK, "target": "gradient", **(config or SUM)}
@@ -38,7 +61,8 @@ def reading(name: str, dtype: torch.dtype = torch.float64, **config: Any) -> tup
 
 
 def plain_steps(base: PreTrainedModel, model: PreTrainedModel, ids: Tensor, *, graph: bool = False) -> Tensor:
-    """Logits [1, T, V] by autograd: a chunk is read with W0 + ηM, then its loss moves the sums that M is made of.
+    """Logits [1, T, V] by autograd: a chunk is read with W0 + ηM, then its loss moves the sums that M is made
+    of.
 
     graph: logits keep their graph, through the keys and the KV cache; the targets are constants.
     """
@@ -50,7 +74,11 @@ def plain_steps(base: PreTrainedModel, model: PreTrainedModel, ids: Tensor, *, g
     def read(i: int) -> Any:
         def hook(module: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
             keys = ttt[i].keys(args[0])
-            change = torch.zeros(out.shape[-1], keys.shape[-1]).to(out) if i not in state else read_of(i, state[i]).to(out)
+            change = (
+                torch.zeros(out.shape[-1], keys.shape[-1]).to(out)
+                if i not in state
+                else read_of(i, state[i]).to(out)
+            )
             out = out + ttt[i].eta * keys @ change.T
             probe = torch.zeros_like(out, requires_grad=True)
             seen[i] = keys if graph else keys.detach(), probe
@@ -67,12 +95,19 @@ def plain_steps(base: PreTrainedModel, model: PreTrainedModel, ids: Tensor, *, g
         return torch.linalg.solve(gram, sums[: -sums.shape[1]].T).T
 
     def step(i: int, gradient: Tensor) -> None:
-        keys, values = (x[0].to(torch.promote_types(x.dtype, torch.float32)) for x in (seen[i][0], -ttt[i].ttt.gain * gradient))
+        keys, values = (
+            x[0].to(torch.promote_types(x.dtype, torch.float32))
+            for x in (seen[i][0], -ttt[i].ttt.gain * gradient)
+        )
         delta = values.T @ keys
         clip = ttt[i].tau()
         factor = 1.0 if clip is None else min(1.0, float(clip) / float(delta.norm()))
         rule = ttt[i].fast.config.rule
-        step = torch.cat([factor * delta, factor * keys.T @ keys]) if isinstance(rule, RidgeRule) else factor * delta
+        step = (
+            torch.cat([factor * delta, factor * keys.T @ keys])
+            if isinstance(rule, RidgeRule)
+            else factor * delta
+        )
         state[i] = step + state.get(i, torch.zeros_like(step))
 
     handles = [module.register_forward_hook(read(i)) for i, module in down.items()]
@@ -126,7 +161,9 @@ def test_every_rule_and_dtype(rule: str, dtype: torch.dtype) -> None:
     wanted = plain_steps(base, model, ids)
     for parts in (SPLITS["whole"], SPLITS["odd"]):
         assert distance(read_in(model, ids, parts).float(), wanted.float()) < TOLERANCE[dtype]
-    assert distance(base(input_ids=ids).logits.detach().float(), wanted.float()) > 0.3, "the writes do not show"
+    assert distance(base(input_ids=ids).logits.detach().float(), wanted.float()) > 0.3, (
+        "the writes do not show"
+    )
 
 
 @pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
@@ -162,7 +199,9 @@ def test_rows_of_a_padded_batch_are_as_alone(name: str, steps: int) -> None:
     with torch.no_grad():
         found = model(**padded(rows, "left")).logits
     for row, logits in zip(rows, found, strict=True):
-        assert distance(logits[33 - row.shape[1] :], plain_steps(base, model, row)[0]) < TOLERANCE[torch.float64]
+        assert (
+            distance(logits[33 - row.shape[1] :], plain_steps(base, model, row)[0]) < TOLERANCE[torch.float64]
+        )
 
 
 def packed(lengths: list[int]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -187,7 +226,11 @@ def gradients(model: PreTrainedModel, logits: Tensor) -> dict[str, Tensor]:
     """Of a loss of these logits, for every parameter of the base."""
     model.zero_grad()
     logits.square().mean().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and ".ttt." not in name}
+    return {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None and ".ttt." not in name
+    }
 
 
 @pytest.mark.sample(8)
@@ -195,7 +238,8 @@ def gradients(model: PreTrainedModel, logits: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["sum", "ridge"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "olmo2", "phi3"])
 def test_training_is_first_order(name: str, rule: dict[str, Any], checkpointing: bool) -> None:
-    """A forward in training mode gives what reading gives, and gradients of all of it but the targets, which are constants."""
+    """A forward in training mode gives what reading gives, and gradients of all of it but the targets, which
+    are constants."""
     base, model = reading(name, **rule)
     ids = random_ids(1, LENGTH)
     if checkpointing:
@@ -209,10 +253,13 @@ def test_training_is_first_order(name: str, rule: dict[str, Any], checkpointing:
     expected = gradients(base, wanted)
     assert with_writes.keys() == expected.keys()
     for parameter, gradient in expected.items():
-        assert distance(with_writes[parameter], gradient) < (1e-5 if name == "gemma3" else 1e-9), parameter  # its norms are float32
+        # its norms are float32
+        assert distance(with_writes[parameter], gradient) < (1e-5 if name == "gemma3" else 1e-9), parameter
     with disable_ttt(model):
         without = gradients(model, model(input_ids=ids).logits)
-    assert any(distance(without[parameter], gradient) > 1e-3 for parameter, gradient in expected.items()), "the writes do not show"
+    assert any(distance(without[parameter], gradient) > 1e-3 for parameter, gradient in expected.items()), (
+        "the writes do not show"
+    )
 
 
 @pytest.mark.parametrize("rows", ["packed", "left", "right", "short"])
@@ -225,7 +272,10 @@ def test_rows_in_training_are_as_read_alone(rows: str) -> None:
     else:
         documents = [random_ids(1, n, seed=n) for n in ((6, 3) if rows == "short" else (33, 29, 5))]
         given = padded(documents, "left" if rows == "left" else "right")
-        found = [logits[mask.bool()][None] for logits, mask in zip(model(**given).logits, given["attention_mask"], strict=True)]
+        found = [
+            logits[mask.bool()][None]
+            for logits, mask in zip(model(**given).logits, given["attention_mask"], strict=True)
+        ]
     for document, logits in zip(documents, found, strict=True):
         assert distance(logits.detach(), plain_steps(base, model.eval(), document)) < TOLERANCE[torch.float64]
 
@@ -271,7 +321,8 @@ def test_beams_keep_the_state_of_the_beam_that_they_follow() -> None:
 
 @pytest.mark.parametrize("read", [21, 23], ids=["whole chunks", "an open chunk"])
 def test_tokens_can_be_taken_back(read: int) -> None:
-    """Into the last chunk that was written, too; then the tokens after it come with positions, as `generate` gives them."""
+    """Into the last chunk that was written, too; then the tokens after it come with positions, as `generate`
+    gives them."""
     _, model = reading("llama")
     ids, other = random_ids(1, 30), random_ids(1, 8, seed=9)
     with torch.no_grad():
@@ -326,7 +377,9 @@ def test_no_output_depends_on_a_later_token() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     _, model = reading("llama", torch.float32)
     ids = random_ids(1, LENGTH)
-    with pytest.raises(InPlaceTTTError, match=r"trains on whole rows, without a cache; .* call model\.eval\(\)"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"trains on whole rows, without a cache; .* call model\.eval\(\)"
+    ):
         model.train()(input_ids=ids, **{CACHE: DynamicCache(config=model.config)})
     with pytest.raises(InPlaceTTTError, match=r"steps_per_chunk above 1 .* cannot be trained; set it to 1"):
         reading("llama", torch.float32, **SUM, steps_per_chunk=2)[1].train()(input_ids=ids)
@@ -340,7 +393,11 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(InPlaceTTTError, match="leave output_attentions out"):
         model(input_ids=ids, output_attentions=True)
     with pytest.raises(InPlaceTTTError, match="packed in a row with a cache"):
-        model(input_ids=ids, position_ids=torch.arange(LENGTH // 2).repeat(2)[None], **{CACHE: DynamicCache(config=model.config)})
+        model(
+            input_ids=ids,
+            position_ids=torch.arange(LENGTH // 2).repeat(2)[None],
+            **{CACHE: DynamicCache(config=model.config)},
+        )
     holes = torch.ones_like(ids)
     holes[0, 10] = 0
     with pytest.raises(InPlaceTTTError):

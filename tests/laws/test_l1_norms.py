@@ -1,4 +1,5 @@
-"""L1 for TTT-NTP's norms: the walk is the reference with writes divided by their spectral norm and with W0's row norms kept."""
+"""L1 for TTT-NTP's norms: the walk is the reference with writes divided by their spectral norm and with W0's
+row norms kept."""
 
 import itertools
 from typing import Any
@@ -25,7 +26,9 @@ RULES: dict[str, dict[str, Any]] = {
 CASES = list(itertools.product((False, True), repeat=3))
 
 
-def given_for(layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, rows: bool) -> dict[str, Tensor]:
+def given_for(
+    layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, rows: bool
+) -> dict[str, Tensor]:
     given = inputs(layout, dtype, start, w0)
     if rows:
         made = torch.randn(D, H, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -34,7 +37,9 @@ def given_for(layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, ro
     return given
 
 
-def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], keep: bool, **rule: Any) -> dict[str, Tensor]:
+def run(
+    backend: str, layout: ChunkLayout, given: dict[str, Tensor], keep: bool, **rule: Any
+) -> dict[str, Tensor]:
     """`results_of` by a rule of RULES."""
     made = SumRule(write_norm=rule.get("write_norm"), preserve_row_norms=rule.get("rows", False))
     settings = {"eta": rule["eta"]} if "eta" in rule else {}
@@ -45,15 +50,20 @@ def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], keep: bool,
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_walk_is_the_reference(rule: str, documents: str, dtype: torch.dtype) -> None:
-    for chunk_size, (start, keep, w0) in itertools.product((1, 3), CASES[::3] if dtype == torch.float64 else CASES[1::5]):
+    for chunk_size, (start, keep, w0) in itertools.product(
+        (1, 3), CASES[::3] if dtype == torch.float64 else CASES[1::5]
+    ):
         layout = layout_of(documents, chunk_size)
         given = given_for(layout, dtype, start, w0, RULES[rule].get("rows", False))
         expected = run("reference", layout, given, keep, **RULES[rule])
         found = run("auto", layout, given, keep, **RULES[rule])
         for name, value in found.items():
             assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
-            where = f"{name} with chunks of {chunk_size}, initial_state {start}, return_state {keep}, weight {w0}"
-            beside = 1 if name == "d_keep_norms_of" else 0  # where nothing was written it is zero, but for rounding
+            where = (
+                f"{name} with chunks of {chunk_size}, initial_state {start}, return_state {keep}, weight {w0}"
+            )
+            # where nothing was written it is zero, but for rounding
+            beside = 1 if name == "d_keep_norms_of" else 0
             assert distance(value + beside, expected[name] + beside) < 3 * TOLERANCE[dtype], where
 
 
@@ -62,7 +72,13 @@ def test_the_table_bites() -> None:
     free = run("reference", layout, given_for(layout, torch.float64, True, True, False), keep=True)
     found = {}
     for rule, options in RULES.items():
-        found[rule] = run("reference", layout, given_for(layout, torch.float64, True, True, "rows" in options), keep=True, **options)
+        found[rule] = run(
+            "reference",
+            layout,
+            given_for(layout, torch.float64, True, True, "rows" in options),
+            keep=True,
+            **options,
+        )
         assert distance(found[rule]["out"], free["out"]) > 0.05, rule
     assert distance(found["both"]["out"], found["rows"]["out"]) > 0.05
     assert torch.equal(found["rows"]["state"], free["state"]), "row norms act on what is read alone"
@@ -71,11 +87,18 @@ def test_the_table_bites() -> None:
 def test_gradcheck() -> None:
     layout = ChunkLayout((((0, 5), (6, 9)), ((1, 8),)), 9, 3)
     given = given_for(layout, torch.float64, True, True, rows=True)
-    given["keep_norms_of"] = (given["keep_norms_of"].detach() + 1).requires_grad_()  # a norm has no derivative at zero
+    # a norm has no derivative at zero
+    given["keep_norms_of"] = (given["keep_norms_of"].detach() + 1).requires_grad_()
 
     def op(*tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         values = dict(zip(given, tensors, strict=True))
-        return fast_weight(**values, eta=ETA, layout=layout, rule=SumRule("spectral", preserve_row_norms=True), return_state=True)
+        return fast_weight(
+            **values,
+            eta=ETA,
+            layout=layout,
+            rule=SumRule("spectral", preserve_row_norms=True),
+            return_state=True,
+        )
 
     assert torch.autograd.gradcheck(op, tuple(given.values()))
 
@@ -120,4 +143,10 @@ REFUSED = {
 def test_what_makes_no_sense_is_refused(message: str) -> None:
     layout = layout_of("one", 8)
     with pytest.raises(InPlaceTTTError, match=message):
-        fast_weight(**inputs(layout, torch.float32, False, False), weight=None, eta=ETA, layout=layout, **REFUSED[message])
+        fast_weight(
+            **inputs(layout, torch.float32, False, False),
+            weight=None,
+            eta=ETA,
+            layout=layout,
+            **REFUSED[message],
+        )

@@ -29,7 +29,11 @@ DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
 }
 CHUNK_SIZES = (1, 3, 8, 50)
 CLIPS = {"free": None, "loose": 1e6, "biting": 0.4, "tensor": torch.tensor(1.5)}
-CASES = [(clip, start, keep, w0) for clip in CLIPS for start, keep, w0 in itertools.product((False, True), repeat=3)]
+CASES = [
+    (clip, start, keep, w0)
+    for clip in CLIPS
+    for start, keep, w0 in itertools.product((False, True), repeat=3)
+]
 
 
 def layout_of(name: str, chunk_size: int) -> ChunkLayout:
@@ -38,11 +42,19 @@ def layout_of(name: str, chunk_size: int) -> ChunkLayout:
 
 
 def inputs(
-    layout: ChunkLayout, dtype: torch.dtype, start: bool, w0: bool, ridge: float | None = None, gated: bool = False
+    layout: ChunkLayout,
+    dtype: torch.dtype,
+    start: bool,
+    w0: bool,
+    ridge: float | None = None,
+    gated: bool = False,
 ) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(3)
     shape = (layout.batch, layout.length)
-    made = {"z": torch.randn(*shape, H, generator=g, dtype=torch.float64), "v": torch.randn(*shape, D, generator=g, dtype=torch.float64)}
+    made = {
+        "z": torch.randn(*shape, H, generator=g, dtype=torch.float64),
+        "v": torch.randn(*shape, D, generator=g, dtype=torch.float64),
+    }
     if w0:
         made["weight"] = torch.randn(D, H, generator=g, dtype=torch.float64)
     made = {name: x.to(dtype) for name, x in made.items()}
@@ -58,7 +70,13 @@ def inputs(
 
 
 def run(
-    backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool, eta: float = ETA, **rule: Any
+    backend: str,
+    layout: ChunkLayout,
+    given: dict[str, Tensor],
+    clip: float | Tensor | None,
+    keep: bool,
+    eta: float = ETA,
+    **rule: Any,
 ) -> dict[str, Tensor]:
     """Everything the op gives: outputs, state, and the gradient of each input under a random cotangent."""
     settings = {"weight": None, **given, **rule}
@@ -66,7 +84,11 @@ def run(
     results = dict(zip(("out", "state"), result, strict=True)) if keep else {"out": result}
     g = torch.Generator().manual_seed(4)
     loss = sum((x * torch.randn(x.shape, generator=g).to(x.dtype)).sum() for x in results.values())
-    grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True) if loss.requires_grad else [None] * len(given)
+    grads = (
+        torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+        if loss.requires_grad
+        else [None] * len(given)
+    )
     for name, x, grad in zip(given, given.values(), grads, strict=True):
         results[f"d_{name}"] = torch.zeros_like(x) if grad is None else grad
     return {name: x.detach() for name, x in results.items()}
@@ -88,7 +110,9 @@ def test_chunked_is_the_reference(documents: str, chunk_size: int, dtype: torch.
             assert distance(value, expected[name]) < TOLERANCE[dtype], where
 
 
-def check_least_squares(layout: ChunkLayout, dtype: torch.dtype, case: tuple[str, bool, bool, bool], gated: bool) -> None:
+def check_least_squares(
+    layout: ChunkLayout, dtype: torch.dtype, case: tuple[str, bool, bool, bool], gated: bool
+) -> None:
     clip, start, keep, w0 = case
     given = inputs(layout, dtype, start, w0, ridge=0.5, gated=gated)
     expected = run("reference", layout, given, CLIPS[clip], keep, rule=RidgeRule(0.5))
@@ -98,8 +122,11 @@ def check_least_squares(layout: ChunkLayout, dtype: torch.dtype, case: tuple[str
         assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
         where = f"{name} with clip {clip}, initial_state {start}, return_state {keep}, weight {w0}"
         known = expected[name]
-        if name == "d_gate":  # a token that is clipped alone counts as much whatever its gate: a gradient of rounding
-            value, known = (torch.cat([x.flatten(), expected["d_v"].flatten().to(x.dtype)]) for x in (value, known))
+        # a token that is clipped alone counts as much whatever its gate: a gradient of rounding
+        if name == "d_gate":
+            value, known = (
+                torch.cat([x.flatten(), expected["d_v"].flatten().to(x.dtype)]) for x in (value, known)
+            )
         assert distance(value, known) < 10 * TOLERANCE[dtype], where
 
 
@@ -109,7 +136,12 @@ def check_least_squares(layout: ChunkLayout, dtype: torch.dtype, case: tuple[str
 @pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_least_squares_is_the_reference(
-    gated: bool, together: int, documents: str, chunk_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    gated: bool,
+    together: int,
+    documents: str,
+    chunk_size: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many chunks go at once, and with keys that are as wide as a CPU finds crowded."""
     monkeypatch.setattr(least_squares, "chunks_together", lambda device, state_bytes: together)
@@ -120,11 +152,16 @@ def test_least_squares_is_the_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_least_squares_as_on_a_gpu(documents: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks at once, by inverse factors and with float32 in halves: the kernels' part through their interpreter."""
+def test_least_squares_as_on_a_gpu(
+    documents: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several chunks at once, by inverse factors and with float32 in halves: the kernels' part through their
+    interpreter."""
     monkeypatch.setattr(least_squares, "chunks_together", lambda device, state_bytes: 3)
     monkeypatch.setattr(normal_equations, "by_products", lambda gram: True)
-    monkeypatch.setattr(products, "splits", lambda x, beside: x.dtype == torch.float32 and beside == torch.bfloat16)
+    monkeypatch.setattr(
+        products, "splits", lambda x, beside: x.dtype == torch.float32 and beside == torch.bfloat16
+    )
     number = list(DOCUMENTS).index(documents)
     for gated in (False, True):
         case = CASES[(number * 5 + 3 * gated + (dtype == torch.float32)) % len(CASES)]
@@ -133,28 +170,39 @@ def test_least_squares_as_on_a_gpu(documents: str, dtype: torch.dtype, monkeypat
 
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_least_squares_is_the_best_map(tokens: int) -> None:
-    """After n tokens, what torch.linalg.lstsq finds of them, with √λ I and 0 as further rows; of few tokens, the values themselves."""
+    """After n tokens, what torch.linalg.lstsq finds of them, with √λ I and 0 as further rows; of few tokens,
+    the values themselves."""
     layout = ChunkLayout.from_lengths([[tokens + 1]], 1)
     given = inputs(layout, torch.float64, start=False, w0=False)
     z, v = (given[name][0].detach() for name in ("z", "v"))
     for ridge in (1e-9, 0.3):
-        out = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, rule=RidgeRule(ridge)).detach()[0, -1]
+        out = fast_weight(
+            given["z"], given["v"], None, eta=ETA, layout=layout, rule=RidgeRule(ridge)
+        ).detach()[0, -1]
         rows = torch.cat([z[:-1], ridge**0.5 * torch.eye(H, dtype=z.dtype)])
         best = torch.linalg.lstsq(rows, torch.cat([v[:-1], torch.zeros(H, D, dtype=v.dtype)])).solution
         assert distance(out, ETA * (z[-1] @ best)) < 1e-6
     if tokens < H:
-        state = fast_weight(given["z"], given["v"], None, eta=ETA, layout=layout, rule=RidgeRule(1e-9), return_state=True)[1][0].detach()
+        state = fast_weight(
+            given["z"], given["v"], None, eta=ETA, layout=layout, rule=RidgeRule(1e-9), return_state=True
+        )[1][0].detach()
         assert distance(z[:-1] @ normal_equations.readout(state, RidgeRule(1e-9)).T, v[:-1]) < 1e-6
 
 
 def test_a_gate_counts_tokens() -> None:
-    """A token that counts twice is as one that stands there twice, and one that counts nothing as one that was never there."""
+    """A token that counts twice is as one that stands there twice, and one that counts nothing as one that
+    was never there."""
     layout = ChunkLayout.from_lengths([[10]], 9)
     given = inputs(layout, torch.float64, start=False, w0=False)
     gate = torch.tensor([[1.0, 2.0, 0.0, 1.0, 1.0, 2.0, 1.0, 0.0, 1.0, 1.0]])
     found = fast_weight(**given, weight=None, eta=ETA, layout=layout, rule=RidgeRule(0.3), gate=gate)[0, -1]
     as_often = {name: x[:, [0, 1, 1, 3, 4, 5, 5, 6, 8, 9]] for name, x in given.items()}
-    assert distance(found, fast_weight(**as_often, weight=None, eta=ETA, layout=layout, rule=RidgeRule(0.3))[0, -1]) < 1e-10
+    assert (
+        distance(
+            found, fast_weight(**as_often, weight=None, eta=ETA, layout=layout, rule=RidgeRule(0.3))[0, -1]
+        )
+        < 1e-10
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -162,7 +210,9 @@ def test_a_gate_counts_tokens() -> None:
 def test_a_gates_gradient_is_exact_in_half_precision(d: int, r: int, dtype: torch.dtype) -> None:
     """Of targets that the keys foretell it is a small difference of large sums."""
     layout, g = ChunkLayout.from_lengths([[512]], 64), torch.Generator().manual_seed(0)
-    k, m, noise, out = (torch.randn(*shape, generator=g) for shape in ((1, 512, r), (r, d), (1, 512, d), (1, 512, d)))
+    k, m, noise, out = (
+        torch.randn(*shape, generator=g) for shape in ((1, 512, r), (r, d), (1, 512, d), (1, 512, d))
+    )
     made, found = [(x / r**0.5).to(dtype) for x in (k, k @ m + 0.03 * noise, out)], []
     for wide in (torch.float32, dtype):
         gate = torch.linspace(0, 2, 512)[None].requires_grad_()
@@ -180,7 +230,8 @@ def test_much_damping_is_the_papers_rule() -> None:
 
 
 def test_one_sentence_without_end_hides_no_damping() -> None:
-    """In float32, where a Gram matrix of large numbers rounds off a small λ: what is read back is what was written."""
+    """In float32, where a Gram matrix of large numbers rounds off a small λ: what is read back is what was
+    written."""
     layout = ChunkLayout.from_lengths([[40_001]], 100)
     z, v = (torch.randn(1, 4, width, generator=torch.Generator().manual_seed(1)) for width in (H, D))
     z, v = (x.repeat(1, 10_001, 1)[:, :40_001] for x in (z, v))
@@ -194,12 +245,21 @@ def test_a_sum_that_is_no_gram_is_not_a_number() -> None:
     given = inputs(layout, torch.float32, start=True, w0=False, ridge=0.5)
     state = given["initial_state"].detach().clone()
     state[0, -H:] = -torch.eye(H)
-    out = fast_weight(given["z"][:1], given["v"][:1], None, eta=ETA, layout=layout, rule=RidgeRule(0.5), initial_state=state[:1])
+    out = fast_weight(
+        given["z"][:1],
+        given["v"][:1],
+        None,
+        eta=ETA,
+        layout=layout,
+        rule=RidgeRule(0.5),
+        initial_state=state[:1],
+    )
     assert out.isnan().all()
 
 
 def test_the_table_bites() -> None:
-    """The inputs above tell the options apart: writes change outputs, clipping changes them again, a state too."""
+    """The inputs above tell the options apart: writes change outputs, clipping changes them again, a state
+    too."""
     layout = layout_of("unequal rows", 3)
     given = inputs(layout, torch.float64, start=True, w0=True)
     free = run("reference", layout, given, None, keep=True)
@@ -211,8 +271,13 @@ def test_the_table_bites() -> None:
     squares = inputs(layout, torch.float64, start=True, w0=True, ridge=0.5)
     fitted = run("reference", layout, squares, None, keep=True, rule=RidgeRule(0.5))["out"]
     assert distance(fitted, free["out"]) > 0.1
-    assert distance(run("reference", layout, squares, 0.4, keep=True, rule=RidgeRule(0.5))["out"], fitted) > 0.05
-    assert distance(run("reference", layout, squares, None, keep=True, rule=RidgeRule(3.0))["out"], fitted) > 0.05
+    assert (
+        distance(run("reference", layout, squares, 0.4, keep=True, rule=RidgeRule(0.5))["out"], fitted) > 0.05
+    )
+    assert (
+        distance(run("reference", layout, squares, None, keep=True, rule=RidgeRule(3.0))["out"], fitted)
+        > 0.05
+    )
     del given["initial_state"]
     assert distance(run("reference", layout, given, None, keep=True)["out"], free["out"]) > 0.1
 
@@ -224,12 +289,24 @@ def test_gradcheck_of_the_op(clip: float | None, w0: bool, keep: bool) -> None:
 
     def op(z: Tensor, v: Tensor, *rest: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         weight, state = rest if w0 else (None, *rest)
-        return fast_weight(z, v, weight, eta=ETA, layout=layout, initial_state=state, clip=clip, backend="chunked", return_state=keep)
+        return fast_weight(
+            z,
+            v,
+            weight,
+            eta=ETA,
+            layout=layout,
+            initial_state=state,
+            clip=clip,
+            backend="chunked",
+            return_state=keep,
+        )
 
     assert torch.autograd.gradcheck(op, tuple(given.values()))
 
 
-@pytest.mark.parametrize(("conv", "kernel_size"), [("lookahead", 1), ("lookahead", 5), ("causal", 4), ("causal", 5)])
+@pytest.mark.parametrize(
+    ("conv", "kernel_size"), [("lookahead", 1), ("lookahead", 5), ("causal", 4), ("causal", 5)]
+)
 def test_gradcheck_of_the_target(conv: str, kernel_size: int) -> None:
     layout = ChunkLayout((((0, 5), (6, 9)), ((1, 8),)), 9, 3)
     ttt, x = target(conv, kernel_size, torch.float64), inputs(layout, torch.float64, False, False)["v"]
@@ -249,7 +326,8 @@ def target(conv: str, kernel_size: int, dtype: torch.dtype) -> TargetGenerator:
 
 
 def plain_target(ttt: TargetGenerator, x: Tensor, layout: ChunkLayout) -> Tensor:
-    """V token by token, from the definition: tap j of token t reads t + first_tap + j, inside t's chunk only."""
+    """V token by token, from the definition: tap j of token t reads t + first_tap + j, inside t's chunk
+    only."""
     rows = []
     for row, documents in enumerate(layout.documents):
         mixed = [torch.zeros(D, dtype=x.dtype)] * layout.length
@@ -265,7 +343,9 @@ def plain_target(ttt: TargetGenerator, x: Tensor, layout: ChunkLayout) -> Tensor
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("conv", "kernel_size"), [("lookahead", 5), ("causal", 5), ("causal", 2)])
 @pytest.mark.parametrize("documents", ["packed", "unequal rows", "padding all around"])
-def test_gradients_through_the_target(documents: str, conv: str, kernel_size: int, dtype: torch.dtype) -> None:
+def test_gradients_through_the_target(
+    documents: str, conv: str, kernel_size: int, dtype: torch.dtype
+) -> None:
     """Source, conv, P, keys and W0: the whole layer against the reference on targets made token by token."""
     layout = layout_of(documents, 4)
     ttt, given = target(conv, kernel_size, dtype), inputs(layout, dtype, start=False, w0=True)
@@ -286,7 +366,9 @@ def test_gradients_through_the_target(documents: str, conv: str, kernel_size: in
 
 @pytest.mark.parametrize("ridge", [None, 0.5], ids=["sum", "least squares"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_every_output_is_written(documents: str, ridge: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_output_is_written(
+    documents: str, ridge: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
     layout = layout_of(documents, 3)
     rule = SumRule() if ridge is None else RidgeRule(ridge)
@@ -358,6 +440,9 @@ def test_float16_reads_the_effective_weight_whatever_the_state(documents: str, s
         out = fast_weight(given["z"], given["v"], None, eta=0.1 / size, layout=layout, backend=backend)
         g = torch.Generator().manual_seed(4)
         loss = (out.float() * torch.randn(out.shape, generator=g)).sum()
-        results |= {"out": out, **dict(zip("zv", torch.autograd.grad(loss, [given["z"], given["v"]]), strict=True))}
+        results |= {
+            "out": out,
+            **dict(zip("zv", torch.autograd.grad(loss, [given["z"], given["v"]]), strict=True)),
+        }
     for name, value in expected.items():
         assert value.any() and distance(found[name], value) < 5e-3, name

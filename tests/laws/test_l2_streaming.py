@@ -59,7 +59,9 @@ def check_splits(model: torch.nn.Module, writes: bool = True) -> None:
     ids = random_ids(2, LENGTH)
     expected = logits(model, ids)
     with disable_ttt(model):
-        assert (distance(logits(model, ids), expected) > 0.02) == writes, "the writes must be visible for this test to mean anything"
+        assert (distance(logits(model, ids), expected) > 0.02) == writes, (
+            "the writes must be visible for this test to mean anything"
+        )
     for split, pieces in SPLITS.items():
         assert distance(streamed(model, ids, pieces), expected) < 5e-5, split
 
@@ -118,10 +120,13 @@ def test_generated_tokens_write_only_if_told_to() -> None:
     state = Session(model)
     prompt, rest = ids.split([2 * CHUNK + 1, LENGTH - 2 * CHUNK - 1], 1)
     logits(model, prompt, **{CACHE: state.cache}, use_cache=True)
-    decoded = torch.cat([logits(model, t, **{CACHE: state.cache}, use_cache=True) for t in rest.split(1, 1)], 1)
+    decoded = torch.cat(
+        [logits(model, t, **{CACHE: state.cache}, use_cache=True) for t in rest.split(1, 1)], 1
+    )
     assert state.chunks_written == 2 * 2
     with_updates = logits(converted("llama"), ids)[:, prompt.shape[1] :]
-    first_new_chunk = 3 * CHUNK - prompt.shape[1]  # up to here no token has seen a chunk that only decoding would write
+    # up to here no token has seen a chunk that only decoding would write
+    first_new_chunk = 3 * CHUNK - prompt.shape[1]
     assert distance(decoded[:, :first_new_chunk], with_updates[:, :first_new_chunk]) < 5e-5
     assert distance(decoded[:, first_new_chunk:], with_updates[:, first_new_chunk:]) > 0.02
 
@@ -130,7 +135,11 @@ def test_bfloat16_models_keep_a_float32_state() -> None:
     model = converted("llama", torch.bfloat16)
     state = Session(model)
     logits(model, random_ids(1, 2 * CHUNK), **{CACHE: state.cache}, use_cache=True)
-    assert all(layer.fast_weight.state.dtype == torch.float32 for layer in state.cache.layers if hasattr(layer, "fast_weight"))
+    assert all(
+        layer.fast_weight.state.dtype == torch.float32
+        for layer in state.cache.layers
+        if hasattr(layer, "fast_weight")
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +151,9 @@ def test_bfloat16_models_keep_a_float32_state() -> None:
     ],
     ids=["inference mode, then not", "inference mode later", "autocast later"],
 )
-def test_a_cache_goes_on_in_another_mode(prefill: Callable[[], Any], then: Callable[[], Any], tolerance: float) -> None:
+def test_a_cache_goes_on_in_another_mode(
+    prefill: Callable[[], Any], then: Callable[[], Any], tolerance: float
+) -> None:
     """As the base's cache does."""
     model, ids = converted("llama"), random_ids(2, LENGTH)
     cache = DynamicCache(config=model.config)
@@ -171,7 +182,9 @@ def test_a_cache_of_another_batch_is_refused() -> None:
     logits(model, random_ids(2, 9), **{CACHE: cache}, use_cache=True)
     stream = cache.layers[0].fast_weight
     with pytest.raises(InPlaceTTTError, match=r"holds 2 sequences, the batch has 3; start a new cache"):
-        stream.advance(torch.zeros(3, 1, 32), torch.zeros(3, 1, 48), torch.zeros(3, 1, 32), [(0, 1)] * 3, None)
+        stream.advance(
+            torch.zeros(3, 1, 32), torch.zeros(3, 1, 48), torch.zeros(3, 1, 32), [(0, 1)] * 3, None
+        )
 
 
 @pytest.mark.parametrize("size", [3e4, 1e-4], ids=["S beyond float16", "S near its least"])

@@ -12,8 +12,8 @@ from upstream import before
 
 from inplace_ttt import InPlaceTTTError, disable_ttt
 
-# The families whose attention keeps packed documents apart (in transformers, by position_ids and nothing else).
-# In older transformers a base may not look at positions itself.
+# The families whose attention keeps packed documents apart (in transformers, by position_ids and nothing
+# else). In older transformers a base may not look at positions itself.
 BLIND = {*(["moshi"] if before("5.19") else []), *(["falcon"] if before("5.24") else [])}
 PACKING = tuple(name for name in NAMES if name not in BLIND)
 ROWS: dict[str, list[list[int]]] = {
@@ -31,7 +31,9 @@ def packed(rows: list[list[int]]) -> tuple[list[list[Tensor]], Tensor, Tensor]:
 
 
 def apart(model: nn.Module, documents: list[list[Tensor]]) -> Tensor:
-    return torch.cat([torch.cat([model(input_ids=d, use_cache=False).logits for d in row], 1) for row in documents])
+    return torch.cat(
+        [torch.cat([model(input_ids=d, use_cache=False).logits for d in row], 1) for row in documents]
+    )
 
 
 def cu_seq_lens(row: list[int]) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def test_the_list_of_packing_families_is_right() -> None:
     for name in NAMES:
         base = build(name)
         with torch.no_grad():
-            found += [name] * (distance(logits(base, ids, position_ids=positions), apart(base, documents)) < 1e-4)
+            found += [name] * (
+                distance(logits(base, ids, position_ids=positions), apart(base, documents)) < 1e-4
+            )
     assert tuple(found) == PACKING
 
 
@@ -60,18 +64,25 @@ def test_packed_is_apart(name: str, rows: str) -> None:
             assert distance(apart(model, documents), expected) > 0.02
     assert distance(logits(model, ids, position_ids=positions), expected) < 5e-5
     if len(ROWS[rows]) == 1:
-        assert distance(logits(model, ids, position_ids=positions, **cu_seq_lens(ROWS[rows][0])), expected) < 5e-5
+        assert (
+            distance(logits(model, ids, position_ids=positions, **cu_seq_lens(ROWS[rows][0])), expected)
+            < 5e-5
+        )
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"target": "hidden_states", "conv": "causal", "eta": (0.5, 2.0)}], ids=["embeddings", "hidden states"]
+    "options",
+    [{}, {"target": "hidden_states", "conv": "causal", "eta": (0.5, 2.0)}],
+    ids=["embeddings", "hidden states"],
 )
 @pytest.mark.parametrize("name", PACKING)
 def test_packed_gradients_are_those_apart(name: str, options: dict[str, Any]) -> None:
     model = converted(name, torch.float64, **options).train()
     documents, ids, positions = packed(ROWS["rows of their own"])
     packed_logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    cotangent = torch.randn(packed_logits.shape, generator=torch.Generator().manual_seed(2), dtype=packed_logits.dtype)
+    cotangent = torch.randn(
+        packed_logits.shape, generator=torch.Generator().manual_seed(2), dtype=packed_logits.dtype
+    )
     found = gradients(model, (packed_logits * cotangent).sum())
     expected = gradients(model, (apart(model, documents) * cotangent).sum())
     assert found.keys() == expected.keys() and sum(".ttt." in key for key in found) == 4
@@ -88,7 +99,10 @@ def test_a_document_knows_nothing_of_its_neighbours(name: str) -> None:
         other = ids.clone()
         other[0, changed] = 3 + (other[0, changed] - 2) % 94
         after = logits(model, other, position_ids=positions)
-        same = [torch.equal(a, b) for a, b in zip(before.split([17, 20, 9], 1), after.split([17, 20, 9], 1), strict=True)]
+        same = [
+            torch.equal(a, b)
+            for a, b in zip(before.split([17, 20, 9], 1), after.split([17, 20, 9], 1), strict=True)
+        ]
         assert same == [changed >= 17, True, changed < 37]
 
 
@@ -106,9 +120,18 @@ MASK = torch.ones_like(IDS)
 PADDED = torch.cat([MASK[:, :-3], torch.zeros_like(MASK[:, -3:])], 1)
 AT = {"position_ids": POSITIONS}
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "cu_seq_lens against position_ids": ("cu_seq_lens and position_ids disagree.*derive both", AT | cu_seq_lens([18, 19])),
-    "cu_seq_lens against one ramp": ("cu_seq_lens and position_ids disagree.*derive both", CU | {"position_ids": torch.arange(37)[None]}),
-    "cu_seq_lens of several rows": ("cu_seq_lens describe one packed row, the batch has 2", AT | CU | {"ids": IDS.repeat(2, 1)}),
+    "cu_seq_lens against position_ids": (
+        "cu_seq_lens and position_ids disagree.*derive both",
+        AT | cu_seq_lens([18, 19]),
+    ),
+    "cu_seq_lens against one ramp": (
+        "cu_seq_lens and position_ids disagree.*derive both",
+        CU | {"position_ids": torch.arange(37)[None]},
+    ),
+    "cu_seq_lens of several rows": (
+        "cu_seq_lens describe one packed row, the batch has 2",
+        AT | CU | {"ids": IDS.repeat(2, 1)},
+    ),
     "cu_seq_lens beyond the row": ("leaves 0:37", AT | cu_seq_lens([17, 30])),
     "a mask of ones": ("drop attention_mask for packed rows", AT | {"attention_mask": MASK}),
     "a mask with padding": ("attention_mask", AT | {"attention_mask": PADDED}),
@@ -128,7 +151,8 @@ def test_packing_that_attention_would_not_see_is_refused(case: str) -> None:
 
 
 def test_packed_training_with_the_default_cache_is_refused() -> None:
-    """Without use_cache=False the model makes a cache, and with one transformers' attention sees a single document."""
+    """Without use_cache=False the model makes a cache, and with one transformers' attention sees a single
+    document."""
     model = converted("llama").train()
     with pytest.raises(InPlaceTTTError, match="use_cache=False"):
         model(input_ids=IDS, position_ids=POSITIONS)

@@ -63,9 +63,17 @@ def test_a_chunk_reads_the_writes_of_earlier_ones_alone(backend: str, clip: floa
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 30])
 @pytest.mark.parametrize(
     ("conv", "kernel_size", "first", "last"),
-    [("lookahead", 5, -2, 2), ("lookahead", 3, -1, 1), ("lookahead", 1, 0, 0), ("causal", 5, -4, 0), ("causal", 4, -3, 0)],
+    [
+        ("lookahead", 5, -2, 2),
+        ("lookahead", 3, -1, 1),
+        ("lookahead", 1, 0, 0),
+        ("causal", 5, -4, 0),
+        ("causal", 4, -3, 0),
+    ],
 )
-def test_the_convolution_stays_in_its_chunk(conv: str, kernel_size: int, first: int, last: int, chunk_size: int) -> None:
+def test_the_convolution_stays_in_its_chunk(
+    conv: str, kernel_size: int, first: int, last: int, chunk_size: int
+) -> None:
     """d V[t] / d x[s] is not zero exactly where s is a tap of t inside t's own chunk."""
     layout = ChunkLayout((((1, 9), (9, 18)),), 20, chunk_size)
     ttt = TargetGenerator(3, kernel_size, conv, dtype=torch.float64)
@@ -92,7 +100,8 @@ def targets(model: torch.nn.Module, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(("conv", "reach"), [("lookahead", range(-2, 3)), ("causal", range(5))])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_look_ahead_exists_and_ends_at_the_chunk(name: str, conv: str, reach: range) -> None:
-    """A token's change alters what its chunk writes at the tokens before it ("lookahead"), never the chunk before."""
+    """A token's change alters what its chunk writes at the tokens before it ("lookahead"), never the chunk
+    before."""
     model, ids = converted(name, conv=conv), random_ids(1, LENGTH)
     before = targets(model, ids)
     for t in (0, 3, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH - 1):

@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 import torch
 from families import build
-from models import CHUNK, LAYERS, NAMES, converted, distance, gradients, hooks_of, logits, random_ids, streamed
+from models import (
+    CHUNK,
+    LAYERS,
+    NAMES,
+    converted,
+    distance,
+    gradients,
+    hooks_of,
+    logits,
+    random_ids,
+    streamed,
+)
 
 from inplace_ttt import InPlaceTTTConfig, InPlaceTTTError, convert, disable_ttt, revert
 from inplace_ttt.families import CACHE
@@ -15,14 +26,19 @@ from inplace_ttt.surgery import config_of, fast_weights, is_converted
 
 LENGTH = 4 * CHUNK + 3
 PIECES = [CHUNK + 2, 1, 1, 2 * CHUNK, CHUNK - 1]
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 0.0}  # in float32 one product per chunk stands for one over the row
+# in float32 one product per chunk stands for one over the row
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 0.0}
 
 
 @pytest.mark.parametrize("target", ["embeddings", "hidden_states"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_converted_is_the_base(name: str, dtype: torch.dtype, target: str) -> None:
-    base, model, ids = build(name, dtype=dtype), converted(name, dtype, writes=False, target=target), random_ids(2, LENGTH)
+    base, model, ids = (
+        build(name, dtype=dtype),
+        converted(name, dtype, writes=False, target=target),
+        random_ids(2, LENGTH),
+    )
     assert distance(logits(model, ids), logits(base, ids)) <= DTYPES[dtype]
     assert torch.equal(logits(model, ids, use_cache=True), logits(base, ids, use_cache=True))
     assert torch.equal(streamed(model, ids, PIECES), streamed(base, ids, PIECES))
@@ -31,9 +47,12 @@ def test_converted_is_the_base(name: str, dtype: torch.dtype, target: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_converted_trains_from_the_first_step(name: str) -> None:
-    """At the start conv has a gradient although it is zero, P has none, and the base's parameters have the base's own."""
+    """At the start conv has a gradient although it is zero, P has none, and the base's parameters have the
+    base's own."""
     base, model, ids = build(name).train(), converted(name, writes=False).train(), random_ids(2, LENGTH)
-    expected, found = (gradients(m, m(input_ids=ids, labels=ids, use_cache=False).loss) for m in (base, model))
+    expected, found = (
+        gradients(m, m(input_ids=ids, labels=ids, use_cache=False).loss) for m in (base, model)
+    )
     for index, layer in fast_weights(model).items():
         assert layer.ttt.conv.grad.abs().max() > 0 and not layer.ttt.proj.grad.any(), index
     assert {name for name in found if ".ttt." not in name} == set(expected)
@@ -44,7 +63,12 @@ def test_converted_trains_from_the_first_step(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_eta_zero_is_off_is_the_base(name: str, dtype: torch.dtype) -> None:
-    base, on, zero, ids = build(name, dtype=dtype), converted(name, dtype), converted(name, dtype, eta=0.0), random_ids(2, LENGTH)
+    base, on, zero, ids = (
+        build(name, dtype=dtype),
+        converted(name, dtype),
+        converted(name, dtype, eta=0.0),
+        random_ids(2, LENGTH),
+    )
     assert distance(logits(on, ids), logits(base, ids)) > 0.02
     with disable_ttt(on):
         for use_cache in (False, True):
@@ -103,11 +127,15 @@ def test_a_detached_target_gives_its_source_no_gradient(target: str) -> None:
         model = converted("llama", target=target, detach_target=detach).train()
         sources: list[bool] = []
         for layer in fast_weights(model).values():
-            layer.ttt.register_forward_pre_hook(lambda module, args, seen=sources: seen.append(args[0].requires_grad))
+            layer.ttt.register_forward_pre_hook(
+                lambda module, args, seen=sources: seen.append(args[0].requires_grad)
+            )
         out = model(input_ids=ids, labels=ids, use_cache=False)
         found[detach] = (out.logits.detach(), gradients(model, out.loss), sources)
     (logits_on, grads_on, sources_on), (logits_off, grads_off, sources_off) = found[False], found[True]
     assert torch.equal(logits_on, logits_off) and sources_on == [True, True] and sources_off == [False, False]
     assert distance(grads_off["model.embed_tokens.weight"], grads_on["model.embed_tokens.weight"]) > 1e-3
-    last: dict[str, Any] = {key: value for key, value in grads_on.items() if "layers.2" in key and ".ttt." in key}
+    last: dict[str, Any] = {
+        key: value for key, value in grads_on.items() if "layers.2" in key and ".ttt." in key
+    }
     assert len(last) == 2 and all(torch.equal(grads_off[key], value) for key, value in last.items())

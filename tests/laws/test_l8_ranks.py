@@ -25,13 +25,21 @@ LAYOUTS = {
 }
 
 
-def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, ridge: float | None, gated: bool) -> dict[str, Tensor]:
+def inputs(
+    layout: ChunkLayout, dtype: torch.dtype, with_state: bool, ridge: float | None, gated: bool
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+        return (
+            (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+        )
 
-    given = {"z": draw(layout.batch, layout.length, H), "v": draw(layout.batch, layout.length, D, scale=0.3), "weight": draw(D, H)}
+    given = {
+        "z": draw(layout.batch, layout.length, H),
+        "v": draw(layout.batch, layout.length, D, scale=0.3),
+        "weight": draw(D, H),
+    }
     if with_state:
         state = draw(layout.batch, D, H)
         if ridge is not None:
@@ -43,7 +51,9 @@ def inputs(layout: ChunkLayout, dtype: torch.dtype, with_state: bool, ridge: flo
     return given
 
 
-def whole(layout: ChunkLayout, given: dict[str, Tensor], weights: tuple[Tensor, Tensor], **options: Any) -> list[Tensor]:
+def whole(
+    layout: ChunkLayout, given: dict[str, Tensor], weights: tuple[Tensor, Tensor], **options: Any
+) -> list[Tensor]:
     out, state = fast_weight(**given, layout=layout, backend="reference", return_state=True, **options)
     ((out * weights[0]).sum() + (state * weights[1]).sum()).backward()
     return [out.detach(), state.detach(), *(x.grad for x in given.values())]
@@ -86,13 +96,20 @@ def compare(
     for what, got in {"out": out.detach(), **{key: x.grad for key, x in local.items()}}.items():
         want = wanted[what][:, mine] if what == "out" or what in cut else wanted[what]
         close = {"rtol": 1e-5, "atol": 1e-5 * float(want.abs().max())} if dtype == torch.float32 else {}
-        torch.testing.assert_close(got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}, ridge {ridge}: {m}")
+        torch.testing.assert_close(
+            got, want, **close, msg=lambda m, what=what: f"{what}, {name}, clip {clip}, ridge {ridge}: {m}"
+        )
 
 
 def every_case(group: dist.ProcessGroup) -> None:
     for name in LAYOUTS:
         for dtype in (torch.float64, torch.float32):
-            for clip, with_state, with_final in ((None, False, False), (2.0, False, True), (None, True, True), (2.0, True, False)):
+            for clip, with_state, with_final in (
+                (None, False, False),
+                (2.0, False, True),
+                (None, True, True),
+                (2.0, True, False),
+            ):
                 compare(group, name, dtype, clip, with_state, with_final, None)
                 compare(group, name, dtype, clip, with_state, with_final, 0.5)
                 compare(group, name, dtype, clip, with_state, with_final, 0.5, gated=True)
@@ -100,7 +117,9 @@ def every_case(group: dist.ProcessGroup) -> None:
                     compare(group, name, dtype, clip, with_state, with_final, None, norms=True)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)]
+)
 def test_ranks_agree_with_one(ranks: int) -> None:
     on_ranks(ranks, every_case)
 
@@ -108,7 +127,9 @@ def test_ranks_agree_with_one(ranks: int) -> None:
 def test_a_border_inside_a_chunk_is_refused() -> None:
     layout = ChunkLayout.from_lengths([[48]], 5)
     for rank in (0, 1):  # both, or the other would wait for ever
-        with pytest.raises(InPlaceTTTError, match="rank 1 begins at token 24 of row 0, 4 tokens into a chunk of 5"):
+        with pytest.raises(
+            InPlaceTTTError, match="rank 1 begins at token 24 of row 0, 4 tokens into a chunk of 5"
+        ):
             layout.part(rank, 2)
     with pytest.raises(InPlaceTTTError, match="rows of 48 tokens do not divide by 5 ranks"):
         layout.part(0, 5)

@@ -1,4 +1,5 @@
-"""L3 and L4 by masks made beforehand, [B, H, T, K]: what attention sees as documents and padding, TTT does."""
+"""L3 and L4 by masks made beforehand, [B, H, T, K]: what attention sees as documents and padding, TTT
+does."""
 
 import itertools
 from typing import Any
@@ -22,7 +23,9 @@ NAMES = ["llama", "gemma3", "gpt2", "olmo3"]
 def as_mask(sees: Tensor, kind: str) -> Tensor:
     """bool [B, T, K] as transformers takes it, [B, 1, T, K]."""
     additive = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
-    return {"bool": sees, "float": additive, "infinite": additive.masked_fill(~sees, -torch.inf)}[kind][:, None]
+    return {"bool": sees, "float": additive, "infinite": additive.masked_fill(~sees, -torch.inf)}[kind][
+        :, None
+    ]
 
 
 def arguments(model: Any, sees: Tensor, kind: str) -> dict[str, Any]:
@@ -31,14 +34,21 @@ def arguments(model: Any, sees: Tensor, kind: str) -> dict[str, Any]:
     if window is None:
         return {"attention_mask": as_mask(sees, kind)}
     near = ~torch.ones_like(CAUSAL).tril(-window)
-    return {"attention_mask": {"full_attention": as_mask(sees, kind), "sliding_attention": as_mask(sees & near, kind)}}
+    return {
+        "attention_mask": {
+            "full_attention": as_mask(sees, kind),
+            "sliding_attention": as_mask(sees & near, kind),
+        }
+    }
 
 
 def left_padded(pads: int, pad_rows: str = "nothing") -> Tensor:
     """Row 0 whole, row 1 with padding at its left, whose rows see nothing, themselves, or everything."""
     sees = CAUSAL.repeat(2, 1, 1)
     sees[1, :, :pads] = False
-    sees[1, :pads] = {"nothing": False, "themselves": torch.eye(LENGTH).bool()[:pads], "everything": True}[pad_rows]
+    sees[1, :pads] = {"nothing": False, "themselves": torch.eye(LENGTH).bool()[:pads], "everything": True}[
+        pad_rows
+    ]
     return sees
 
 
@@ -46,10 +56,16 @@ def packed(*lengths: int) -> Tensor:
     return torch.block_diag(*[torch.ones(n, n).tril() for n in lengths]).bool().repeat(2, 1, 1)
 
 
-# Name, what padding sees, whether position_ids are given; gpt2's are absolute, so that without them padding moves the text.
+# Name, what padding sees, whether position_ids are given; gpt2's are absolute, so that without them padding
+# moves the text.
 LEFT_PADDED = [
     *itertools.product(NAMES, ["nothing"], [True]),
-    *((name, pad_rows, False) for name in NAMES if name != "gpt2" for pad_rows in ("nothing", "themselves", "everything")),
+    *(
+        (name, pad_rows, False)
+        for name in NAMES
+        if name != "gpt2"
+        for pad_rows in ("nothing", "themselves", "everything")
+    ),
 ]
 
 
@@ -93,23 +109,43 @@ def test_a_compiled_cache_makes_the_mask_beforehand(name: str) -> None:
     model = converted(name)
     mask = torch.ones_like(IDS)
     mask[1, : 2 * CHUNK + 1] = 0
-    settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 2 * CHUNK, "do_sample": False, "eos_token_id": -1}
+    settings: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 2 * CHUNK,
+        "do_sample": False,
+        "eos_token_id": -1,
+    }
     expected = model.generate(IDS * mask, **settings)
-    assert torch.equal(model.generate(IDS * mask, cache_implementation="static", disable_compile=True, **settings), expected)
+    assert torch.equal(
+        model.generate(IDS * mask, cache_implementation="static", disable_compile=True, **settings), expected
+    )
 
 
 def test_a_mask_goes_on_with_the_cache() -> None:
-    """A later piece's mask covers what is cached as well; of a static cache, places that are not filled yet, too."""
+    """A later piece's mask covers what is cached as well; of a static cache, places that are not filled yet,
+    too."""
     model, pads = converted("llama"), 2 * CHUNK + 2
     sees, expected = left_padded(pads), logits(model, IDS[1:, pads:])
-    for cache, room in ((DynamicCache(config=model.config), LENGTH), (StaticCache(config=model.config, max_cache_len=64), 64)):
+    for cache, room in (
+        (DynamicCache(config=model.config), LENGTH),
+        (StaticCache(config=model.config, max_cache_len=64), 64),
+    ):
         wide = torch.nn.functional.pad(sees, (0, room - LENGTH))
         found = []
         for start, stop in ((0, 9), (9, 20), (20, 21), (21, LENGTH)):
             columns = stop if room == LENGTH else room
             piece = as_mask(wide[:, start:stop, :columns], "bool")
             at = (torch.arange(start, stop) - torch.tensor([[0], [pads]])).clamp(min=0)
-            found.append(logits(model, IDS[:, start:stop], attention_mask=piece, **{CACHE: cache}, position_ids=at, use_cache=True))
+            found.append(
+                logits(
+                    model,
+                    IDS[:, start:stop],
+                    attention_mask=piece,
+                    **{CACHE: cache},
+                    position_ids=at,
+                    use_cache=True,
+                )
+            )
         assert distance(torch.cat(found, 1)[1, pads:], expected[0]) < 5e-5
 
 

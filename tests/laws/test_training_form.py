@@ -1,4 +1,5 @@
-"""The laws for TTT-NTP's training form: the next token's source as the target, writes and rows of a fixed norm."""
+"""The laws for TTT-NTP's training form: the next token's source as the target, writes and rows of a fixed
+norm."""
 
 from typing import Any
 
@@ -12,7 +13,13 @@ from inplace_ttt.layer.target import TargetGenerator
 from inplace_ttt.layout import ChunkLayout
 from inplace_ttt.surgery import config_of, fast_weights
 
-NORMS: dict[str, Any] = {"conv": "next", "target": "hidden_states", "write_norm": "spectral", "preserve_row_norms": True, "eta": 0.2}
+NORMS: dict[str, Any] = {
+    "conv": "next",
+    "target": "hidden_states",
+    "write_norm": "spectral",
+    "preserve_row_norms": True,
+    "eta": 0.2,
+}
 D = 6
 LENGTHS = (4 * CHUNK + 2, 2 * CHUNK + 5, CHUNK, 3)
 
@@ -40,7 +47,10 @@ def test_the_target_is_the_next_token_of_the_chunk() -> None:
 
 def test_it_has_no_convolution() -> None:
     model = converted("llama", **NORMS)
-    assert not any("conv" in name for name in [*model.state_dict(), *dict(model.named_parameters()), *dict(model.named_buffers())])
+    assert not any(
+        "conv" in name
+        for name in [*model.state_dict(), *dict(model.named_parameters()), *dict(model.named_buffers())]
+    )
     assert all(list(dict(layer.ttt.named_parameters())) == ["proj"] for layer in fast_weights(model).values())
 
 
@@ -52,13 +62,17 @@ def test_the_start_of_p(start: str) -> None:
     assert torch.equal(first, second) == (start != "random_diagonal")
     if start == "shared_diagonal":
         std = model.config.initializer_range
-        assert torch.equal(first.diagonal(), torch.randn(32, generator=torch.Generator().manual_seed(1234567)) * std)
+        assert torch.equal(
+            first.diagonal(), torch.randn(32, generator=torch.Generator().manual_seed(1234567)) * std
+        )
     if start == "identity":
         assert torch.equal(first, torch.eye(32))
 
 
 def test_a_conversion_writes_at_once_and_reverts() -> None:
-    model = converted("llama", writes=False, conv="next", target="hidden_states", proj_init="identity", eta=0.001)
+    model = converted(
+        "llama", writes=False, conv="next", target="hidden_states", proj_init="identity", eta=0.001
+    )
     ids = random_ids(2, 5 * CHUNK)
     assert not config_of(model).starts_as_base
     with disable_ttt(model):
@@ -81,13 +95,20 @@ def test_packed_documents_are_apart() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_row_is_the_row_alone(side: str, use_cache: bool) -> None:
     model, rows = converted("llama", **NORMS), [random_ids(1, n, seed=n) for n in LENGTHS]
-    ids, mask = random_ids(len(rows), LENGTHS[0], seed=99), torch.zeros(len(rows), LENGTHS[0], dtype=torch.long)
+    ids, mask = (
+        random_ids(len(rows), LENGTHS[0], seed=99),
+        torch.zeros(len(rows), LENGTHS[0], dtype=torch.long),
+    )
     for r, row in enumerate(rows):
         start = LENGTHS[0] - row.shape[1] if side == "left" else 0
         ids[r, start : start + row.shape[1]], mask[r, start : start + row.shape[1]] = row[0], 1
-    found = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=use_cache)
+    found = logits(
+        model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=use_cache
+    )
     for r, row in enumerate(rows):
-        assert distance(found[r : r + 1, mask[r] == 1], logits(model, row)) < 5e-5, f"row of {row.shape[1]} tokens"
+        assert distance(found[r : r + 1, mask[r] == 1], logits(model, row)) < 5e-5, (
+            f"row of {row.shape[1]} tokens"
+        )
 
 
 @pytest.mark.parametrize("use_cache", [False, True], ids=["no cache", "cache"])

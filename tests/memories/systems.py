@@ -16,8 +16,14 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("gla", {"heads": 2, "chunk": 4}),
     "deltanet": ("deltanet", {"heads": 2, "chunk": 4}),
     "ttt-linear": ("ttt-linear", {"heads": 2, "mini_batch": CHUNK}),
-    "ttt-linear, one head, bare": ("ttt-linear", {"mini_batch": CHUNK, "learnt_rate": False, "residual_norm": False, "eta_base": 0.05}),
-    "ttt-linear, public form": ("ttt-linear", {"heads": 2, "mini_batch": CHUNK, "eta_base": 4.0, "form": "public"}),
+    "ttt-linear, one head, bare": (
+        "ttt-linear",
+        {"mini_batch": CHUNK, "learnt_rate": False, "residual_norm": False, "eta_base": 0.05},
+    ),
+    "ttt-linear, public form": (
+        "ttt-linear",
+        {"heads": 2, "mini_batch": CHUNK, "eta_base": 4.0, "form": "public"},
+    ),
     "ttt-mlp": ("ttt-mlp", {"heads": 2, "mini_batch": CHUNK}),
     "ttt-mlp, public form": ("ttt-mlp", {"heads": 2, "mini_batch": CHUNK, "form": "public"}),
     "lact": ("lact", {"heads": 2, "chunk": CHUNK}),
@@ -46,7 +52,9 @@ def randomise(module: nn.Module, std: float = 0.4) -> None:
 
 
 def inputs(length: int, batch: int = 3, dtype: torch.dtype = torch.float64, seed: int = 4) -> Tensor:
-    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        batch, length, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def leaves(state: Any) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Each memory's parallel form is its primal form: outputs, state and every gradient, at any length, split and start."""
+"""Each memory's parallel form is its primal form: outputs, state and every gradient, at any length, split and
+start."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,13 @@ from inplace_ttt.memories import MEMORIES, Memory, detached, state_bytes
 from memories.systems import CHUNK, SYSTEMS, inputs, leaves, system
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-SPLITS = {"one call": [17], "single tokens": [1] * 17, "pieces": [3, 2, 1, 6, 5], "chunks": [5, 5, 5, 2], "empty pieces never": [16, 1]}
+SPLITS = {
+    "one call": [17],
+    "single tokens": [1] * 17,
+    "pieces": [3, 2, 1, 6, 5],
+    "chunks": [5, 5, 5, 2],
+    "empty pieces never": [16, 1],
+}
 Form = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
@@ -28,17 +35,25 @@ def in_pieces(memory: Memory[Any], sizes: list[int]) -> Form:
     return run
 
 
-def everything(memory: Memory[Any], form: Form, length: int, start: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Outputs, final state, and the gradients of x, every parameter and the initial state under random cotangents."""
+def everything(
+    memory: Memory[Any], form: Form, length: int, start: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Outputs, final state, and the gradients of x, every parameter and the initial state under random
+    cotangents."""
     x = inputs(length, dtype=dtype).requires_grad_()
     state, given = None, {"x": x, **dict(memory.named_parameters())}
     if start:  # a state in the middle of a chunk, as an input of its own
-        state = pytree.tree_map_only(Tensor, lambda s: s.detach().clone().requires_grad_(), memory.primal(x.detach()[:, :7])[1])
+        state = pytree.tree_map_only(
+            Tensor, lambda s: s.detach().clone().requires_grad_(), memory.primal(x.detach()[:, :7])[1]
+        )
         given |= {f"initial {i}": leaf for i, leaf in enumerate(leaves(state))}
     y, final = form(x, state)
     results = {"y": y, **{f"final {i}": leaf for i, leaf in enumerate(leaves(final)) if leaf.numel()}}
     g = torch.Generator().manual_seed(5)
-    loss = sum((r * torch.randn(r.shape, generator=g, dtype=torch.float64).to(r.dtype)).sum() for r in results.values())
+    loss = sum(
+        (r * torch.randn(r.shape, generator=g, dtype=torch.float64).to(r.dtype)).sum()
+        for r in results.values()
+    )
     grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
     for name, value, grad in zip(given, given.values(), grads, strict=True):
         results[f"d {name}"] = torch.zeros_like(value) if grad is None else grad
@@ -67,16 +82,20 @@ def test_any_split_is_one_call(row: str, split: str) -> None:
     memory = system(row)
     for start in (False, True):
         expected = everything(memory, memory, 17, start, torch.float64)
-        assert_same(everything(memory, in_pieces(memory, SPLITS[split]), 17, start, torch.float64), expected, 1e-9)
+        assert_same(
+            everything(memory, in_pieces(memory, SPLITS[split]), 17, start, torch.float64), expected, 1e-9
+        )
 
 
 @pytest.mark.parametrize("row", SYSTEMS)
 def test_everything_matters(row: str) -> None:
-    """What the laws compare is not zero: tokens write, and every parameter and part of the state has a gradient."""
+    """What the laws compare is not zero: tokens write, and every parameter and part of the state has a
+    gradient."""
     memory = system(row)
     for start in (False, True):
         for name, value in everything(memory, memory, 17, start, torch.float64).items():
-            ignored = start and name.startswith("d initial.")  # the learnt start of a sequence that starts elsewhere
+            # the learnt start of a sequence that starts elsewhere
+            ignored = start and name.startswith("d initial.")
             assert value.numel() == 0 or ignored or value.abs().max() > 1e-6, name
     x = inputs(2 * CHUNK + 1)
     y, other = memory(x)[0], memory(torch.cat([inputs(2 * CHUNK, seed=6), x[:, -1:]], dim=1))[0]
@@ -100,7 +119,9 @@ def test_the_state_is_a_value(row: str) -> None:
     _, state = memory(x[:, :7])
     before = [leaf.clone() for leaf in leaves(state)]
     first, second = memory(x[:, 7:], state), memory(x[:, 7:], state)
-    assert first[0].equal(second[0]) and all(a.equal(b) for a, b in zip(leaves(first[1]), leaves(second[1]), strict=True))
+    assert first[0].equal(second[0]) and all(
+        a.equal(b) for a, b in zip(leaves(first[1]), leaves(second[1]), strict=True)
+    )
     assert all(a.equal(b) for a, b in zip(leaves(state), before, strict=True))
     assert set(memory.state_dict()) == names and not list(memory.buffers())
     assert state_bytes(state) == sum(leaf.numel() * 8 for leaf in before) > 0
@@ -126,7 +147,10 @@ def test_without_gradients(row: str, mode: Callable[[], Any]) -> None:
         second, state = memory(x[:, 7:], state)
         law, _ = memory.primal(x)
     assert not second.requires_grad and not any(leaf.requires_grad for leaf in leaves(state))
-    assert distance(torch.cat([first, second], dim=1), expected.detach()) < 1e-12 and distance(law, expected.detach()) < 1e-9
+    assert (
+        distance(torch.cat([first, second], dim=1), expected.detach()) < 1e-12
+        and distance(law, expected.detach()) < 1e-9
+    )
 
 
 @pytest.mark.parametrize("row", SYSTEMS)

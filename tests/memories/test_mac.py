@@ -1,4 +1,5 @@
-"""Titans' memory as context: the layer by its definition, and the model's shared streams by the model itself."""
+"""Titans' memory as context: the layer by its definition, and the model's shared streams by the model
+itself."""
 
 import pytest
 import torch

@@ -40,7 +40,10 @@ def test_titans_without_momentum_and_decay_is_gradient_descent() -> None:
     ttt.load_state_dict(titans.state_dict())
     tokens = titans.tokens(x)
     y, state = ttt.parallel(ttt.initial_state(3), tokens._replace(rates=tokens.rates[..., 2:]))
-    assert distance(titans(x)[0], ttt.output(y)) < 1e-12 and distance(titans(x)[1].now[0], ttt.now(state)[0]) < 1e-12
+    assert (
+        distance(titans(x)[0], ttt.output(y)) < 1e-12
+        and distance(titans(x)[1].now[0], ttt.now(state)[0]) < 1e-12
+    )
 
 
 def test_titans_momentum_and_decay_by_hand() -> None:
@@ -67,7 +70,12 @@ def test_data_dependent_rates_start_as_the_constants() -> None:
 
 @pytest.mark.parametrize("data_dependent", [False, True])
 def test_a_momentum_near_1_is_none_of_half_precision(data_dependent: bool) -> None:
-    rates = Titans(DIM, 2, eta=0.999, data_dependent=data_dependent).bfloat16().tokens(inputs(3, dtype=torch.bfloat16)).rates
+    rates = (
+        Titans(DIM, 2, eta=0.999, data_dependent=data_dependent)
+        .bfloat16()
+        .tokens(inputs(3, dtype=torch.bfloat16))
+        .rates
+    )
     assert rates.dtype == torch.float32 and (rates[..., 1] - 0.999).abs().max() < 1e-4
 
 
@@ -88,7 +96,9 @@ def test_lact_lowers_its_loss() -> None:
     memory, x = LaCT(DIM, chunk=6).double(), inputs(6)
     tokens, before = memory.tokens(x), memory.initial_state(3)
     _, after = memory(x)
-    losses = [memory.loss(memory.query(state, tokens.k), tokens.v).sum(dim=(1, 2, 3)) for state in (before, after)]
+    losses = [
+        memory.loss(memory.query(state, tokens.k), tokens.v).sum(dim=(1, 2, 3)) for state in (before, after)
+    ]
     assert (losses[1] < losses[0]).all()
 
 
@@ -107,7 +117,9 @@ def test_orthogonal_flattens_the_spectrum(shape: tuple[int, int]) -> None:
     found = orthogonal(g)
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.6 and values.max() < 1.3
-    assert (u.mT @ found @ vt.mT - torch.diag_embed((u.mT @ found @ vt.mT).diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-9
+    assert (
+        u.mT @ found @ vt.mT - torch.diag_embed((u.mT @ found @ vt.mT).diagonal(dim1=-2, dim2=-1))
+    ).abs().max() < 1e-9
     assert orthogonal(torch.zeros(2, 3)).equal(torch.zeros(2, 3))
 
 
@@ -116,9 +128,15 @@ def test_in_place_is_the_op_of_a_converted_model() -> None:
     randomise(memory)
     layout = ChunkLayout.from_lengths([[13]] * 3, 5)
     z, v = F.silu(memory.gate(x)) * memory.up(x), memory.ttt(x, layout)
-    expected, s = fast_weight(z, v, memory.down.weight, eta=0.3, layout=layout, backend="reference", return_state=True)
+    expected, s = fast_weight(
+        z, v, memory.down.weight, eta=0.3, layout=layout, backend="reference", return_state=True
+    )
     y, state = memory(x)
-    assert distance(y, expected) < 1e-12 and distance(state.s[:, 0], s) < 1e-12 and state.z.shape == (3, 1, 3, 12)
+    assert (
+        distance(y, expected) < 1e-12
+        and distance(state.s[:, 0], s) < 1e-12
+        and state.z.shape == (3, 1, 3, 12)
+    )
 
 
 def test_a_fresh_in_place_memory_is_a_gated_mlp() -> None:
@@ -128,9 +146,19 @@ def test_a_fresh_in_place_memory_is_a_gated_mlp() -> None:
 
 @pytest.mark.parametrize("name", ["gla", "deltanet"])
 def test_the_call_of_flash_linear_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a loop with that package's contract: tokens [B, T, H, d], state [B, H, key, value], o = scale · qᵀ h."""
+    """Against a loop with that package's contract: tokens [B, T, H, d], state [B, H, key, value], o = scale ·
+    qᵀ h."""
 
-    def recurrence(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, *, scale: float, initial_state: Tensor, output_final_state: bool):
+    def recurrence(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rates: Tensor,
+        *,
+        scale: float,
+        initial_state: Tensor,
+        output_final_state: bool,
+    ):
         assert output_final_state and initial_state.is_contiguous()
         h, out = initial_state, []
         for t in range(q.shape[1]):
@@ -156,7 +184,9 @@ def test_the_call_of_flash_linear_attention(name: str, monkeypatch: pytest.Monke
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(InPlaceTTTError, match="memory 'mamba' does not exist; choose one of linear-attention, gla,"):
+    with pytest.raises(
+        InPlaceTTTError, match="memory 'mamba' does not exist; choose one of linear-attention, gla,"
+    ):
         make("mamba", 8)
     with pytest.raises(InPlaceTTTError, match="dim 8 does not divide into 3 heads"):
         make("deltanet", 8, heads=3)
@@ -173,7 +203,11 @@ def test_bad_input_is_refused() -> None:
         ("titans", {"theta": math.nan}, "alpha, eta and theta must be 0 to 1"),
         ("deltanet", {"chunk": 2.5}, "must hold at least 1 token, got 2.5"),
         ("titans", {"eta": 1.5}, "alpha, eta and theta must be 0 to 1"),
-        ("titans", {"eta": 1.0, "data_dependent": True}, "must be between 0 and 1, where they depend on the data"),
+        (
+            "titans",
+            {"eta": 1.0, "data_dependent": True},
+            "must be between 0 and 1, where they depend on the data",
+        ),
         ("in-place", {"kernel_size": 4}, "kernel_size 4 is even"),
         ("in-place", {"conv": "none"}, "conv must be one of"),
         ("in-place", {"hidden": 0}, "dim and hidden must be at least 1"),
@@ -185,12 +219,16 @@ def test_bad_input_is_refused() -> None:
         memory(torch.ones(1, 3, 8), memory.initial_state(2))
     with pytest.raises(InPlaceTTTError, match="the state is of 1 sequences and x of 2"):
         memory.recall(torch.ones(2, 3, 8), memory.initial_state(1))
-    with pytest.raises(InPlaceTTTError, match="titans has no option 'mini_batch'; it has heads, layers, chunk, alpha"):
+    with pytest.raises(
+        InPlaceTTTError, match="titans has no option 'mini_batch'; it has heads, layers, chunk, alpha"
+    ):
         make("titans", 8, mini_batch=3)
     for name in MEMORIES:
         with pytest.raises(InPlaceTTTError, match="must hold at least 1 token, got 0"):
             make(name, 8, **{"mini_batch" if name.startswith("ttt") else "chunk": 0})
-    with pytest.raises(InPlaceTTTError, match=r"x must be \[B, T, dim\] with at least one token, got \[2, 0, 8\]"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"x must be \[B, T, dim\] with at least one token, got \[2, 0, 8\]"
+    ):
         make("titans", 8)(torch.zeros(2, 0, 8))
     with pytest.raises(InPlaceTTTError, match="choose heads of an even width, not 3"):
         make("ttt-mlp", 6, heads=2, form="public")

@@ -13,10 +13,13 @@ from memories.systems import CHUNK, DIM, inputs, randomise
 
 
 def test_theorem_1() -> None:
-    """A linear f, batch gradient descent, η = 1/2 and W0 = 0 is linear attention (arXiv 2407.04620, Theorem 1)."""
+    """A linear f, batch gradient descent, η = 1/2 and W0 = 0 is linear attention (arXiv 2407.04620, Theorem
+    1)."""
     x = inputs(41)
     for heads in (1, 2):
-        ttt = TTTLinear(DIM, heads, mini_batch=41, eta_base=0.5, learnt_rate=False, residual_norm=False).double()
+        ttt = TTTLinear(
+            DIM, heads, mini_batch=41, eta_base=0.5, learnt_rate=False, residual_norm=False
+        ).double()
         attention = LinearAttention(DIM, heads, chunk=7).double()
         randomise(ttt)
         attention.load_state_dict({name: p for name, p in ttt.state_dict().items() if name.startswith("to_")})
@@ -25,13 +28,16 @@ def test_theorem_1() -> None:
             y, state = form(x)
             expected, s = attention(x)
             assert distance(y, expected) < 1e-10 and distance(ttt.now(state)[0], s) < 1e-10
-        mini_batch = TTTLinear(DIM, heads, mini_batch=20, eta_base=0.5, learnt_rate=False, residual_norm=False).double()
+        mini_batch = TTTLinear(
+            DIM, heads, mini_batch=20, eta_base=0.5, learnt_rate=False, residual_norm=False
+        ).double()
         mini_batch.load_state_dict(ttt.state_dict())
         assert distance(mini_batch(x)[0], expected) > 1e-3  # online it is not
 
 
 def test_mini_batches_by_hand() -> None:
-    """One head, no batch: G_t at the last mini-batch's end, W_t = W_{t−1} − η_t G_t, z_t = f(θ_Q x_t; W_t)."""
+    """One head, no batch: G_t at the last mini-batch's end, W_t = W_{t−1} − η_t G_t, z_t = f(θ_Q x_t;
+    W_t)."""
     memory, x = TTTLinear(DIM, mini_batch=4, eta_base=0.7).double(), inputs(10, batch=1)
     randomise(memory)
     gamma, beta = (p[0, 0] for p in memory.norm)
@@ -62,7 +68,8 @@ def test_a_fresh_memory_learns_what_it_reads() -> None:
 
 
 def test_the_public_form_by_hand() -> None:
-    """One head: q and k turned by their place, steps over 2d, scaled anew for each reader, biases, a norm before the output."""
+    """One head: q and k turned by their place, steps over 2d, scaled anew for each reader, biases, a norm
+    before the output."""
     memory, x = TTTLinear(DIM, mini_batch=4, eta_base=9.0, form="public").double(), inputs(10, batch=1)
     randomise(memory)
     torch.nn.init.constant_(memory.learnt_scale[-1], -1.0)  # a reader that sees none of its mini-batch
@@ -74,7 +81,9 @@ def test_the_public_form_by_hand() -> None:
 
     def turned(token: torch.Tensor, place: int) -> torch.Tensor:
         frequency = torch.tensor([10_000 ** (-2 * i / DIM) for i in range(DIM // 2)], dtype=torch.float64)
-        return torch.view_as_real(torch.view_as_complex(token.reshape(-1, 2)) * torch.exp(1j * place * frequency)).flatten()
+        return torch.view_as_real(
+            torch.view_as_complex(token.reshape(-1, 2)) * torch.exp(1j * place * frequency)
+        ).flatten()
 
     def f(token: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return token + F.layer_norm(w @ token + b, (DIM,), gamma, beta, 1e-6)
@@ -87,7 +96,9 @@ def test_the_public_form_by_hand() -> None:
             start, total = (w, b), (torch.zeros_like(w), torch.zeros_like(b))
         leaves = [part.detach().requires_grad_() for part in start]
         loss = (f(turned(k[t], place), *leaves) - v[t]).square().sum()
-        total = tuple(sum_ + eta[t] * g for sum_, g in zip(total, torch.autograd.grad(loss, leaves), strict=True))
+        total = tuple(
+            sum_ + eta[t] * g for sum_, g in zip(total, torch.autograd.grad(loss, leaves), strict=True)
+        )
         w, b = (part - scale[place] * moved for part, moved in zip(start, total, strict=True))
         read.append(f(turned(q[t], place), w, b))
     y = F.layer_norm(torch.stack(read), (DIM,), memory.read_norm.weight, memory.read_norm.bias, 1e-6)
@@ -96,18 +107,36 @@ def test_the_public_form_by_hand() -> None:
 
 @pytest.mark.parametrize("memory", [TTTLinear, TTTMLP])
 def test_the_public_form_is_the_public_layer(memory: type[TTTLinear | TTTMLP]) -> None:
-    """Outputs and every gradient of the public code's class with the same parameters, a last mini-batch left open."""
+    """Outputs and every gradient of the public code's class with the same parameters, a last mini-batch left
+    open."""
     heads, eta_base, length = 2, 4.0, 3 * CHUNK + 2
-    functions = ("rotate_half", "permute_qk", "undo_permute_qk", "apply_rotary_pos_emb", "scan", "ln_fwd", "ln_fused_l2_bwd", "gelu_bwd")
+    functions = (
+        "rotate_half",
+        "permute_qk",
+        "undo_permute_qk",
+        "apply_rotary_pos_emb",
+        "scan",
+        "ln_fwd",
+        "ln_fused_l2_bwd",
+        "gelu_bwd",
+    )
     public = classes("ttt/ttt.py", *functions, "RotaryEmbedding", "TTTBase", memory.__name__)[memory.__name__]
-    size = {"hidden_size": DIM, "num_attention_heads": heads, "mini_batch_size": CHUNK, "rope_theta": 10_000.0}
+    size = {
+        "hidden_size": DIM,
+        "num_attention_heads": heads,
+        "mini_batch_size": CHUNK,
+        "rope_theta": 10_000.0,
+    }
     options = {"share_qk": False, "conv_kernel": 4, "use_gate": False, "scan_checkpoint_group_size": 0}
     theirs = public(SimpleNamespace(**size, **options, ttt_base_lr=eta_base), layer_idx=0).double()
     randomise(theirs)
     ours = memory(DIM, heads, CHUNK, eta_base, form="public").double()
     first, every, of_heads = (slice(None), 0), Ellipsis, (slice(None), None)
     pairs = [
-        *((getattr(ours, f"to_{name}").weight, getattr(theirs, f"{name[0]}_proj").weight, every) for name in ("q", "k", "v", "out")),
+        *(
+            (getattr(ours, f"to_{name}").weight, getattr(theirs, f"{name[0]}_proj").weight, every)
+            for name in ("q", "k", "v", "out")
+        ),
         (ours.to_rate.weight, theirs.learnable_ttt_lr_weight, first),
         (ours.to_rate.bias, theirs.learnable_ttt_lr_bias, first),
         (ours.norm[0], theirs.ttt_norm_weight, of_heads),

@@ -13,7 +13,10 @@ D, HIDDEN = 6, 11
 def given(b: int, dtype: torch.dtype) -> list[Tensor]:
     g = torch.Generator().manual_seed(1)
     shapes = [(b, D)] * 3 + [(HIDDEN, D), (D, HIDDEN)]
-    return [(torch.randn(shape, generator=g, dtype=torch.float64) * 0.5).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        (torch.randn(shape, generator=g, dtype=torch.float64) * 0.5).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
@@ -26,7 +29,9 @@ def test_dual_is_primal(b: int, dtype: torch.dtype, tolerance: float) -> None:
         g = torch.Generator().manual_seed(2)
         loss = sum((x * torch.randn(x.shape, generator=g).to(dtype)).sum() for x in out)
         results.append([x.detach() for x in out] + list(torch.autograd.grad(loss, tensors)))
-    for name, found, expected in zip(("y", "w1", "w2", "dq", "dk", "dv", "dw1", "dw2"), *results, strict=True):
+    for name, found, expected in zip(
+        ("y", "w1", "w2", "dq", "dk", "dv", "dw1", "dw2"), *results, strict=True
+    ):
         assert distance(found, expected) < tolerance and expected.abs().max() > 1e-3, name
 
 

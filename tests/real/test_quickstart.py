@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.real, pytest.mark.full]
 
 def test_the_readmes_first_commands_print_what_it_says(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = re.search(r"^```bash\n(inplace-ttt convert.*?)^```$.*?^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    first = re.search(
+        r"^```bash\n(inplace-ttt convert.*?)^```$.*?^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+    )
     assert first is not None and (ROOT / ".cache" / "text").exists(), "run `make model text` first"
     for folder in (".cache", "docs"):
         (tmp_path / folder).symlink_to(ROOT / folder)

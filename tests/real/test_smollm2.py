@@ -1,4 +1,5 @@
-"""Laws L2, L4 and L6, sessions and the command line on a real pretrained model, SmolLM2-135M, and real text."""
+"""Laws L2, L4 and L6, sessions and the command line on a real pretrained model, SmolLM2-135M, and real
+text."""
 
 import json
 from pathlib import Path
@@ -32,7 +33,8 @@ def text() -> str:
 
 @pytest.fixture(scope="module")
 def model(text: str) -> PreTrainedModel:
-    """SmolLM2 in float32, five TTT layers, a next-token writer strong enough to show and weak enough to stay sane."""
+    """SmolLM2 in float32, five TTT layers, a next-token writer strong enough to show and weak enough to stay
+    sane."""
     lm = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     convert(lm, InPlaceTTTConfig(chunk_size=CHUNK, eta=1e-3))
     next_token_tap(lm)
@@ -46,7 +48,9 @@ def logits(model: PreTrainedModel, ids: Tensor, **kwargs: object) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.full
-def test_l6_a_fresh_conversion_is_its_base(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_l6_a_fresh_conversion_is_its_base(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     assert cli.main(["convert", str(MODEL), str(tmp_path / "out"), "--chunk-size", "64", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["layers"] == [0, 6, 12, 18, 24]
@@ -88,11 +92,15 @@ def test_l4_a_row_alone_is_the_row_in_a_batch(model: PreTrainedModel, text: str)
         assert (found - alone).abs().max() < 2e-3 * alone.abs().max()
     together = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False)
     for row, prompt in enumerate(rows):
-        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+        alone = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False
+        )
         assert torch.equal(together[row, -6:], alone[0, -6:])
 
 
-def test_a_session_broken_in_two_is_the_unbroken_one(model: PreTrainedModel, text: str, tmp_path: Path) -> None:
+def test_a_session_broken_in_two_is_the_unbroken_one(
+    model: PreTrainedModel, text: str, tmp_path: Path
+) -> None:
     ids = tokenize(text)
     first, second = ids[:, :250], ids[:, 250:270]
     unbroken = Session(model)
@@ -103,7 +111,8 @@ def test_a_session_broken_in_two_is_the_unbroken_one(model: PreTrainedModel, tex
     again = load_plain_with_writer(model)
     loaded = Session.load(tmp_path / "session", again)
     assert torch.equal(
-        loaded.generate(second, max_new_tokens=12, do_sample=False), unbroken.generate(second, max_new_tokens=12, do_sample=False)
+        loaded.generate(second, max_new_tokens=12, do_sample=False),
+        unbroken.generate(second, max_new_tokens=12, do_sample=False),
     )
     assert loaded.chunks_written == unbroken.chunks_written == (250 + 20 + 11) // CHUNK
 
@@ -117,7 +126,9 @@ def load_plain_with_writer(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.full
-def test_generate_on_the_command_line(tmp_path: Path, text: str, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_on_the_command_line(
+    tmp_path: Path, text: str, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Read, save, end; load, go on: the same text as in one go, and another than with TTT off."""
     model.save_pretrained(tmp_path / "ttt")
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "ttt")
@@ -138,10 +149,28 @@ def test_generate_on_the_command_line(tmp_path: Path, text: str, model: PreTrain
     state.read(tokenize(text))
     new = state.generate(tokenize("\nHamlet:"), max_new_tokens=12, do_sample=False)
     assert answer["text"] == AutoTokenizer.from_pretrained(MODEL).decode(new[0], skip_special_tokens=True)
-    small = generate("--prompt-file", tmp_path / "text", "--max-new-tokens", 5, "--save-state", tmp_path / "f", "--fast-weights-only")
+    small = generate(
+        "--prompt-file",
+        tmp_path / "text",
+        "--max-new-tokens",
+        5,
+        "--save-state",
+        tmp_path / "f",
+        "--fast-weights-only",
+    )
     assert small["saved_state"]["bytes"] < 0.8 * read["saved_state"]["bytes"]  # type: ignore[index]
     generate(*on, "--load-state", tmp_path / "f")
     assert cli.main(["generate", str(tmp_path / "ttt"), "--prompt-file", str(tmp_path / "nowhere")]) == 2
     assert (
-        cli.main(["generate", str(tmp_path / "ttt"), "--prompt-file", str(tmp_path / "more"), "--load-state", str(tmp_path / "text")]) == 2
+        cli.main(
+            [
+                "generate",
+                str(tmp_path / "ttt"),
+                "--prompt-file",
+                str(tmp_path / "more"),
+                "--load-state",
+                str(tmp_path / "text"),
+            ]
+        )
+        == 2
     )

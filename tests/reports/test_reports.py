@@ -19,7 +19,9 @@ def test_a_single_value_has_none() -> None:
 
 def test_a_share_has_wilson_s_interval() -> None:
     """Of 2 in 20 and of none in 10: Newcombe 1998, Statistics in Medicine 17, and the rule's closed form."""
-    assert wilson([True] * 2 + [False] * 18) == pytest.approx({"share": 0.1, "low": 0.0279, "high": 0.3010}, abs=1e-4)
+    assert wilson([True] * 2 + [False] * 18) == pytest.approx(
+        {"share": 0.1, "low": 0.0279, "high": 0.3010}, abs=1e-4
+    )
     for n in range(1, 120):
         for hits in range(n + 1):
             interval = wilson([True] * hits + [False] * (n - hits))
@@ -34,5 +36,9 @@ def test_what_is_not_finite_shows() -> None:
 
 def test_names_are_escaped_in_a_page_and_not_in_text() -> None:
     report = Report("<script>alert('a')</script> & b", "paper", [])
-    assert "<script>alert" not in report.to_html() and "&lt;script&gt;alert" in report.to_html() and "&amp; b" in report.to_html()
+    assert (
+        "<script>alert" not in report.to_html()
+        and "&lt;script&gt;alert" in report.to_html()
+        and "&amp; b" in report.to_html()
+    )
     assert "<script>alert('a')</script> & b" in report.to_markdown()

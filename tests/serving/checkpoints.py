@@ -28,7 +28,11 @@ WIDE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-GEMMA = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 64}
+GEMMA = {
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 64,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
@@ -56,7 +60,10 @@ def base(family: str) -> PreTrainedModel:
 
 def save(path: Path, family: str = "llama", preset: str = "paper", **settings: Any) -> PreTrainedModel:
     """The converted model, saved to `path`."""
-    model = convert(base(family), InPlaceTTTConfig.preset(preset, layers=(1, 3), chunk_size=CHUNK, **{**LIVE[preset], **settings}))
+    model = convert(
+        base(family),
+        InPlaceTTTConfig.preset(preset, layers=(1, 3), chunk_size=CHUNK, **{**LIVE[preset], **settings}),
+    )
     if config_of(model).needs_calibration:
         calibrate(model, [torch.randint(3, 512, (1, 512), generator=torch.Generator().manual_seed(1))])
     write(model)
@@ -80,9 +87,13 @@ def write(model: PreTrainedModel) -> None:
 def save_tokenizer(path: Path) -> None:
     """Token n is the word wn."""
     special = {0: "<pad>", 2: "</s>", 3: "<unk>"}
-    vocabulary = Tokenizer(WordLevel({special.get(n, f"w{n}"): n for n in range(WIDE["vocab_size"])}, unk_token=special[3]))
+    vocabulary = Tokenizer(
+        WordLevel({special.get(n, f"w{n}"): n for n in range(WIDE["vocab_size"])}, unk_token=special[3])
+    )
     vocabulary.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token=special[2], pad_token=special[0], unk_token=special[3])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, eos_token=special[2], pad_token=special[0], unk_token=special[3]
+    )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(path)
 

@@ -43,7 +43,9 @@ def running(folder: Path, module: str, *arguments: str, behind: Sequence[str] = 
     log = folder / f"log-{port}"
     with log.open("w") as out:
         command = [sys.executable, "-m", module, *arguments, "--port", str(port), *behind]
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=folder, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=environment, cwd=folder, start_new_session=True
+        )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         end = time.monotonic() + SECONDS

@@ -1,4 +1,5 @@
-"""What a request takes beside vLLM's KV cache, counted and measured; and vLLM's blocks are as big as they are for the base."""
+"""What a request takes beside vLLM's KV cache, counted and measured; and vLLM's blocks are as big as they are
+for the base."""
 
 from __future__ import annotations
 
@@ -20,13 +21,17 @@ D, H, CHUNK, SLOTS = 576, 1536, 128, 17
 FLOAT = 4
 
 
-@pytest.mark.parametrize(("preset", "dtype"), [("paper", torch.float32), ("ridge", torch.float32), ("ridge", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("preset", "dtype"), [("paper", torch.float32), ("ridge", torch.float32), ("ridge", torch.bfloat16)]
+)
 def test_a_slot_takes_what_is_counted(preset: str, dtype: torch.dtype) -> None:
     config = InPlaceTTTConfig.preset(preset, chunk_size=CHUNK)
     rows, width = config.state_shape(D, H)
-    reads = 0 if preset == "paper" else D * width * dtype.itemsize  # in float32 the paper's sum is what is read
+    # in float32 the paper's sum is what is read
+    reads = 0 if preset == "paper" else D * width * dtype.itemsize
     counted = rows * width * FLOAT + reads + CHUNK * (width + D) * dtype.itemsize
-    with get_context("spawn").Pool(1) as fresh:  # in this process memory that was given back may be taken again
+    # in this process memory that was given back may be taken again
+    with get_context("spawn").Pool(1) as fresh:
         size, taken = fresh.apply(_taken, (config, dtype))
     assert size == counted
     assert taken == pytest.approx(SLOTS * counted, rel=0.03)
@@ -58,4 +63,8 @@ def test_blocks_keep_their_size(preset: str, caching: bool, tmp_path: Path) -> N
 def page_bytes(made: LLMEngine) -> int:
     """Of a block of the KV cache of attention."""
     groups = made.engine_core.engine_core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-    return next(group.kv_cache_spec.real_page_size_bytes for group in groups if "Attention" in type(group.kv_cache_spec).__name__)
+    return next(
+        group.kv_cache_spec.real_page_size_bytes
+        for group in groups
+        if "Attention" in type(group.kv_cache_spec).__name__
+    )

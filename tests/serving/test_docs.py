@@ -25,7 +25,11 @@ def test_the_page_is_true(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "serve.md").read_text()
     section = page[page.index("## In vLLM") : page.index("## Errors you may meet")]
     (start,) = re.findall(r"^inplace-ttt (serve .*)$", section, re.MULTILINE)
-    blocks = [(kind, code) for kind, code in re.findall(r"^```(bash|py)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE) if ADDRESS in code]
+    blocks = [
+        (kind, code)
+        for kind, code in re.findall(r"^```(bash|py)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+        if ADDRESS in code
+    ]
     assert len(blocks) == 4
     assert main(["convert", str(MODEL), str(tmp_path / "smollm2-ttt"), "--chunk-size", "64"]) == 0
     book = next(file for file in sorted(TEXT.rglob("*.txt")) if file.stat().st_size > 5000)
@@ -36,9 +40,18 @@ def test_the_page_is_true(tmp_path: Path) -> None:
         said = []
         for kind, code in blocks:
             code = code.replace(ADDRESS, server.address.removeprefix("http://"))
-            command = ["bash", "-euo", "pipefail", "-c", code] if kind == "bash" else [sys.executable, "-c", code]
+            command = (
+                ["bash", "-euo", "pipefail", "-c", code] if kind == "bash" else [sys.executable, "-c", code]
+            )
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PATH": path}, timeout=120)
+            done = subprocess.run(
+                command,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "PATH": path},
+                timeout=120,
+            )
             assert done.returncode == 0 and '"error"' not in done.stdout, done.stdout + done.stderr
             said.append(done.stdout)
     assert '"in":"memory","saved":true' in said[-1] and len(said[2].split()) > 3

@@ -1,4 +1,5 @@
-"""`inplace-ttt serve`: memories by name, asked by OpenAI's client and by hand. `Session` says what is right."""
+"""`inplace-ttt serve`: memories by name, asked by OpenAI's client and by hand. `Session` says what is
+right."""
 
 from __future__ import annotations
 
@@ -59,18 +60,24 @@ def server(place: Path) -> Iterator[Server]:
 def served(place: Path, memories: str = "memories") -> Any:
     keys = [word for key in KEYS for word in ("--api-key", key)]
     limits = ("--memories", memories, "--memory-bytes", str(SIZE), "--per-key", "6")
-    return running(place, "inplace_ttt.cli", "serve", str(place / "ttt"), *keys, *limits, behind=("--vllm", *VLLM))
+    return running(
+        place, "inplace_ttt.cli", "serve", str(place / "ttt"), *keys, *limits, behind=("--vllm", *VLLM)
+    )
 
 
 def call(server: Server, method: str, path: str, body: Any = None, key: str = KEYS[0]) -> tuple[int, Any]:
     """Status and JSON of a request by hand."""
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(f"{server.address}{path}", data, {**headers, "Content-Type": "application/json"}, method=method)
+    request = urllib.request.Request(
+        f"{server.address}{path}", data, {**headers, "Content-Type": "application/json"}, method=method
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             content = response.read()
-            return response.status, json.loads(content) if response.headers["content-type"] == "application/json" else content
+            return response.status, json.loads(content) if response.headers[
+                "content-type"
+            ] == "application/json" else content
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
 
@@ -100,8 +107,12 @@ def test_a_memory_by_name(server: Server, place: Path, model: PreTrainedModel) -
     assert call(server, "POST", "/v1/memories/book/fork", {"to": "branch"})[1]["tokens"] == len(BOOKS[0])
     answer = said(ask, folder, QUESTIONS[2], memory="branch")
     later = after(model, [*QUESTIONS[2], *answer[:-1]], state.fork())
-    assert said(ask, folder, QUESTIONS[3], memory="branch", freeze=True) == continued(model, later, QUESTIONS[3])
-    assert said(ask, folder, QUESTIONS[3], memory="book", freeze=True) == continued(model, state, QUESTIONS[3])
+    assert said(ask, folder, QUESTIONS[3], memory="branch", freeze=True) == continued(
+        model, later, QUESTIONS[3]
+    )
+    assert said(ask, folder, QUESTIONS[3], memory="book", freeze=True) == continued(
+        model, state, QUESTIONS[3]
+    )
     status, file = call(server, "GET", "/v1/memories/branch/file")
     assert status == 200
     (place / "branch.state").write_bytes(file)
@@ -110,30 +121,45 @@ def test_a_memory_by_name(server: Server, place: Path, model: PreTrainedModel) -
     assert call(server, "POST", "/v1/memories/branch/save")[1]["saved"] is True
     said(ask, folder, BOOKS[1], 1, memory="branch")
     assert call(server, "GET", "/v1/memories/branch")[1]["saved"] is False
-    assert call(server, "POST", "/v1/memories/branch/load")[1]["tokens"] == len(BOOKS[0]) + len(QUESTIONS[2]) + NEW - 1
-    assert said(ask, folder, QUESTIONS[0], memory="branch", freeze=True) == continued(model, later, QUESTIONS[0])
+    assert (
+        call(server, "POST", "/v1/memories/branch/load")[1]["tokens"]
+        == len(BOOKS[0]) + len(QUESTIONS[2]) + NEW - 1
+    )
+    assert said(ask, folder, QUESTIONS[0], memory="branch", freeze=True) == continued(
+        model, later, QUESTIONS[0]
+    )
     after(model, BOOKS[2]).save(place / "own.state")
     assert call(server, "PUT", "/v1/memories/mine/file", (place / "own.state").read_bytes())[0] == 200
-    assert said(ask, folder, QUESTIONS[1], memory="mine", freeze=True) == continued(model, after(model, BOOKS[2]), QUESTIONS[1])
+    assert said(ask, folder, QUESTIONS[1], memory="mine", freeze=True) == continued(
+        model, after(model, BOOKS[2]), QUESTIONS[1]
+    )
     chat = ask.chat.completions.create(
         model=str(folder), messages=[{"role": "user", "content": words(QUESTIONS[1])}], temperature=0, max_tokens=NEW,
         extra_body={"memory": "mine", "freeze": True, "ignore_eos": True},
     )  # fmt: skip
-    assert chat.choices[0].message.content.split() == words(continued(model, after(model, BOOKS[2]), QUESTIONS[1])).split()
+    assert (
+        chat.choices[0].message.content.split()
+        == words(continued(model, after(model, BOOKS[2]), QUESTIONS[1])).split()
+    )
     assert names(server) == ["book", "branch", "mine"] and names(server, KEYS[1]) == []
     assert call(server, "DELETE", "/v1/memories/book")[0] == 200 and names(server) == ["branch", "mine"]
 
 
 @pytest.mark.usefixtures("clean")
 def test_two_secrets_never_meet(server: Server, place: Path, model: PreTrainedModel) -> None:
-    """200 requests at once of two keys whose memories have one name, with requests that have none: each gets its own answer."""
+    """200 requests at once of two keys whose memories have one name, with requests that have none: each gets
+    its own answer."""
     folder = place / "ttt"
     for key, book in zip(KEYS, BOOKS, strict=False):
         said(server.client(key), folder, book, 1, memory="secret")
     expected = {(None, q): generated(model, question) for q, question in enumerate(QUESTIONS)}
     for key, book in zip(KEYS, BOOKS, strict=False):
-        expected |= {(key, q): continued(model, after(model, book), question) for q, question in enumerate(QUESTIONS)}
-    assert all(len({tuple(expected[key, q]) for key in (None, *KEYS)}) == 3 for q in (2, 3)), "what is remembered shows"
+        expected |= {
+            (key, q): continued(model, after(model, book), question) for q, question in enumerate(QUESTIONS)
+        }
+    assert all(len({tuple(expected[key, q]) for key in (None, *KEYS)}) == 3 for q in (2, 3)), (
+        "what is remembered shows"
+    )
     drawn = random.Random(0)
     wanted = [(drawn.choice([None, *KEYS]), drawn.randrange(4)) for _ in range(200)]
 
@@ -147,8 +173,11 @@ def test_two_secrets_never_meet(server: Server, place: Path, model: PreTrainedMo
 
 
 @pytest.mark.usefixtures("clean")
-def test_requests_that_write_one_memory_wait_for_each_other(server: Server, place: Path, model: PreTrainedModel) -> None:
-    """None is lost, and what they leave is what they would have left in some order; one that is cut off leaves nothing."""
+def test_requests_that_write_one_memory_wait_for_each_other(
+    server: Server, place: Path, model: PreTrainedModel
+) -> None:
+    """None is lost, and what they leave is what they would have left in some order; one that is cut off
+    leaves nothing."""
     folder = place / "ttt"
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda book: said(server.client(KEYS[0]), folder, book, 1, memory="all"), BOOKS))
@@ -172,7 +201,14 @@ def test_requests_that_write_one_memory_wait_for_each_other(server: Server, plac
 @pytest.mark.usefixtures("clean")
 def test_who_hangs_up_after_the_last_event_finds_it_in_the_memory(server: Server, place: Path) -> None:
     """OpenAI's clients do, as soon as [DONE] has come."""
-    asked = {"model": str(place / "ttt"), "prompt": BOOKS[0], "max_tokens": 2, "stream": True, "memory": "hung-up", "ignore_eos": True}
+    asked = {
+        "model": str(place / "ttt"),
+        "prompt": BOOKS[0],
+        "max_tokens": 2,
+        "stream": True,
+        "memory": "hung-up",
+        "ignore_eos": True,
+    }
     for times in (1, 2, 3):
         with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as line:
             body = json.dumps(asked).encode()
@@ -188,7 +224,24 @@ def bad_requests(place: Path, model: PreTrainedModel) -> Iterator[tuple[str, str
     """Method, path, body: of all kinds."""
     complete, mine = "/v1/completions", "/v1/memories"
     fine = {"model": str(place / "ttt"), "prompt": [5, 6, 7], "max_tokens": 2}
-    for name in ("", "a/b", "../x", ".hidden", "a" * 65, "ü", "a b", "a\n", 3, True, [], {}, ["a"], {"a": 1}, -1, 2.5):
+    for name in (
+        "",
+        "a/b",
+        "../x",
+        ".hidden",
+        "a" * 65,
+        "ü",
+        "a b",
+        "a\n",
+        3,
+        True,
+        [],
+        {},
+        ["a"],
+        {"a": 1},
+        -1,
+        2.5,
+    ):
         yield "POST", complete, {**fine, "memory": name}
     for freeze in (1, "yes", None, [], {}, -1):
         yield "POST", complete, {**fine, "memory": "book", "freeze": freeze}
@@ -197,7 +250,15 @@ def bad_requests(place: Path, model: PreTrainedModel) -> Iterator[tuple[str, str
     yield "POST", complete, {**fine, "freeze": True}
     yield "POST", complete, {**fine, "memory": "book", "ttt": "off"}
     yield "POST", complete, {**fine, "memory": "nobody-s", "freeze": True}
-    for several in ({"n": 2}, {"n": -1}, {"n": "2"}, {"best_of": 3}, {"use_beam_search": True}, {"stop": ["a"]}, {"stop": "a"}):
+    for several in (
+        {"n": 2},
+        {"n": -1},
+        {"n": "2"},
+        {"best_of": 3},
+        {"use_beam_search": True},
+        {"stop": ["a"]},
+        {"stop": "a"},
+    ):
         yield "POST", complete, {**fine, "memory": "book", **several}
     for prompt in ([[5], [6]], ["a", "b"], [[5, 6], "a"], []):
         yield "POST", complete, {**fine, "memory": "book", "prompt": prompt}
@@ -210,12 +271,36 @@ def bad_requests(place: Path, model: PreTrainedModel) -> Iterator[tuple[str, str
         {"prompt": None},
     ):
         yield "POST", complete, {**fine, "memory": "book", **broken}
-    for broken in ({"temperature": -1}, {"top_p": 7}, {"model": "no-such"}, {"logprobs": -4}, {"seed": "s"}, {"min_tokens": 9}):
+    for broken in (
+        {"temperature": -1},
+        {"top_p": 7},
+        {"model": "no-such"},
+        {"logprobs": -4},
+        {"seed": "s"},
+        {"min_tokens": 9},
+    ):
         yield "POST", complete, {**fine, "memory": "book", **broken}
-    for args in ({"inplace_ttt": "{}"}, {"inplace_ttt": '{"start": "x", "salted": true}'}, {"inplace_ttt": 1}, [1], "x"):
+    for args in (
+        {"inplace_ttt": "{}"},
+        {"inplace_ttt": '{"start": "x", "salted": true}'},
+        {"inplace_ttt": 1},
+        [1],
+        "x",
+    ):
         yield "POST", complete, {**fine, "vllm_xargs": args}
         yield "POST", complete, {**fine, "memory": "book", "vllm_xargs": args}
-    for body in (b"", b"{", b"no json", b"[1]", b'"x"', b"3", b"\xff\xfe", b'{"memory": "book"}', b'{"memory": "book",', b"null"):
+    for body in (
+        b"",
+        b"{",
+        b"no json",
+        b"[1]",
+        b'"x"',
+        b"3",
+        b"\xff\xfe",
+        b'{"memory": "book"}',
+        b'{"memory": "book",',
+        b"null",
+    ):
         yield "POST", complete, body
     for path in ("/v1/responses", "/v1/messages"):
         yield "POST", path, {**fine, "input": "x", "messages": [], "memory": "book"}
@@ -236,14 +321,19 @@ def bad_requests(place: Path, model: PreTrainedModel) -> Iterator[tuple[str, str
     session.save(place / "session.state")
     save_file(tensors, place / "headless.state")
     files = [b"", b"x", whole[:100], whole[:-1], whole[:-9] + bytes(9), whole + b"x", bytes(1000)]
-    for content in (*files, *((place / f"{name}.state").read_bytes() for name in ("other", "session", "headless"))):
+    for content in (
+        *files,
+        *((place / f"{name}.state").read_bytes() for name in ("other", "session", "headless")),
+    ):
         yield "PUT", f"{mine}/book/file", content
         yield "PUT", f"{mine}/new/file", content
     yield "PUT", f"{mine}/.x/file", whole
 
 
 @pytest.mark.usefixtures("clean")
-def test_bad_requests_get_a_sentence_and_the_server_goes_on(server: Server, place: Path, model: PreTrainedModel) -> None:
+def test_bad_requests_get_a_sentence_and_the_server_goes_on(
+    server: Server, place: Path, model: PreTrainedModel
+) -> None:
     folder, ask = place / "ttt", server.client(KEYS[0])
     said(ask, folder, BOOKS[0], 1, memory="book")
     state = after(model, BOOKS[0])
@@ -252,21 +342,43 @@ def test_bad_requests_get_a_sentence_and_the_server_goes_on(server: Server, plac
     for method, path, body in bad_requests(place, model):
         status, answer = call(server, method, path, body)
         count += 1
-        message = answer["error"]["message"] if isinstance(answer, dict) and isinstance(answer.get("error"), dict) else None
-        if not (400 <= status < 500 and message and "Traceback" not in message) and not (status in (404, 405) and "detail" in answer):
+        message = (
+            answer["error"]["message"]
+            if isinstance(answer, dict) and isinstance(answer.get("error"), dict)
+            else None
+        )
+        if not (400 <= status < 500 and message and "Traceback" not in message) and not (
+            status in (404, 405) and "detail" in answer
+        ):
             odd.append((method, path, body if not isinstance(body, bytes) else body[:40], status, answer))
     assert odd == [] and count >= 100
     for key in ("", "mallory"):
         assert call(server, "GET", "/v1/memories", key=key)[0] == 401
-        assert call(server, "POST", "/v1/completions", {"model": str(folder), "prompt": [5], "memory": "book"}, key=key)[0] == 401
+        assert (
+            call(
+                server,
+                "POST",
+                "/v1/completions",
+                {"model": str(folder), "prompt": [5], "memory": "book"},
+                key=key,
+            )[0]
+            == 401
+        )
     assert call(server, "GET", "/v1/memories/book", key=KEYS[1])[0] == 404
     with pytest.raises(BadRequestError, match="freeze has no effect without a memory"):
         said(ask, folder, QUESTIONS[0], freeze=True)
-    assert said(ask, folder, QUESTIONS[3], memory="book", freeze=True) == continued(model, state, QUESTIONS[3])
+    assert said(ask, folder, QUESTIONS[3], memory="book", freeze=True) == continued(
+        model, state, QUESTIONS[3]
+    )
     assert names(server) == ["book"]
     for number in range(5):
         said(ask, folder, QUESTIONS[0], 1, memory=f"m{number}")
-    assert call(server, "POST", "/v1/completions", {"model": str(folder), "prompt": [5], "memory": "one-more"})[0] == 409
+    assert (
+        call(server, "POST", "/v1/completions", {"model": str(folder), "prompt": [5], "memory": "one-more"})[
+            0
+        ]
+        == 409
+    )
 
 
 def test_kill_9_during_a_save(place: Path, model: PreTrainedModel) -> None:
@@ -303,5 +415,7 @@ def test_a_server_that_cannot_be_says_why(place: Path) -> None:
         for said_so, arguments in cases.items():
             command = [sys.executable, "-m", "inplace_ttt.cli", "serve", str(place / "ttt"), *arguments]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr, done.stderr[-2000:]
+            assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr, done.stderr[
+                -2000:
+            ]
             assert said_so in done.stderr.splitlines()[-1]

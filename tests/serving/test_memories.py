@@ -1,4 +1,5 @@
-"""Requests with settings of their own: TTT off, a memory to start from, what is kept at the end. `Session` says what is right."""
+"""Requests with settings of their own: TTT off, a memory to start from, what is kept at the end. `Session`
+says what is right."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def after(model: PreTrainedModel, text: list[int], state: Session | None = None)
 
 
 def continued(model: PreTrainedModel, state: Session, prompt: list[int]) -> list[int]:
-    new = state.fork().generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    new = state.fork().generate(
+        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     return new[0].tolist()
 
 
@@ -81,16 +84,28 @@ def test_ttt_off_beside_ttt_on(caching: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", LIVE)
 def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
-    """Texts whose ends lie anywhere in a chunk; questions of several memories in one batch, under preemption and prefix caching."""
+    """Texts whose ends lie anywhere in a chunk; questions of several memories in one batch, under preemption
+    and prefix caching."""
     model = save(tmp_path / "ttt", "llama", preset)
     assert fingerprint_in(tmp_path / "ttt") == fingerprint_of(model)
     books = prompts(31, 64, 150, 10, seed=1)
     questions = prompts(20, 70, seed=2)
     states = [after(model, book) for book in books]
-    expected = {f"{b}/{q}": continued(model, states[b], question) for b in range(4) for q, question in enumerate(questions)}
+    expected = {
+        f"{b}/{q}": continued(model, states[b], question)
+        for b in range(4)
+        for q, question in enumerate(questions)
+    }
     expected |= {f"none/{q}": generated(model, question) for q, question in enumerate(questions)}
-    assert len({tuple(expected[f"{b}/1"]) for b in (0, 1, 2, 3, "none")}) == 5, "each memory says something else"
-    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 5, "num_gpu_blocks_override": 40, "async_scheduling": False}
+    assert len({tuple(expected[f"{b}/1"]) for b in (0, 1, 2, 3, "none")}) == 5, (
+        "each memory says something else"
+    )
+    settings = {
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 5,
+        "num_gpu_blocks_override": 40,
+        "async_scheduling": False,
+    }
     with engine(tmp_path / "ttt", enable_prefix_caching=True, **settings) as made:
         for b, book in enumerate(books):
             ask(made, f"read{b}", book, params(1, keep=f"k{b}"), f"read{b}")
@@ -103,7 +118,8 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
                     wanted = params() if b == "none" else params(start=f"s{b}", keep=f"again{b}{q}")
                     ask(made, f"{b}/{q}", question, wanted, "" if b == "none" else f"s{b}")
             assert answers(made, resets=(5, 17, 40) if turn == 0 else ()) == expected
-        # what a question and its answer have written is the memory's next state, but for the last token, which nobody has read
+        # what a question and its answer have written is the memory's next state, but for the last token,
+        # which nobody has read
         kept = rpc(made, "ttt_keep", "next", "again20")
         assert kept["tokens"] == len(books[2]) + len(questions[0]) + NEW - 1
         state = after(model, [*questions[0], *expected["2/0"][:-1]], states[2].fork())
@@ -111,7 +127,9 @@ def test_a_memory_is_read_and_written_on(preset: str, tmp_path: Path) -> None:
         assert answers(made)["on"] == continued(model, state, questions[1])
         # and a file of it is a session's, both ways
         rpc(made, "ttt_save", "next", str(tmp_path / "next.state"))
-        assert continued(model, Session.load(tmp_path / "next.state", model), questions[1]) == continued(model, state, questions[1])
+        assert continued(model, Session.load(tmp_path / "next.state", model), questions[1]) == continued(
+            model, state, questions[1]
+        )
         states[1].save(tmp_path / "one.state")
         assert rpc(made, "ttt_load", "one", str(tmp_path / "one.state"))["tokens"] == len(books[1])
         ask(made, "one", questions[1], params(start="one"), "one")
@@ -128,11 +146,16 @@ def test_two_ranks_are_one(preset: str, tmp_path: Path, monkeypatch: pytest.Monk
     (book, *asked), question = prompts(150, 31, 70, 200), prompts(40, seed=5)[0]
     state = after(model, book)
     state.save(tmp_path / "in.state")
-    with engine(tmp_path / "ttt", tensor_parallel_size=2, async_scheduling=False, distributed_executor_backend="mp") as made:
+    with engine(
+        tmp_path / "ttt", tensor_parallel_size=2, async_scheduling=False, distributed_executor_backend="mp"
+    ) as made:
         for number, prompt in enumerate(asked):
             ask(made, str(number), prompt, params())
         assert answers(made) == {str(number): generated(model, prompt) for number, prompt in enumerate(asked)}
-        assert [found["tokens"] for found in made.collective_rpc("ttt_load", args=("s", str(tmp_path / "in.state")))] == [len(book)] * 2
+        assert [
+            found["tokens"]
+            for found in made.collective_rpc("ttt_load", args=("s", str(tmp_path / "in.state")))
+        ] == [len(book)] * 2
         ask(made, "asked", question, params(start="s", keep="k"), "s")
         assert answers(made)["asked"] == continued(model, state, question)
         made.collective_rpc("ttt_keep", args=("next", "k"))
@@ -163,13 +186,23 @@ def test_what_is_let_go_of_leaves_nothing(tmp_path: Path) -> None:
         ask(made, "last", prompts(30)[0], params())
         answers(made)
         batch = rpc(made, lambda worker: worker.ttt_batch)
-        assert not batch.left and not batch.snapshots and not any(row.settings.keep for row in batch.rows.values())
+        assert (
+            not batch.left
+            and not batch.snapshots
+            and not any(row.settings.keep for row in batch.rows.values())
+        )
         assert "error" in rpc(made, "ttt_keep", "s", "k0")
 
 
 def test_settings_that_are_none(tmp_path: Path) -> None:
     save(tmp_path / "ttt", "llama", "paper")
     with engine(tmp_path / "ttt") as made:
-        for given in ("{", '{"of": true}', '{"off": true}', '{"off": 3, "salted": true}', '{"start": "x", "salted": true}'):
+        for given in (
+            "{",
+            '{"of": true}',
+            '{"off": true}',
+            '{"off": 3, "salted": true}',
+            '{"start": "x", "salted": true}',
+        ):
             with pytest.raises(VLLMValidationError, match=r"inplace_ttt .*extra_args"):
                 ask(made, "bad", [5, 6], SamplingParams(max_tokens=2, extra_args={"inplace_ttt": given}))

@@ -1,4 +1,5 @@
-"""A base whose linear maps are int8, weights and activations: vLLM's first token is as likely by the same rounding in transformers."""
+"""A base whose linear maps are int8, weights and activations: vLLM's first token is as likely by the same
+rounding in transformers."""
 
 from __future__ import annotations
 
@@ -26,8 +27,20 @@ QUANTISATION = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
         }
     },
 }
@@ -40,7 +53,8 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise(folder: Path) -> None:
-    """Every linear map of the decoder layers, as `compressed-tensors` keeps them; the fast weights' own tensors stay."""
+    """Every linear map of the decoder layers, as `compressed-tensors` keeps them; the fast weights' own
+    tensors stay."""
     (shard,) = folder.glob("*.safetensors")
     tensors = load_file(shard)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -68,7 +82,9 @@ class Product:
     def __init__(self, weight: Tensor) -> None:
         values, self.scale = rounded(weight)
         self.width = len(weight)
-        self.handler = ops.create_onednn_scaled_mm(values.to(torch.int8).t(), self.scale, torch.float32, True, False, 256)
+        self.handler = ops.create_onednn_scaled_mm(
+            values.to(torch.int8).t(), self.scale, torch.float32, True, False, 256
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         values, scale, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
@@ -81,13 +97,17 @@ class Product:
 def test_an_int8_base(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which integer an activation halfway between two becomes depends on the order of the sums before it.
 
-    What such choices change is measured: each activation is moved by 2^-22 of itself. The token that vLLM takes may lie below the likeliest
-    by twice that, since two logits have each moved by as much.
+    What such choices change is measured: each activation is moved by 2^-22 of itself. The token that vLLM
+    takes may lie below the likeliest by twice that, since two logits have each moved by as much.
     """
     save(tmp_path / "ttt", "llama", preset)
     model = inplace_ttt.load(tmp_path / "ttt")
     linear, moved = functional.linear, 1.0
-    products = {id(weight): Product(weight.data) for name, weight in model.named_parameters() if name.endswith("_proj.weight")}
+    products = {
+        id(weight): Product(weight.data)
+        for name, weight in model.named_parameters()
+        if name.endswith("_proj.weight")
+    }
 
     def rounding(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return products[id(weight)](x * moved) if id(weight) in products else linear(x, weight, bias)

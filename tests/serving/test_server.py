@@ -15,7 +15,9 @@ def test_openai_s_client_gets_what_generate_says(tmp_path: Path) -> None:
     save(folder, "llama", "ridge")
     save_tokenizer(folder)
     model = inplace_ttt.load(folder)
-    with running(tmp_path, "vllm.entrypoints.openai.api_server", "--model", str(folder), behind=VLLM) as server:
+    with running(
+        tmp_path, "vllm.entrypoints.openai.api_server", "--model", str(folder), behind=VLLM
+    ) as server:
         for prompt in prompts(5, 100, 300):
             for _ in range(2):  # the second time, the prefix is there
                 assert said(server.client(), folder, prompt) == generated(model, prompt)

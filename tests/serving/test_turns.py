@@ -1,4 +1,5 @@
-"""The server's side of memories without a model: requests that come at once, a disk that is full, what vLLM's endpoints leave out."""
+"""The server's side of memories without a model: requests that come at once, a disk that is full, what vLLM's
+endpoints leave out."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ from inplace_ttt.serving.memory import Refused
 
 
 class Engine:
-    """Snapshots are numbers, each 100 bytes. full: its disk takes nothing. slow: the next call of that name waits for the event."""
+    """Snapshots are numbers, each 100 bytes. full: its disk takes nothing. slow: the next call of that name
+    waits for the event."""
 
     def __init__(self) -> None:
         self.snapshots: dict[str, str] = {}
         self.made, self.full, self.slow = 0, False, dict[str, asyncio.Event]()
 
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]:
         read = Path(args[1]).read_text() if method == "ttt_load" else ""
         if method in self.slow:
             await self.slow.pop(method).wait()
@@ -78,7 +82,9 @@ def test_what_is_loaded_while_a_request_wakes_the_memory_stays(engine: Engine, m
         await write(memories, "a", "b")
         assert memories.describe(memories.find("user", "a"))["in"] == "disk"
         engine.slow["ttt_load"] = woken = asyncio.Event()
-        turn, loaded = await at_once(memories.begin("user", "a", freeze=True), memories.load("user", "a"), before=woken)
+        turn, loaded = await at_once(
+            memories.begin("user", "a", freeze=True), memories.load("user", "a"), before=woken
+        )
         assert engine.snapshots[turn.start] == "2"
         turn = await memories.begin("user", "a", freeze=True)
         assert engine.snapshots[turn.start] == loaded.file.read_text() == "1"
@@ -90,7 +96,9 @@ def test_what_is_deleted_while_a_request_wakes_the_memory_goes(engine: Engine, m
     async def run() -> None:
         await write(memories, "a", "b")
         engine.slow["ttt_load"] = woken = asyncio.Event()
-        turn, _ = await at_once(memories.begin("user", "a", freeze=True), memories.delete("user", "a"), before=woken)
+        turn, _ = await at_once(
+            memories.begin("user", "a", freeze=True), memories.delete("user", "a"), before=woken
+        )
         await memories.end(turn, well=True)
         await memories.delete("user", "b")
         assert engine.snapshots == {} and memories.all_of("user") == []
@@ -98,7 +106,9 @@ def test_what_is_deleted_while_a_request_wakes_the_memory_goes(engine: Engine, m
     asyncio.run(run())
 
 
-def test_a_full_disk_fails_the_next_request_that_would_write_and_none_that_has(engine: Engine, memories: Memories) -> None:
+def test_a_full_disk_fails_the_next_request_that_would_write_and_none_that_has(
+    engine: Engine, memories: Memories
+) -> None:
     async def run() -> None:
         await write(memories, "a")
         engine.full = True
@@ -137,10 +147,17 @@ def asked(memories: Memories, path: str, values: dict[str, Any], *events: bytes)
     return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
 
 
-@pytest.mark.parametrize("events", [(b"data: 1\n\n",), (b"data: 1\n\n", b'data: {"error": {"code": 500}}\n\n')])
-def test_a_stream_that_ends_in_an_error_leaves_nothing(events: tuple[bytes, ...], engine: Engine, memories: Memories) -> None:
+@pytest.mark.parametrize(
+    "events", [(b"data: 1\n\n",), (b"data: 1\n\n", b'data: {"error": {"code": 500}}\n\n')]
+)
+def test_a_stream_that_ends_in_an_error_leaves_nothing(
+    events: tuple[bytes, ...], engine: Engine, memories: Memories
+) -> None:
     done = b"data: [DONE]\n\n"
-    assert asked(memories, "/v1/completions", {"memory": "a", "stream": True}, *events, done) == (200, b"".join((*events, done)))
+    assert asked(memories, "/v1/completions", {"memory": "a", "stream": True}, *events, done) == (
+        200,
+        b"".join((*events, done)),
+    )
     assert engine.made == (1 if len(events) == 1 else 0)
 
 
@@ -150,7 +167,13 @@ def test_what_vllm_would_pass_over_is_refused(ours: dict[str, Any], memories: Me
     asyncio.run(write(memories, "a"))
     status, body = asked(memories, "/v1/completions", {**ours, "use_beam_search": True})
     assert status == 400 and b"beams know neither memory nor ttt" in body
-    for path in ("/v1/chat/completions/batch", "/invocations", "/inference/v1/generate", "/v1/responses", "/v1/messages"):
+    for path in (
+        "/v1/chat/completions/batch",
+        "/invocations",
+        "/inference/v1/generate",
+        "/v1/responses",
+        "/v1/messages",
+    ):
         status, body = asked(memories, path, ours)
         assert status == 400 and b"are known to /v1/completions" in body, path
 
@@ -163,13 +186,22 @@ def test_settings_of_the_engine_are_no_request_s(memories: Memories) -> None:
 
 def test_no_request_says_the_salt_of_those_without_ttt() -> None:
     """Else what it makes of a prefix would be theirs."""
-    salts = {Asked.of({"ttt": "off"}).told({"cache_salt": salt}, None)["cache_salt"] for salt in (None, "", "mine")}
+    salts = {
+        Asked.of({"ttt": "off"}).told({"cache_salt": salt}, None)["cache_salt"] for salt in (None, "", "mine")
+    }
     assert len(salts) == 2 and not any(salt.endswith("off") for salt in salts)
 
 
-def test_what_was_saved_last_counts_where_a_kill_left_what_rested_before(engine: Engine, memories: Memories) -> None:
+def test_what_was_saved_last_counts_where_a_kill_left_what_rested_before(
+    engine: Engine, memories: Memories
+) -> None:
     (memories.folder / "user").mkdir()
-    for name, held, at in (("a.resting", "1", 1), ("a.state", "2", 2), ("b.state", "3", 1), ("b.resting", "4", 2)):
+    for name, held, at in (
+        ("a.resting", "1", 1),
+        ("a.state", "2", 2),
+        ("b.state", "3", 1),
+        ("b.resting", "4", 2),
+    ):
         (memories.folder / "user" / name).write_text(held)
         os.utime(memories.folder / "user" / name, ns=(at, at))
     assert [memory["saved"] for memory in memories.all_of("user")] == [True, False]
@@ -197,7 +229,9 @@ def test_downloads_that_a_kill_cut_off_go(engine: Engine, memories: Memories) ->
         (["--port", "3"], "--port is no argument behind --vllm"),
     ],
 )
-def test_arguments_of_vllm(others: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_vllm(
+    others: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "cli_env_setup", lambda: None)
     with pytest.raises(InPlaceTTTError, match=message):
         server.serve("model", "127.0.0.1", 1, [], {"folder": str(tmp_path)}, others)
@@ -225,11 +259,17 @@ def test_what_ends_vllm_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(server, "cli_env_setup", lambda: None)
     monkeypatch.setattr(server, "validate_parsed_serve_args", lambda given: None)
     monkeypatch.setattr(server.uvloop, "run", fail)
-    with pytest.raises(InPlaceTTTError, match="vLLM ended with an error: Engine core initialization failed; what it said is above"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match="vLLM ended with an error: Engine core initialization failed; what it said is above",
+    ):
         server.serve("model", "127.0.0.1", 1, [], {"folder": str(tmp_path)}, [])
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "cli_env_setup", lambda: None)
-    with output_lock(tmp_path / "server"), pytest.raises(InPlaceTTTError, match="another server keeps its memories in"):
+    with (
+        output_lock(tmp_path / "server"),
+        pytest.raises(InPlaceTTTError, match="another server keeps its memories in"),
+    ):
         server.serve("model", "127.0.0.1", 1, [], {"folder": str(tmp_path)}, [])

@@ -75,10 +75,16 @@ def test_any_order_of_writes_and_reads(rule: Rule, dtype: torch.dtype) -> None:
             case "select":
                 state = state.select([choose.randrange(3) for _ in range(3)])
             case which:
-                rows, tokens, reads = [row] if which == "one row" else [0, 1, 2], choose.randrange(1, D + 3), reads + 1
+                rows, tokens, reads = (
+                    [row] if which == "one row" else [0, 1, 2],
+                    choose.randrange(1, D + 3),
+                    reads + 1,
+                )
                 z = torch.randn(len(rows), tokens, R, generator=generator, dtype=torch.float64).to(dtype)
                 out = torch.zeros(len(rows), tokens, D, dtype=dtype)
-                state.add_read(out, z, layer, row if which == "one row" else None, whole=choose.random() < 0.5)
+                state.add_read(
+                    out, z, layer, row if which == "one row" else None, whole=choose.random() < 0.5
+                )
                 for found, keys, number in zip(out, z, rows, strict=True):
                     assert_reads(found, expected(state, keys, layer, number))
     assert reads > 50
@@ -87,7 +93,8 @@ def test_any_order_of_writes_and_reads(rule: Rule, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", [SUM, SOLVED], ids=["the sum", "least squares"])
 def test_rows_of_slots(rule: Rule, dtype: torch.dtype) -> None:
-    """As a server holds them: lent without being cleared, one token of each read at once, one's memory copied to another."""
+    """As a server holds them: lent without being cleared, one token of each read at once, one's memory copied
+    to another."""
     generator, choose = torch.Generator().manual_seed(0), random.Random(0)
     layer = Layer(torch.zeros(D, R))
     state = State.empty(3, (rule.state_rows(D, R), R), D, dtype, rule, torch.device("cpu"))
@@ -95,7 +102,9 @@ def test_rows_of_slots(rule: Rule, dtype: torch.dtype) -> None:
         state.put(row, drawn(generator, rule).float())
     for _ in range(100):
         row, other = choose.sample(range(3), 2)
-        state.copy_row(row, other) if choose.random() < 0.3 else state.put(row, drawn(generator, rule).float())
+        state.copy_row(row, other) if choose.random() < 0.3 else state.put(
+            row, drawn(generator, rule).float()
+        )
         rows = choose.sample(range(3), choose.randrange(1, 4))
         z = torch.randn(len(rows), R, generator=generator).to(dtype)
         for found, key, number in zip(state.read_each(z, rows), z, rows, strict=True):
@@ -105,10 +114,14 @@ def test_rows_of_slots(rule: Rule, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("whole", [True, False], ids=["a whole chunk", "single tokens"])
 def test_autocast_leaves_reads_alone(whole: bool, dtype: torch.dtype) -> None:
-    """Sums may lie outside the range of float16, and both ways to read are exact where keys are alike, so that solves are large."""
+    """Sums may lie outside the range of float16, and both ways to read are exact where keys are alike, so
+    that solves are large."""
     generator = torch.Generator().manual_seed(0)
     layer = Layer(torch.zeros(D, R), eta=1e-4)
-    keys, values, z = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((9, R), (9, D), (1, D - 1, R)))
+    keys, values, z = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((9, R), (9, D), (1, D - 1, R))
+    )
     keys, z = (x * 0.2 + x[..., :1] for x in (keys, z))
     state = State(torch.cat([1e5 * values.T @ keys, keys.T @ keys]).float()[None], SOLVED)
     z, out = z.to(dtype), torch.zeros(1, D - 1, D, dtype=dtype)
@@ -121,7 +134,9 @@ def test_autocast_leaves_reads_alone(whole: bool, dtype: torch.dtype) -> None:
 def observed(rule: Rule, see: Callable[[Tensor], None]) -> Form:
     """The form of a rule, with a look at the states of each readout."""
     form = form_of(rule)
-    return dataclasses.replace(form, readout=lambda states, rule: (see(states), form.readout(states, rule))[1])
+    return dataclasses.replace(
+        form, readout=lambda states, rule: (see(states), form.readout(states, rule))[1]
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -135,7 +150,8 @@ def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(buffers, "form_of", lambda rule: observed(rule, counting))
     state, once = Session(model), batch * len(LAYERS)
-    state.read(random_ids(batch, 24))  # three chunks of 7, the last of which rows write one by one, and three tokens that read it
+    # three chunks of 7, the last of which rows write one by one, and three tokens that read it
+    state.read(random_ids(batch, 24))
     assert solved == once
     state.read(random_ids(batch, 3))
     assert solved == once, "nothing was written"
@@ -146,7 +162,9 @@ def test_each_row_is_solved_once(batch: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rows_that_are_read_together_are_solved_together(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, calls = torch.Generator().manual_seed(0), list[int]()
-    monkeypatch.setattr(buffers, "form_of", lambda rule: observed(rule, lambda states: calls.append(len(states))))
+    monkeypatch.setattr(
+        buffers, "form_of", lambda rule: observed(rule, lambda states: calls.append(len(states)))
+    )
     state = State(torch.stack([drawn(generator, SOLVED) for _ in range(4)]), SOLVED)
     layer, z = Layer(torch.zeros(D, R)), torch.randn(4, 1, R, generator=generator, dtype=torch.float64)
     for row in (2, None, 0, None):

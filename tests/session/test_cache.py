@@ -34,7 +34,9 @@ class Batch:
         self.rows = [random_ids(1, length, seed=length) for length in lengths]
         width = max(lengths)
         self.mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
-        self._forward(torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in self.rows]))
+        self._forward(
+            torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in self.rows])
+        )
 
     def _forward(self, ids: Tensor) -> Tensor:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -88,7 +90,9 @@ def test_reset_forgets_everything(model):
     assert distance(scores, logits(model, ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("pieces", "removed"), [((12, 3), 2), ((12, 3), 1), ((6, 9), 6), ((10, 1, 1, 1, 1), 3), ((12,), 12)])
+@pytest.mark.parametrize(
+    ("pieces", "removed"), [((12, 3), 2), ((12, 3), 1), ((6, 9), 6), ((10, 1, 1, 1, 1), 3), ((12,), 12)]
+)
 def test_crop_leaves_no_trace(model, pieces, removed):
     cache, ids = DynamicCache(config=model.config), random_ids(1, sum(pieces))
     for piece in ids.split(pieces, dim=1):
@@ -152,7 +156,10 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside(llama, first):
     with torch.inference_mode():
         text = random_ids(1, 9, seed=2)
         scores.append(llama(input_ids=text, **{CACHE: cache}).logits)
-    assert distance(torch.cat(scores, dim=1), logits(llama, torch.cat([ids, text], dim=1))[:, first:]) < TOLERANCE
+    assert (
+        distance(torch.cat(scores, dim=1), logits(llama, torch.cat([ids, text], dim=1))[:, first:])
+        < TOLERANCE
+    )
 
 
 def with_gradients(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
@@ -211,7 +218,11 @@ def test_packed_rows_with_a_cache_are_refused(llama):
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_mask_as_long_as_the_cache_is_exact(llama, kind):
     """Attention takes a mask that goes on behind the tokens read so far; its last columns are not theirs."""
-    cache = StaticCache(config=llama.config, max_cache_len=40) if kind == "static" else DynamicCache(config=llama.config)
+    cache = (
+        StaticCache(config=llama.config, max_cache_len=40)
+        if kind == "static"
+        else DynamicCache(config=llama.config)
+    )
     ids = random_ids(1, 30)
     scores = []
     for start, stop in ((0, 20), (20, 30)):

@@ -25,7 +25,8 @@ STATIC: dict[str, Any] = {"cache_implementation": "static", "disable_compile": T
 
 
 def base_model(name: str) -> PreTrainedModel:
-    """It reaches the full length of every run, takes no generated token for padding, and does not repeat its input."""
+    """It reaches the full length of every run, takes no generated token for padding, and does not repeat its
+    input."""
     model = build(name, tie_word_embeddings=False)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model
@@ -87,7 +88,15 @@ def test_greedy(model, prompt):
 def test_sampling_with_a_seed(model, returned):
     def sample(**options: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
-        return generate(model, random_ids(2, 12), do_sample=True, top_k=40, temperature=0.8, num_return_sequences=returned, **options)
+        return generate(
+            model,
+            random_ids(2, 12),
+            do_sample=True,
+            top_k=40,
+            temperature=0.8,
+            num_return_sequences=returned,
+            **options,
+        )
 
     run = sample()
     assert run[0].shape == (2 * returned, 12 + NEW)
@@ -95,7 +104,9 @@ def test_sampling_with_a_seed(model, returned):
     assert_same(run, sample())
 
 
-@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 3}, {"length_penalty": 0.0, "do_sample": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_return_sequences": 3}, {"length_penalty": 0.0, "do_sample": True}]
+)
 def test_beam_search(model, options):
     def search(**more: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
@@ -172,9 +183,13 @@ def assistant(name: str, kind: str, guesses: int) -> PreTrainedModel:
     if kind == "the base":
         helper = base_model(name)
     else:
-        helper = copy.deepcopy(ttt_model(name) if kind == "the same model" else ttt_model(name, chunk_size=5, eta=0.5))
+        helper = copy.deepcopy(
+            ttt_model(name) if kind == "the same model" else ttt_model(name, chunk_size=5, eta=0.5)
+        )
     helper.generation_config.update(
-        num_assistant_tokens=guesses, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        num_assistant_tokens=guesses,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
     )
     return helper
 
@@ -201,7 +216,11 @@ def test_speculation_behind_a_written_chunk_is_refused(name, chunk, kind, crops)
     if name == "gemma3" and kind == "the base":
         needs("5.19", "a cache that records is longer than its mask")
     model, ids = ttt_model(name, chunk_size=chunk), random_ids(1, 6).repeat(1, 4)
-    options = {"prompt_lookup_num_tokens": 5} if kind == "lookup" else {"assistant_model": assistant(name, "the base", 5)}
+    options = (
+        {"prompt_lookup_num_tokens": 5}
+        if kind == "lookup"
+        else {"assistant_model": assistant(name, "the base", 5)}
+    )
     with pytest.raises(InPlaceTTTError, match="reach behind a chunk that is written for good"):
         generate(model, ids, 25, **options)
     assert crops.across > 0
@@ -214,7 +233,9 @@ def test_generated_tokens_do_not_write_without_decode_updates(name, model, monke
     run = generate(frozen, ids)
     assert run[0].tolist() != generate(model, ids)[0].tolist()
     complete = ChunkLayout.is_complete
-    monkeypatch.setattr(ChunkLayout, "is_complete", lambda layout, chunk: chunk[1] <= prompt and complete(layout, chunk))
+    monkeypatch.setattr(
+        ChunkLayout, "is_complete", lambda layout, chunk: chunk[1] <= prompt and complete(layout, chunk)
+    )
     assert_same(run, greedy(frozen, ids))
 
 
@@ -222,22 +243,31 @@ def test_generated_tokens_do_not_write_without_decode_updates(name, model, monke
 def test_speculation_without_decode_updates_is_refused(speculation):
     frozen = ttt_model("llama", update_on_decode=False, chunk_size=4)
     ids = random_ids(1, 6).repeat(1, 4)
-    options = {"prompt_lookup_num_tokens": 3} if speculation == "lookup" else {"assistant_model": assistant("llama", speculation, 3)}
+    options = (
+        {"prompt_lookup_num_tokens": 3}
+        if speculation == "lookup"
+        else {"assistant_model": assistant("llama", speculation, 3)}
+    )
     with pytest.raises(InPlaceTTTError, match="with update_on_decode off, tokens cannot be taken back"):
         generate(frozen, ids, 30, **options)
 
 
 def test_continuous_batching_is_refused():
-    """Its paged cache has no layers to keep a fast weight on: a failed request, not the tokens of another model."""
+    """Its paged cache has no layers to keep a fast weight on: a failed request, not the tokens of another
+    model."""
     if before("5.19"):
         pytest.skip("this transformers leaves a request that failed out of the results")
     outputs = ttt_model("llama").generate_batch(
         inputs=random_ids(1, 20).tolist(),
-        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        generation_config=GenerationConfig(
+            max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
         continuous_batching_config=ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64),
         progress_bar=False,
     )
-    assert [(output.generated_tokens, "PagedAttentionCache" in str(output.error)) for output in outputs.values()] == [([], True)]
+    assert [
+        (output.generated_tokens, "PagedAttentionCache" in str(output.error)) for output in outputs.values()
+    ] == [([], True)]
 
 
 def test_generation_leaves_no_state_in_the_model(model):

@@ -1,4 +1,5 @@
-"""TTT-NTP's inference: one ridge regression over the end of a prompt, against its formulas in plain torch on the patched base."""
+"""TTT-NTP's inference: one ridge regression over the end of a prompt, against its formulas in plain torch on
+the patched base."""
 
 import copy
 from pathlib import Path
@@ -30,12 +31,15 @@ WRITES: dict[str, dict[str, Any]] = {
 
 
 def prompted(name: str = "llama", dtype: torch.dtype = torch.float32, **write: Any) -> PreTrainedModel:
-    return converted(name, dtype, conv="next", target="hidden_states", prompt_write={"eta": 1.0, "cap": 0.3, **write})
+    return converted(
+        name, dtype, conv="next", target="hidden_states", prompt_write={"eta": 1.0, "cap": 0.3, **write}
+    )
 
 
 @torch.no_grad()
 def by_hand(model: PreTrainedModel, prompt: Tensor, then: Tensor, write: PromptWrite) -> Tensor:
-    """Logits of the prompt's last token and of `then`, of one sequence: the base's weights are replaced after the prompt."""
+    """Logits of the prompt's last token and of `then`, of one sequence: the base's weights are replaced after
+    the prompt."""
     model = copy.deepcopy(model)
     projections = {index: layer.ttt.proj.double() for index, layer in fast_weights(model).items()}
     base = revert(model)
@@ -44,7 +48,11 @@ def by_hand(model: PreTrainedModel, prompt: Tensor, then: Tensor, write: PromptW
     for index in projections:
         mlp = base.model.layers[index].mlp
         for name, module in (("x", mlp), ("z", mlp.down_proj)):
-            handles.append(module.register_forward_pre_hook(lambda _, args, at=(index, name): seen.update({at: args[0][0].double()})))
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, at=(index, name): seen.update({at: args[0][0].double()})
+                )
+            )
     base(prompt, use_cache=False)
     for handle in handles:
         handle.remove()
@@ -92,7 +100,8 @@ def matrices(m: int, h: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("m", [4, 12, 40])
 def test_the_write_is_the_best_change(m: int) -> None:
-    """What torch.linalg.lstsq finds, with √λ I and 0 as further rows; more pairs than keys are wide, and fewer."""
+    """What torch.linalg.lstsq finds, with √λ I and 0 as further rows; more pairs than keys are wide, and
+    fewer."""
     k, v, w0 = matrices(m, 12, 5)
     found = ridge_write(k, v, w0, PromptWrite(ridge=0.7, eta=1.0, cap=None))
     rows = torch.cat([k, 0.7**0.5 * torch.eye(12, dtype=k.dtype)])
@@ -136,7 +145,9 @@ def test_what_is_kept_of_a_prompt_is_bounded() -> None:
         assert all(end.held < 22 for stream in streams(state.cache).values() for end in stream.ends)
     state.tokens = random_ids(2, 300)
     state.write_prompt(random_ids(2, 1))
-    assert all(end.held == 0 and not end.pieces for stream in streams(state.cache).values() for end in stream.ends)
+    assert all(
+        end.held == 0 and not end.pieces for stream in streams(state.cache).values() for end in stream.ends
+    )
 
 
 def test_rows_of_a_batch_are_independent() -> None:
@@ -188,7 +199,8 @@ def test_ruler_answers_of_a_padded_batch_are_those_of_its_rows(name: str) -> Non
         new = Session(model).generate(ids, max_new_tokens=6, do_sample=False)
         assert said == _Words().decode(new[0])
     with disable_ttt(model):
-        assert (answer(model, _Words(), batch, 6) != together) == (name == "llama")  # of random weights gemma3's answers are all alike
+        # of random weights gemma3's answers are all alike
+        assert (answer(model, _Words(), batch, 6) != together) == (name == "llama")
 
 
 def test_a_session_is_saved_once_its_prompt_is_written(tmp_path: Path) -> None:
@@ -206,7 +218,9 @@ def test_a_session_is_saved_once_its_prompt_is_written(tmp_path: Path) -> None:
     more = {"max_new_tokens": 5, "do_sample": False}
     branch.write_prompt(prompt[:, 20:])
     expected = state.generate(prompt[:, :0], **more)
-    assert torch.equal(again.generate(prompt[:, :0], **more), expected) and torch.equal(branch.generate(prompt[:, :0], **more), expected)
+    assert torch.equal(again.generate(prompt[:, :0], **more), expected) and torch.equal(
+        branch.generate(prompt[:, :0], **more), expected
+    )
 
 
 def test_a_session_without_what_was_written_is_refused(tmp_path: Path) -> None:
@@ -244,7 +258,9 @@ def test_what_cannot_be_is_refused() -> None:
     known = state.tokens.shape[1]
     with pytest.raises(InPlaceTTTError, match="written already"):
         state.write_prompt(prompt)
-    assert state.tokens.shape[1] == known and not any(getattr(layer, "record_past", False) for layer in state.cache.layers)
+    assert state.tokens.shape[1] == known and not any(
+        getattr(layer, "record_past", False) for layer in state.cache.layers
+    )
     with pytest.raises(InPlaceTTTError, match="no prompt_write"):
         Session(converted("llama")).write_prompt(prompt)
 
@@ -269,7 +285,9 @@ def test_beams_carry_what_was_written() -> None:
     state.cache.batch_repeat_interleave(3)
     written = [stream.state for stream in streams(state.cache).values()]
     state.cache.reorder_cache(torch.tensor([0, 1, 2]))
-    assert all(stream.state is held for stream, held in zip(streams(state.cache).values(), written, strict=True))
+    assert all(
+        stream.state is held for stream, held in zip(streams(state.cache).values(), written, strict=True)
+    )
     state.cache.reorder_cache(torch.tensor([2, 0, 1]))
     with torch.no_grad():
         three = model(prompt[:, -1:].expand(3, -1), **{CACHE: state.cache}).logits
@@ -293,5 +311,9 @@ def test_bfloat16_and_training_without_a_cache() -> None:
     assert distance(in_a_session(model, prompt, prompt[:, :4]).float(), exact) < 0.1
     plain = converted("llama", conv="next", target="hidden_states")
     assert torch.equal(logits(prompted(), prompt), logits(plain, prompt)), "without a cache its chunks write"
-    expected = torch.nn.functional.cross_entropy(logits(plain, prompt)[0, :-1], prompt[0, 1:], reduction="none")
-    assert distance(token_losses(prompted(), prompt)[0], expected) < 1e-5, "nor does a text to evaluate have a prompt"
+    expected = torch.nn.functional.cross_entropy(
+        logits(plain, prompt)[0, :-1], prompt[0, 1:], reduction="none"
+    )
+    assert distance(token_losses(prompted(), prompt)[0], expected) < 1e-5, (
+        "nor does a text to evaluate have a prompt"
+    )

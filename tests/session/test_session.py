@@ -63,7 +63,9 @@ def test_a_loaded_session_goes_on_bit_for_bit(model, length, batch, tmp_path):
     unbroken.save(tmp_path / "a")
     loaded = Session.load(tmp_path / "a", model)
     assert (loaded.chunks_written, loaded.state_bytes) == (unbroken.chunks_written, unbroken.state_bytes)
-    assert unbroken.chunks_written == batch * (length // CHUNK) and (unbroken.state_bytes == 0) == (length < CHUNK)
+    assert unbroken.chunks_written == batch * (length // CHUNK) and (unbroken.state_bytes == 0) == (
+        length < CHUNK
+    )
     loaded.save(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     scores = carry_on(unbroken)
@@ -144,7 +146,9 @@ def test_forgotten_attention_leaves_the_fast_weights_alone(model):
         if layer.ttt.keys is None:
             layer.weight.data += change if layer.weight.shape == change.shape else change.T
         else:
-            layer.register_forward_hook(lambda own, args, out, change=change: out + own.keys(args[0]) @ change.T)
+            layer.register_forward_hook(
+                lambda own, args, out, change=change: out + own.keys(args[0]) @ change.T
+            )
     with disable_ttt(written):
         assert distance(scores, logits(written, text)) < TOLERANCE
     assert distance(scores, logits(model, text)) > 0.01
@@ -180,7 +184,9 @@ def test_a_session_of_another_calibration_is_refused(tmp_path):
     fast_weights(model)[2].ttt.keys.directions *= 1.1
     with pytest.raises(InPlaceTTTError) as refusal:
         Session.load(tmp_path / "a", model)
-    assert_refused(refusal, "other weights, or was saved before", "into the model that wrote it, or read its text again")
+    assert_refused(
+        refusal, "other weights, or was saved before", "into the model that wrote it, or read its text again"
+    )
 
 
 @pytest.mark.parametrize("length", [5, LONG])
@@ -189,11 +195,16 @@ def test_a_session_of_a_float64_model_is_loaded(length, tmp_path):
     unbroken = session(model, random_ids(1, length))
     unbroken.save(tmp_path / "a")
     loaded = Session.load(tmp_path / "a", model)
-    assert all(stream.state is None or stream.state.dtype == torch.float64 for stream in streams(loaded.cache).values())
+    assert all(
+        stream.state is None or stream.state.dtype == torch.float64
+        for stream in streams(loaded.cache).values()
+    )
     assert torch.equal(carry_on(loaded), carry_on(unbroken))
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "text", "weights", "truncated header", "truncated data"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "folder", "text", "weights", "truncated header", "truncated data"]
+)
 def test_what_is_no_session_is_refused(llama, kind, tmp_path):
     path = tmp_path / "a"
     session(llama, random_ids(1, 9)).save(path)
@@ -204,7 +215,11 @@ def test_what_is_no_session_is_refused(llama, kind, tmp_path):
     elif kind == "weights":
         session_file.save_file({"weight": torch.zeros(2)}, path)
     elif kind != "missing":
-        path.write_bytes({"text": b"once upon a time", "truncated header": content[:100], "truncated data": content[:-50]}[kind])
+        path.write_bytes(
+            {"text": b"once upon a time", "truncated header": content[:100], "truncated data": content[:-50]}[
+                kind
+            ]
+        )
     with pytest.raises(InPlaceTTTError) as refusal:
         Session.load(path, llama)
     assert_refused(refusal, str(path))
@@ -221,7 +236,9 @@ def test_a_path_that_cannot_be_written_is_refused(llama, kind, tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
 
 
-@pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [OSError("no space left on device"), KeyboardInterrupt()], ids=lambda error: type(error).__name__
+)
 def test_a_failed_save_keeps_the_old_file_and_leaves_no_part(llama, error, tmp_path, monkeypatch):
     state = session(llama, random_ids(1, 9))
     state.save(tmp_path / "a")
@@ -259,7 +276,11 @@ class _KeepsKeysElsewhere(DynamicLayer):
 @pytest.mark.parametrize("kind", ["static", "unknown"])
 def test_a_cache_that_cannot_be_saved_is_refused(kind, tmp_path):
     model = converted("llama", layers=(0, 1, 2))
-    cache = StaticCache(config=model.config, max_cache_len=40) if kind == "static" else DynamicCache(config=model.config)
+    cache = (
+        StaticCache(config=model.config, max_cache_len=40)
+        if kind == "static"
+        else DynamicCache(config=model.config)
+    )
     if kind == "unknown":
         cache.layers = [_KeepsKeysElsewhere() for _ in cache.layers]
     state = session(model, random_ids(1, 9), cache)
@@ -304,7 +325,9 @@ def test_generating_when_all_is_read_is_exact_or_refused(llama):
         answer = state.generate(ids[:, :0], **options)
     except InPlaceTTTError:
         return
-    assert torch.equal(answer, llama.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)[:, 20:])
+    assert torch.equal(
+        answer, llama.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)[:, 20:]
+    )
     assert all(stream.tokens == [28] for stream in streams(state.cache).values())
 
 
@@ -400,7 +423,8 @@ def test_what_the_session_does_not_know_is_no_text_to_drop(llama, tmp_path, how,
 
 @pytest.mark.parametrize("before", [0, 1, 27, 28])
 def test_the_last_token_of_a_text_is_text(before):
-    """Also where it is all that is left to read when generation starts, and what is generated does not write."""
+    """Also where it is all that is left to read when generation starts, and what is generated does not
+    write."""
     model, ids = converted("llama", update_on_decode=False), random_ids(1, 29)
     state = Session(model)
     if before:

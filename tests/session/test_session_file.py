@@ -1,4 +1,5 @@
-"""What a session's file must be: whole, undamaged, and of this model; whatever else is refused with the reason."""
+"""What a session's file must be: whole, undamaged, and of this model; whatever else is refused with the
+reason."""
 
 import json
 import struct
@@ -39,14 +40,19 @@ def old(path: Path, header: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
     """As the first format wrote it, which has no checksum."""
     values = {**header, "format": "inplace-ttt-state/1"}
     values.pop("checksum", None)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"session": json.dumps(values)})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"session": json.dumps(values)}
+    )
     return path
 
 
 def test_a_session_of_the_first_format_goes_on(llama: PreTrainedModel, tmp_path: Path) -> None:
     new = saved(llama, tmp_path / "new")
     loaded, was = (Session.load(path, llama) for path in (old(tmp_path / "old", *parts(new)), new))
-    answers = [state.generate(random_ids(2, 3), max_new_tokens=4, do_sample=False, eos_token_id=-1) for state in (loaded, was)]
+    answers = [
+        state.generate(random_ids(2, 3), max_new_tokens=4, do_sample=False, eos_token_id=-1)
+        for state in (loaded, was)
+    ]
     assert torch.equal(*answers)
 
 
@@ -64,7 +70,9 @@ def test_every_flipped_bit_is_noticed(llama: PreTrainedModel, tmp_path: Path) ->
             assert "\n" not in str(refusal.value), (place, bit)
 
 
-def edit(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], object]:
+def edit(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], object]:
     return lambda header, tensors: tensors.update({name: change(tensors[name])})
 
 
@@ -117,14 +125,18 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], 
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_no_session_of_this_model_holds_is_refused(kind: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_what_no_session_of_this_model_holds_is_refused(
+    kind: str, llama: PreTrainedModel, tmp_path: Path
+) -> None:
     """Without a checksum too: what is wrong is said."""
     says, change = WRONG[kind]
     header, tensors = parts(saved(llama, tmp_path / "whole"))
     change(header, tensors)
     with pytest.raises(InPlaceTTTError) as refusal:
         Session.load(old(tmp_path / "wrong", header, tensors), llama)
-    assert says in str(refusal.value) or (kind == "nothing" and "missing" in str(refusal.value)), str(refusal.value)
+    assert says in str(refusal.value) or (kind == "nothing" and "missing" in str(refusal.value)), str(
+        refusal.value
+    )
     assert "\n" not in str(refusal.value)
 
 

@@ -1,4 +1,5 @@
-"""FastWeightStream alone, with a small writer in the place of a layer, against a model that keeps every token."""
+"""FastWeightStream alone, with a small writer in the place of a layer, against a model that keeps every
+token."""
 
 import copy
 import itertools
@@ -25,12 +26,16 @@ class SmallWriter:
     eta: float = ETA
     chunks: list[Tensor] = field(default_factory=list)
 
-    def write(self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> tuple[Tensor, Tensor]:
+    def write(
+        self, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
+    ) -> tuple[Tensor, Tensor]:
         state = torch.zeros(len(z), D, H) if state is None else state.clone()
         read = torch.zeros(len(z), z.shape[1], D)
         for row, documents in enumerate(layout.documents):
             for start, stop in itertools.chain.from_iterable(map(layout.chunks, documents)):
-                read[row, start:stop] = self.eta * (z[row, start:stop].float() @ state[row].T) if reads else torch.nan
+                read[row, start:stop] = (
+                    self.eta * (z[row, start:stop].float() @ state[row].T) if reads else torch.nan
+                )
                 assert stop - start == self.chunk_size
                 self.chunks.append(z[row, start:stop].clone())
                 state[row] += delta(z[row, start:stop], x[row, start:stop])
@@ -43,7 +48,8 @@ def delta(z: Tensor, x: Tensor) -> Tensor:
 
 
 class KeepsEverything:
-    """The same memory, naively: all positions of every row, None for padding; S is summed up anew whenever it is read."""
+    """The same memory, naively: all positions of every row, None for padding; S is summed up anew whenever it
+    is read."""
 
     def __init__(self, batch: int) -> None:
         self.rows: list[list[tuple[Tensor, Tensor] | None]] = [[] for _ in range(batch)]
@@ -77,7 +83,9 @@ class KeepsEverything:
         self.rows = [list(self.rows[row]) for row in rows]
 
 
-def inputs(batch: int, length: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    batch: int, length: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """out, z, x of one call."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(batch, length, size, generator=generator).to(dtype) for size in (D, H, D))  # type: ignore[return-value]
@@ -133,7 +141,13 @@ def test_the_open_chunk_grows_with_what_is_read():
     for start, stop in ((0, 1), (1, 64), (64, 65), (65, 190), (190, 200)):
         if stop < 200:
             assert all(held.shape[1] <= max(64, 2 * start) for held in stream._open.held)
-        stream.advance(torch.zeros(2, stop - start, D), z[:, start:stop], x[:, start:stop], [(0, stop - start)] * 2, writer)
+        stream.advance(
+            torch.zeros(2, stop - start, D),
+            z[:, start:stop],
+            x[:, start:stop],
+            [(0, stop - start)] * 2,
+            writer,
+        )
     assert torch.equal(torch.stack(writer.chunks), z)
 
 
@@ -143,7 +157,10 @@ def test_crop_inside_the_open_chunk_leaves_no_trace(before, length, cropped):
     assert_crop_leaves_no_trace(before, length, cropped)
 
 
-@pytest.mark.parametrize(("before", "length", "cropped"), [(0, 4, 1), (2, 3, 2), (3, 6, 2), (6, 3, 3), (7, 1, 1), (6, 5, 5), (3, 16, 6)])
+@pytest.mark.parametrize(
+    ("before", "length", "cropped"),
+    [(0, 4, 1), (2, 3, 2), (3, 6, 2), (6, 3, 3), (7, 1, 1), (6, 5, 5), (3, 16, 6)],
+)
 def test_crop_across_the_last_written_chunk_leaves_no_trace(before, length, cropped):
     assert (before + length - cropped) // CHUNK == (before + length) // CHUNK - 1
     assert_crop_leaves_no_trace(before, length, cropped)
@@ -243,7 +260,8 @@ def test_generated_tokens_write_only_when_they_should():
 @pytest.mark.parametrize("padding", ["no padding", "padding"])
 @pytest.mark.parametrize("seed", range(15))
 def test_any_sequence_of_operations_equals_recomputation(seed, padding, dtype):
-    """Reads, crops, forks and selections in random order; a crop may be refused, but then nothing has changed."""
+    """Reads, crops, forks and selections in random order; a crop may be refused, but then nothing has
+    changed."""
     rng = random.Random(seed)
     batch = rng.randint(1, 3)
     stream, naive = FastWeightStream(batch, CHUNK), KeepsEverything(batch)
@@ -254,12 +272,16 @@ def test_any_sequence_of_operations_equals_recomputation(seed, padding, dtype):
         if operation == "advance":
             last, cropped_since = rng.choice((1, 1, 2, 3, CHUNK, 2 * CHUNK + 1)), 0
             out, z, x = inputs(stream.batch, last, dtype, seed=1000 * seed + step)
-            spans = [random_span(rng, last) if padding == "padding" else (0, last) for _ in range(stream.batch)]
+            spans = [
+                random_span(rng, last) if padding == "padding" else (0, last) for _ in range(stream.batch)
+            ]
             expected = naive.advance(out.clone(), z, x, spans)
             actual = stream.advance(out, z, x, spans, SmallWriter())
             for row, (start, stop) in enumerate(spans):
                 tolerance = {} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.3}
-                torch.testing.assert_close(actual[row, start:stop].float(), expected[row, start:stop], **tolerance)
+                torch.testing.assert_close(
+                    actual[row, start:stop].float(), expected[row, start:stop], **tolerance
+                )
         elif operation == "crop":
             cropped = rng.randint(0, last)
             try:
@@ -294,7 +316,8 @@ def random_span(rng: random.Random, length: int) -> Span:
 
 @pytest.mark.parametrize("after", [_UNDO_REACH, _UNDO_REACH + 1, _UNDO_REACH + 2])
 def test_a_written_chunk_can_be_taken_back_for_a_while(after: int) -> None:
-    """An undo costs as much memory as the state, so that it goes once enough tokens were read behind its chunk."""
+    """An undo costs as much memory as the state, so that it goes once enough tokens were read behind its
+    chunk."""
     chunk = 2 * _UNDO_REACH
     stream, writer = FastWeightStream(1, chunk), SmallWriter(chunk)
     generator = torch.Generator().manual_seed(0)
@@ -311,8 +334,12 @@ def test_a_written_chunk_can_be_taken_back_for_a_while(after: int) -> None:
 
 
 def test_nothing_is_kept_to_step_back_where_one_cannot() -> None:
-    """Where generated tokens are not written every crop is refused, and behind padding a row's last chunk is out of reach."""
-    stream, unpadded, padded = FastWeightStream(1, CHUNK, update_on_decode=False), *(FastWeightStream(1, CHUNK) for _ in range(2))
+    """Where generated tokens are not written every crop is refused, and behind padding a row's last chunk is
+    out of reach."""
+    stream, unpadded, padded = (
+        FastWeightStream(1, CHUNK, update_on_decode=False),
+        *(FastWeightStream(1, CHUNK) for _ in range(2)),
+    )
     for each in (stream, unpadded, padded):
         read(each, CHUNK + 1, seed=0)
     padded.skip()

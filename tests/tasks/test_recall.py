@@ -22,7 +22,9 @@ def test_rows(pairs: int, vocabulary: int, length: int) -> None:
         told = dict(zip(ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
         asked = dict(zip(ids[-2 * pairs :: 2], ids[-2 * pairs + 1 :: 2], strict=True))
         assert told == asked and len(told) == pairs
-        assert all(vocabulary // 4 <= key < vocabulary // 2 <= value < vocabulary for key, value in told.items())
+        assert all(
+            vocabulary // 4 <= key < vocabulary // 2 <= value < vocabulary for key, value in told.items()
+        )
         assert all(token < max(vocabulary // 4, 1) for token in ids[2 * pairs : -2 * pairs])
         assert [label for label in labels if label != -100] == list(asked.values())
         assert all(label == token for label, token in zip(labels, ids, strict=True) if label != -100)
@@ -48,7 +50,11 @@ def test_rows_are_those_of_the_seed() -> None:
 
 @pytest.mark.parametrize(
     ("pairs", "vocabulary", "length", "says"),
-    [(5, 16, 64, "16 has 4 keys"), (1, 1, 64, "1 has 0 keys"), (5, 64, 19, "at least 20 tokens, sequence_length is 19")],
+    [
+        (5, 16, 64, "16 has 4 keys"),
+        (1, 1, 64, "1 has 0 keys"),
+        (5, 64, 19, "at least 20 tokens, sequence_length is 19"),
+    ],
 )
 def test_what_does_not_fit_is_refused(pairs: int, vocabulary: int, length: int, says: str) -> None:
     with pytest.raises(InPlaceTTTError, match=says):
@@ -95,7 +101,10 @@ def test_a_fast_weight_recalls_beyond_the_window() -> None:
         initializer_range=0.1,
     )
     model = convert(Qwen3ForCausalLM(config), InPlaceTTTConfig(layers=(0,), chunk_size=8))
-    rows, held_out = recall_data(16 * 120, 4, 32, 40, seed=0), recall_data(64, 4, 32, 40, seed=0, held_out=True)
+    rows, held_out = (
+        recall_data(16 * 120, 4, 32, 40, seed=0),
+        recall_data(64, 4, 32, 40, seed=0, held_out=True),
+    )
     writers = [p for name, p in model.named_parameters() if ".ttt." in name]
     rest = [p for name, p in model.named_parameters() if ".ttt." not in name]
     optimiser = torch.optim.AdamW([{"params": rest, "lr": 4e-3}, {"params": writers, "lr": 2e-2}])

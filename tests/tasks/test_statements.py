@@ -12,7 +12,8 @@ from inplace_ttt.tasks.statements import statements
 
 
 def frame(sentence: str) -> str:
-    """A sentence without its names and numbers: invented names and first names are its capitalised words, but for the first of "The"."""
+    """A sentence without its names and numbers: invented names and first names are its capitalised words, but
+    for the first of "The"."""
     known = "|".join(PEOPLE)
     return re.sub(rf"\b(?:{known}|(?!The\b)[A-Z][a-z]+|\d+)\b", "_", sentence)
 
@@ -25,12 +26,19 @@ def test_no_two_begin_alike_and_a_seed_gives_the_same() -> None:
 
 
 def test_relations_are_none_of_those_that_are_asked_for() -> None:
-    trained = {frame(statement.prompt) for seed in range(20) for statement in statements(100, random.Random(seed))}
+    trained = {
+        frame(statement.prompt) for seed in range(20) for statement in statements(100, random.Random(seed))
+    }
     facts = [invent(20, str(seed)) for seed in range(5)]
     told = {frame(sentence.rsplit(" ", 1)[0]) for one in facts for sentence in one.sentences}
     asked = {frame(question.prompt) for one in facts for question in one.questions}
     assert len(trained) == 25, trained
-    assert told == {"The captain of _ is", "The keeper of _ is", "_ was born in", "The number of the vault at _ is"}
+    assert told == {
+        "The captain of _ is",
+        "The keeper of _ is",
+        "_ was born in",
+        "The number of the vault at _ is",
+    }
     assert not trained & (told | asked)
 
 

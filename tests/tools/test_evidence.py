@@ -1,4 +1,5 @@
-"""The evidence's recipes load, and its tools print their tables from the results that are kept beside the documentation."""
+"""The evidence's recipes load, and its tools print their tables from the results that are kept beside the
+documentation."""
 
 import sys
 from argparse import Namespace
@@ -23,13 +24,17 @@ from inplace_ttt.training.recipe.recipe import load_recipe
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "recipes" / "evidence").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "recipes" / "evidence").glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_recipes_load(file: Path) -> None:
     assert load_recipe(file).training.steps
 
 
 @pytest.mark.parametrize("tool", [facts_evidence, grid_evidence, memory_evidence])
-def test_tables_come_from_what_is_kept(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+def test_tables_come_from_what_is_kept(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
     """The kept results are refused where texts or a recipe are no longer those that they were made with."""
     name = tool.__name__.removesuffix("_evidence")
     kept = tmp_path / f"{name}.json"
@@ -60,7 +65,11 @@ def test_texts_are_split_anew_where_there_are_others(monkeypatch: pytest.MonkeyP
 
     for names in (range(20), range(3, 32), range(3, 32), range(10)):
         train, held = split(names)
-        assert not train & held and train | held == {f"{number:02}.txt" for number in names} and len(held) == (len(names) + 4) // 9
+        assert (
+            not train & held
+            and train | held == {f"{number:02}.txt" for number in names}
+            and len(held) == (len(names) + 4) // 9
+        )
 
 
 def test_a_folder_that_something_else_made_is_refused(tmp_path: Path) -> None:
@@ -71,7 +80,10 @@ def test_a_folder_that_something_else_made_is_refused(tmp_path: Path) -> None:
     kept_runs.made_by(folder, seed=0, settings=("y",))
     assert kept_runs.stamp_of(folder) == {"seed": 0, "settings": ["y"]}
     for other in ({"seed": 1, "settings": ["y"]}, {"seed": 0}, {}):
-        with pytest.raises(InPlaceTTTError, match="a-0 was made by another recipe, by other settings or from other texts; move it away"):
+        with pytest.raises(
+            InPlaceTTTError,
+            match="a-0 was made by another recipe, by other settings or from other texts; move it away",
+        ):
             kept_runs.made_by(folder, **other)
     (tmp_path / "runs" / "b").mkdir()
     with pytest.raises(InPlaceTTTError, match="b was made by another"):

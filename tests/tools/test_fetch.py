@@ -217,9 +217,14 @@ def test_the_tests_of_transformers_are_those_of_the_installed_version(
 ) -> None:
     fetched: list[_fetch.Archive] = []
     archive = _fetch.Archive("PyPI", "transformers==9.9", "transformers-9.9.tar.gz", "0", 1)
-    write_tar(tmp_path / archive.filename, {f"transformers-9.9/{name}": name.encode() for name in get_transformers_tests.FILES})
+    write_tar(
+        tmp_path / archive.filename,
+        {f"transformers-9.9/{name}": name.encode() for name in get_transformers_tests.FILES},
+    )
     monkeypatch.setattr(get_transformers_tests, "ARCHIVES", {"9.9": archive})
-    monkeypatch.setattr(get_transformers_tests, "fetch", lambda wanted: fetched.append(wanted) or tmp_path / wanted.filename)
+    monkeypatch.setattr(
+        get_transformers_tests, "fetch", lambda wanted: fetched.append(wanted) or tmp_path / wanted.filename
+    )
     for installed in ("9.9", "9.9", "9.8"):
         monkeypatch.setattr(get_transformers_tests, "version", lambda _, installed=installed: installed)
         get_transformers_tests.get_tests(tmp_path / installed)

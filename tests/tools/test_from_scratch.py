@@ -29,7 +29,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "in-place": {"chunk": 8, "std": 0.3},
 }
 SIZE = Model(dim=16, blocks=2, heads=2, window=4, width=128)
-TINY = Scratch(OPTIONS, Training(steps=12, length=32, batch_size=4, learning_rate=1e-2, warmup_steps=2), Recall(2, 16, 4), None, SIZE, [0])
+TINY = Scratch(
+    OPTIONS,
+    Training(steps=12, length=32, batch_size=4, learning_rate=1e-2, warmup_steps=2),
+    Recall(2, 16, 4),
+    None,
+    SIZE,
+    [0],
+)
 
 every_system = pytest.mark.parametrize("system", OPTIONS)
 
@@ -41,23 +48,34 @@ def model_of(system: str, size: Model = SIZE, vocabulary: int = 16, seed: int = 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 23])
 def test_window_attention_is_masked_attention(length: int) -> None:
     torch.manual_seed(0)
-    attention, x = WindowAttention(16, heads=2, window=4).double(), torch.randn(2, length, 16, dtype=torch.float64)
+    attention, x = (
+        WindowAttention(16, heads=2, window=4).double(),
+        torch.randn(2, length, 16, dtype=torch.float64),
+    )
     q, k, v = attention.to_qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
     ago = torch.arange(length)[:, None] - torch.arange(length)
-    y = F.scaled_dot_product_attention(attention.rotated(q), attention.rotated(k), v, attn_mask=(ago >= 0) & (ago < 4))
+    y = F.scaled_dot_product_attention(
+        attention.rotated(q), attention.rotated(k), v, attn_mask=(ago >= 0) & (ago < 4)
+    )
     assert attention(x).allclose(attention.to_out(y.transpose(1, 2).flatten(2)), atol=1e-12)
 
 
 def test_positions_are_relative() -> None:
     """⟨rotated q at t, rotated k at s⟩ depends on t − s, and does depend on it."""
-    attention, (q, k) = WindowAttention(16, heads=2, window=4), torch.randn(2, 1, 2, 1, 8).expand(-1, -1, -1, 9, -1)
+    attention, (q, k) = (
+        WindowAttention(16, heads=2, window=4),
+        torch.randn(2, 1, 2, 1, 8).expand(-1, -1, -1, 9, -1),
+    )
     scores = attention.rotated(q) @ attention.rotated(k).mT
-    assert scores[..., 1:, 1:].allclose(scores[..., :-1, :-1], atol=1e-5) and not scores[..., 4, 1].allclose(scores[..., 4, 3], atol=1e-3)
+    assert scores[..., 1:, 1:].allclose(scores[..., :-1, :-1], atol=1e-5) and not scores[..., 4, 1].allclose(
+        scores[..., 4, 3], atol=1e-3
+    )
 
 
 @every_system
 def test_the_window_limits_attention_and_only_attention(system: str) -> None:
-    """Two blocks of window 4 see 6 tokens back; beyond, there is the memory alone. And nothing sees what comes later."""
+    """Two blocks of window 4 see 6 tokens back; beyond, there is the memory alone. And nothing sees what
+    comes later."""
     torch.manual_seed(1)
     model, at = model_of(system), 3
     for name, parameter in model.named_parameters():
@@ -83,7 +101,10 @@ def test_the_short_convolution_looks_back_as_far_as_it_has_taps() -> None:
 
 def test_in_place_is_the_mlp_and_the_others_stand_beside_attention() -> None:
     for system in OPTIONS:
-        kinds = [(type(getattr(block.memory, "memory", None)).__name__, type(block.mlp).__name__) for block in model_of(system).blocks]
+        kinds = [
+            (type(getattr(block.memory, "memory", None)).__name__, type(block.mlp).__name__)
+            for block in model_of(system).blocks
+        ]
         other = "NoneType" if system == "none" else MEMORIES[system].__name__
         assert kinds == [("NoneType", "InPlaceTTT") if system == "in-place" else (other, "GatedMLP")] * 2
 
@@ -91,17 +112,24 @@ def test_in_place_is_the_mlp_and_the_others_stand_beside_attention() -> None:
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_the_shipped_recipes_are_matched(file: Path) -> None:
     settings = read_settings(Scratch, file)
-    assert list(settings.systems) == ["none", *(name for name in MEMORIES if name != "gla")] and len(settings.seeds) == 3
+    assert (
+        list(settings.systems) == ["none", *(name for name in MEMORIES if name != "gla")]
+        and len(settings.seeds) == 3
+    )
     vocabulary = 256 if settings.recall is None else settings.recall.vocabulary
     wanted = training.build(settings, vocabulary, "none", 0).parameter_count()
     for system in settings.systems:
-        assert abs(training.build(settings, vocabulary, system, 0).parameter_count() / wanted - 1) < 0.005, system
+        assert abs(training.build(settings, vocabulary, system, 0).parameter_count() / wanted - 1) < 0.005, (
+            system
+        )
     written = settings.systems["in-place"]["chunk"], settings.systems["lact"]["chunk"]
     assert written[0] == written[1] <= settings.training.length // 8
 
 
 def test_a_memory_that_leaves_no_mlp_is_refused() -> None:
-    with pytest.raises(InPlaceTTTError, match="ttt-mlp alone has more parameters than an MLP of width 8; raise"):
+    with pytest.raises(
+        InPlaceTTTError, match="ttt-mlp alone has more parameters than an MLP of width 8; raise"
+    ):
         model_of("ttt-mlp", dataclasses.replace(SIZE, width=8))
 
 
@@ -109,7 +137,9 @@ def test_every_system_reads_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> No
     """Per seed, in the same order; another seed has others."""
     read: dict[tuple[str, int], list[torch.Tensor]] = {}
 
-    def learn(model: CausalModel, ids: torch.Tensor, labels: torch.Tensor, optimizer: torch.optim.Adam, *_: Any) -> float:
+    def learn(
+        model: CausalModel, ids: torch.Tensor, labels: torch.Tensor, optimizer: torch.optim.Adam, *_: Any
+    ) -> float:
         rows.append(ids)
         optimizer.step()
         return 0.0
@@ -153,11 +183,19 @@ def test_text_is_held_out_by_file(tmp_path: Path) -> None:
     ids, labels = task.batch(seed=0, step=0)
     assert ids.shape == labels.shape == (50, 10) and labels[:, :-1].equal(ids[:, 1:])
     rows = [bytes(row).decode() for row in ids.tolist()]
-    assert all(row in "abc" * 40 or row in "def" * 40 for row in rows) and {row[0] for row in rows} == set("abcdef")
+    assert all(row in "abc" * 40 or row in "def" * 40 for row in rows) and {row[0] for row in rows} == set(
+        "abcdef"
+    )
     again = TextTask(texts(tmp_path), length=11, batch_size=50)
-    assert again.batch(0, 0)[0].equal(ids) and not again.batch(0, 1)[0].equal(ids) and not again.batch(1, 0)[0].equal(ids)
+    assert (
+        again.batch(0, 0)[0].equal(ids)
+        and not again.batch(0, 1)[0].equal(ids)
+        and not again.batch(1, 0)[0].equal(ids)
+    )
     held_out = [bytes(row).decode() for row in task.held_out(0)[0].tolist()]
-    assert held_out == [("xyz" * 40)[start : start + 10] for start in (0, 40, 80)] and task.held_out(1)[0].equal(task.held_out(0)[0])
+    assert held_out == [("xyz" * 40)[start : start + 10] for start in (0, 40, 80)] and task.held_out(1)[
+        0
+    ].equal(task.held_out(0)[0])
     scores = task.scores(torch.arange(10.0).expand(3, -1), torch.ones(3, 10), labels)
     assert scores == {"0–1": 0.5, "2–9": 5.5, "loss": 4.5}
 
@@ -176,7 +214,11 @@ def test_texts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
     factors = [training.factor(step, Training(steps=100, length=2, warmup_steps=20)) for step in range(101)]
-    assert factors[0] == pytest.approx(0.05) and factors[19] == factors[20] == 1 and factors[100] == pytest.approx(0.1)
+    assert (
+        factors[0] == pytest.approx(0.05)
+        and factors[19] == factors[20] == 1
+        and factors[100] == pytest.approx(0.1)
+    )
     assert sorted(factors[20:], reverse=True) == factors[20:]
 
 
@@ -186,14 +228,34 @@ def test_the_tool_prints_the_table_and_makes_no_run_twice(
     tiny = ["training.steps=2", "training.length=68", "training.batch_size=2", "recall.held_out=2"]
     changes = [*tiny, "systems={none: , in-place: {chunk: 32}}"]
     recipe, out = str(FOLDER / "scratch-recall-cpu.yaml"), tmp_path / "table.json"
-    arguments = ["scratch_memories.py", recipe, "--runs", str(tmp_path / "runs"), "--json", str(out), "--set", *changes, "seeds=[0, 1]"]
+    arguments = [
+        "scratch_memories.py",
+        recipe,
+        "--runs",
+        str(tmp_path / "runs"),
+        "--json",
+        str(out),
+        "--set",
+        *changes,
+        "seeds=[0, 1]",
+    ]
     monkeypatch.setattr("sys.argv", arguments)
     assert scratch_memories.main() == 0
     first, found = capsys.readouterr().out, json.loads(out.read_text())
     files = sorted((tmp_path / "runs").iterdir())
-    assert [file.name for file in files] == ["in-place-0.json", "in-place-1.json", "none-0.json", "none-1.json"]
+    assert [file.name for file in files] == [
+        "in-place-0.json",
+        "in-place-1.json",
+        "none-0.json",
+        "none-1.json",
+    ]
     none, in_place = found["table"]
-    assert none["state_bytes"] == 0 < in_place["state_bytes"] and none["n"] == 2 and "±" in first and "recall" in first
+    assert (
+        none["state_bytes"] == 0 < in_place["state_bytes"]
+        and none["n"] == 2
+        and "±" in first
+        and "recall" in first
+    )
     monkeypatch.setattr(scratch_memories, "train_one", None)  # nothing is run again
     assert scratch_memories.main() == 0 and capsys.readouterr().out == first
     files[0].unlink()
@@ -201,14 +263,27 @@ def test_the_tool_prints_the_table_and_makes_no_run_twice(
         scratch_memories.main()
     monkeypatch.setattr("sys.argv", [*arguments, "training.learning_rate=1e-3"])
     assert scratch_memories.main() == 2
-    assert "none-0.json was made with training.learning_rate 0.004, not 0.001; name another folder" in capsys.readouterr().err
+    assert (
+        "none-0.json was made with training.learning_rate 0.004, not 0.001; name another folder"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_run_that_diverges_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["training.steps=3", "training.length=36", "training.batch_size=2", "recall.held_out=2", "seeds=[0]"]
+def test_a_run_that_diverges_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = [
+        "training.steps=3",
+        "training.length=36",
+        "training.batch_size=2",
+        "recall.held_out=2",
+        "seeds=[0]",
+    ]
     changes = [*tiny, "systems={titans: {heads: 2, theta: 1.0e+30}, none: }"]
     recipe = str(FOLDER / "scratch-recall-cpu.yaml")
-    monkeypatch.setattr("sys.argv", ["scratch_memories.py", recipe, "--runs", str(tmp_path), "--set", *changes])
+    monkeypatch.setattr(
+        "sys.argv", ["scratch_memories.py", recipe, "--runs", str(tmp_path), "--set", *changes]
+    )
     assert scratch_memories.main() == 2 and [file.name for file in tmp_path.iterdir()] == ["none-0.json"]
     assert "titans diverged with seed 0 at step 0; lower" in capsys.readouterr().err
 
@@ -217,7 +292,10 @@ def test_the_table_has_errors_over_seeds() -> None:
     shared = {"system": "none", "parameters": 5, "state_bytes": 0}
     rows = [{**shared, "scores": {"recall": score}, "tokens_per_second": score} for score in (1.0, 3.0)]
     (line,) = training.table(rows, TINY)
-    assert line["scores"]["recall"] == {"mean": 2.0, "stderr": pytest.approx(1.0)} and (line["n"], line["tokens_per_second"]) == (2, 2.0)
+    assert line["scores"]["recall"] == {"mean": 2.0, "stderr": pytest.approx(1.0)} and (
+        line["n"],
+        line["tokens_per_second"],
+    ) == (2, 2.0)
     assert math.isnan(training.table(rows[:1], TINY)[0]["scores"]["recall"]["stderr"])
 
 
@@ -234,16 +312,25 @@ def test_the_table_has_errors_over_seeds() -> None:
         (["text={train: a, held_out: b}"], "recall: give one of the sections recall and text"),
         (["seeds=[1, 1]"], "--set, seeds: give some, each once"),
         (["model.heads=3"], "model.dim: must divide into 3 heads of an even width"),
-        (["model.width=40"], "linear-attention alone has more parameters than an MLP of width 40; raise model.width by"),
+        (
+            ["model.width=40"],
+            "linear-attention alone has more parameters than an MLP of width 40; raise model.width by",
+        ),
         (["training.length=30"], "recall of 8 pairs takes at least 32 tokens"),
         (["training.stepz=1"], "--set, training.stepz: there is no such setting"),
     ],
 )
 def test_a_bad_recipe_is_one_line(
-    changes: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    changes: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = str(FOLDER / "scratch-recall-cpu.yaml")
-    monkeypatch.setattr("sys.argv", ["scratch_memories.py", recipe, "--runs", str(tmp_path / "runs"), "--set", *changes])
+    monkeypatch.setattr(
+        "sys.argv", ["scratch_memories.py", recipe, "--runs", str(tmp_path / "runs"), "--set", *changes]
+    )
     assert scratch_memories.main() == 2 and not (tmp_path / "runs").exists()
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("scratch_memories: ") and says in last

@@ -112,8 +112,14 @@ def test_converted_gguf_is_the_model_it_came_from(tmp_path: Path) -> None:
     ids = torch.randint(len(tokens), (2, 40))
     torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=0, atol=0)
     keys = ("rms_norm_eps", "rope_parameters", "max_position_embeddings", "tie_word_embeddings")
-    assert {key: getattr(converted.config, key) for key in keys} == {key: getattr(config, key) for key in keys}
-    assert (converted.config.bos_token_id, converted.config.eos_token_id, converted.config.pad_token_id) == (1, 2, 2)
+    assert {key: getattr(converted.config, key) for key in keys} == {
+        key: getattr(config, key) for key in keys
+    }
+    assert (converted.config.bos_token_id, converted.config.eos_token_id, converted.config.pad_token_id) == (
+        1,
+        2,
+        2,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.tokenize("ab12") == ["ab", "1", "2"]
@@ -126,7 +132,8 @@ def test_converted_gguf_is_the_model_it_came_from(tmp_path: Path) -> None:
 
 
 def write_gemma(path: Path, model: Any, tokens: list[str], types: list[int]) -> None:
-    """As llama.cpp's converter does: its names, one added to every norm, scores that fall from piece to piece."""
+    """As llama.cpp's converter does: its names, one added to every norm, scores that fall from piece to
+    piece."""
     import gguf
 
     config = model.config
@@ -160,7 +167,8 @@ def write_gemma(path: Path, model: Any, tokens: list[str], types: list[int]) -> 
 
 
 def test_a_converted_gemma_is_the_model_it_came_from(tmp_path: Path) -> None:
-    """Windowed layers with positions of their own, and a tokenizer whose runs of spaces and newlines are found before merges."""
+    """Windowed layers with positions of their own, and a tokenizer whose runs of spaces and newlines are
+    found before merges."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -197,11 +205,22 @@ def test_a_converted_gemma_is_the_model_it_came_from(tmp_path: Path) -> None:
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = torch.randint(len(tokens), (2, 40))
     assert config.layer_types == converted.config.layer_types and config.layer_types[5] == "full_attention"
-    torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=0, atol=1e-4)  # one added to norms, and taken off again
+    # one added to norms, and taken off again
+    torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "at ta\n\n  beat 🙂"
     read = tokenizer(text).input_ids
-    assert tokenizer.convert_ids_to_tokens(read)[:9] == ["<bos>", "at", "▁", "ta", "\n\n", "  ", "b", "e", "at"]
+    assert tokenizer.convert_ids_to_tokens(read)[:9] == [
+        "<bos>",
+        "at",
+        "▁",
+        "ta",
+        "\n\n",
+        "  ",
+        "b",
+        "e",
+        "at",
+    ]
     assert tokenizer.decode(read, skip_special_tokens=True) == text
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<bos>", "<eos>", "<pad>")

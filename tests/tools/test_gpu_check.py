@@ -20,13 +20,23 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.full
 def test_smoke_run_in_a_shell(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
-    done = subprocess.run([ROOT / "tools" / "gpu" / "gpu_check.sh", "--smoke"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    done = subprocess.run(
+        [ROOT / "tools" / "gpu" / "gpu_check.sh", "--smoke"],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-8:]
-    assert last[-1].startswith("tiny 96 tokens, paper, C 32, training step: ") and any(line.startswith("tiny T 128 C 32") for line in last)
+    assert last[-1].startswith("tiny 96 tokens, paper, C 32, training step: ") and any(
+        line.startswith("tiny T 128 C 32") for line in last
+    )
     for name in ("checks", "ceilings", "kernels", "op", "situations", "models", "tiles"):
         result = json.loads((tmp_path / f"{name}.json").read_text())
-        assert result["command"] == "tools/gpu/gpu_check.sh --smoke" and result["torch"] and result["rows"], name
+        assert result["command"] == "tools/gpu/gpu_check.sh --smoke" and result["torch"] and result["rows"], (
+            name
+        )
 
 
 def test_a_wrong_kernel_is_marked_and_the_rest_goes_on(
@@ -58,7 +68,10 @@ def test_a_check_that_breaks_has_failed() -> None:
         raise ValueError("no such luck")
 
     assert situations._check("it", lambda: 0.0)["ok"] and not situations._check("it", lambda: 1e-9)["ok"]
-    assert not situations._check("it", breaks)["ok"] and situations._check("it", breaks)["where"] == "ValueError: no such luck"
+    assert (
+        not situations._check("it", breaks)["ok"]
+        and situations._check("it", breaks)["where"] == "ValueError: no such luck"
+    )
 
 
 def test_what_the_time_does_not_suffice_for_is_named() -> None:

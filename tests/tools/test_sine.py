@@ -12,7 +12,14 @@ from sine import BUILDERS, Sine, Training, Waves, by_phase, error, table, train_
 from inplace_ttt.files.settings import read_settings
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "memories" / "sine-cpu.yaml"
-TINY = Sine(seeds=[0], waves=Waves(40, 4, 2, 2), training=Training(epochs=1, phases=2), dim=8, segment=8, mac={"feedforward": 8})
+TINY = Sine(
+    seeds=[0],
+    waves=Waves(40, 4, 2, 2),
+    training=Training(epochs=1, phases=2),
+    dim=8,
+    segment=8,
+    mac={"feedforward": 8},
+)
 
 
 def test_waves_are_sines_of_the_asked_periods() -> None:
@@ -21,7 +28,9 @@ def test_waves_are_sines_of_the_asked_periods() -> None:
     crossings = ((x[:, 1:] > 0) != (x[:, :-1] > 0)).sum(dim=1)
     assert (2 * 4000 / crossings).min() > 19 and (2 * 4000 / crossings).max() < 51
     assert x.abs().max() <= 1 and not waves(30, settings, seed=2).squeeze(-1).equal(x)
-    assert ((waves(30, Waves(length=4000, periods=[20.0, 50.0]), seed=1).squeeze(-1) - x).std() - 0.1).abs() < 0.01
+    assert (
+        (waves(30, Waves(length=4000, periods=[20.0, 50.0]), seed=1).squeeze(-1) - x).std() - 0.1
+    ).abs() < 0.01
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -44,7 +53,9 @@ def test_phases_choose_positions(name: str) -> None:
     model, x = BUILDERS[name](TINY), waves(2, TINY.waves, seed=1)
     squared = (model.every_next(x, torch.arange(8)).flatten(1, 2)[:, :32] - x[:, 8:]) ** 2
     assert error(model, x, 8, torch.arange(8)).item() == pytest.approx(squared.mean().item(), rel=1e-5)
-    assert error(model, x, 8, torch.tensor([3])).item() == pytest.approx(squared[:, 3::8].mean().item(), rel=1e-5)
+    assert error(model, x, 8, torch.tensor([3])).item() == pytest.approx(
+        squared[:, 3::8].mean().item(), rel=1e-5
+    )
     odd = waves(2, Waves(length=37), seed=1)
     error(model, odd, 8, torch.arange(8)).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -58,7 +69,9 @@ def test_by_phase_fills_up_behind_the_end() -> None:
 def test_a_run_is_the_same_again() -> None:
     first, second = (train_one("mac-1", 0, TINY) for _ in range(2))
     assert first["test_mse"] == second["test_mse"] and math.isfinite(first["test_mse"])
-    lines = table([{"model": "lstm", "test_mse": e} for e in (1.0, 3.0)], Sine(models=["lstm"], published={"lstm": 0.5}))
+    lines = table(
+        [{"model": "lstm", "test_mse": e} for e in (1.0, 3.0)], Sine(models=["lstm"], published={"lstm": 0.5})
+    )
     assert lines == [{"model": "lstm", "mean": 2.0, "stderr": 1.0, "n": 2, "published": 0.5}]
 
 
@@ -66,7 +79,14 @@ def test_the_tool_prints_the_table_and_takes_a_run_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sine.json"
-    changes = ["waves.length=40", "waves.train=4", "waves.test=2", "training.epochs=1", "seeds=[0]", "models=[lstm,attention]"]
+    changes = [
+        "waves.length=40",
+        "waves.train=4",
+        "waves.test=2",
+        "training.epochs=1",
+        "seeds=[0]",
+        "models=[lstm,attention]",
+    ]
     arguments = ["sine_waves.py", str(RECIPE), "--json", str(out), "--set", *changes]
     monkeypatch.setattr("sys.argv", arguments)
     assert sine_waves.main() == 0
@@ -75,7 +95,10 @@ def test_the_tool_prints_the_table_and_takes_a_run_up_again(
     monkeypatch.setattr(sine_waves, "train_one", None)  # nothing is run again
     assert sine_waves.main() == 0 and capsys.readouterr().out == first
     monkeypatch.setattr("sys.argv", [*arguments, "waves.noise=0.3"])
-    assert sine_waves.main() == 2 and "sine.json was made with waves.noise 0.1, not 0.3; name another file." in capsys.readouterr().err
+    assert (
+        sine_waves.main() == 2
+        and "sine.json was made with waves.noise 0.1, not 0.3; name another file." in capsys.readouterr().err
+    )
     monkeypatch.setattr("sys.argv", ["sine_waves.py", str(RECIPE), "--set", "models=[mamba]"])
     assert sine_waves.main() == 2 and "choose from attention, mac-1, mac-2, lstm" in capsys.readouterr().err
 
@@ -83,5 +106,9 @@ def test_the_tool_prints_the_table_and_takes_a_run_up_again(
 def test_the_shipped_recipe_is_the_proof_of_concept_s() -> None:
     settings = read_settings(Sine, RECIPE)
     assert (settings.dim, settings.segment, settings.waves.length) == (16, 16, 500)
-    assert (settings.training.epochs, settings.training.batch_size, settings.training.learning_rate) == (50, 4, 1e-3)
+    assert (settings.training.epochs, settings.training.batch_size, settings.training.learning_rate) == (
+        50,
+        4,
+        1e-3,
+    )
     assert set(settings.published) == set(settings.models) == set(BUILDERS) and len(settings.seeds) == 3

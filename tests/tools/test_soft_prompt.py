@@ -1,4 +1,5 @@
-"""The soft prompt beside which writes are measured: every token sees it, in one call as in pieces, and it learns."""
+"""The soft prompt beside which writes are measured: every token sees it, in one call as in pieces, and it
+learns."""
 
 import pytest
 import soft_prompt
@@ -39,8 +40,12 @@ def test_in_pieces_as_in_one_call(model: PreTrainedModel) -> None:
 
 
 def test_a_trained_one_predicts_its_rows_better(model: PreTrainedModel) -> None:
-    rows = Dataset.from_list([{"input_ids": (ids := random_ids(1, 48, seed=7)[0].tolist()), "labels": ids}] * 40)
-    recipe = load_recipe(soft_prompt.RECIPE, ["training.steps=20", "training.warmup_steps=0", "training.learning_rate=0.1"])
+    rows = Dataset.from_list(
+        [{"input_ids": (ids := random_ids(1, 48, seed=7)[0].tolist()), "labels": ids}] * 40
+    )
+    recipe = load_recipe(
+        soft_prompt.RECIPE, ["training.steps=20", "training.warmup_steps=0", "training.learning_rate=0.1"]
+    )
     before = [parameter.clone() for parameter in model.parameters()]
     prompt, losses = soft_prompt.trained(model, recipe, rows)
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.05

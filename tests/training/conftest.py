@@ -33,7 +33,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Callable[..., TrainingData]:
-    def run(train: Any, chunk_size: int = CHUNK, parallel: Parallel | None = None, **data: Any) -> TrainingData:
+    def run(
+        train: Any, chunk_size: int = CHUNK, parallel: Parallel | None = None, **data: Any
+    ) -> TrainingData:
         names = [str(name) for name in (train if isinstance(train, list) else [train])]
         settings = {"sequence_length": LENGTH, "shuffle": False, "cache": str(tmp_path / "cache"), **data}
         return build_data(recipe(Data(train=names, **settings), parallel), tokenizer, chunk_size)

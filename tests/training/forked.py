@@ -16,15 +16,20 @@ from inplace_ttt.training.run.launch import _remove_shared_memory
 
 
 class Forked:
-    """Processes that call a function of no arguments, each in an environment of its own; what they print goes into one log."""
+    """Processes that call a function of no arguments, each in an environment of its own; what they print goes
+    into one log."""
 
-    def __init__(self, call: Callable[[], Any], environments: list[Mapping[str, str]], largest_file: int | None = None) -> None:
+    def __init__(
+        self, call: Callable[[], Any], environments: list[Mapping[str, str]], largest_file: int | None = None
+    ) -> None:
         reader, writer = FORKSERVER.Pipe(duplex=False)
         self.processes: list[Any] = [
             FORKSERVER.Process(target=_run, args=(call, dict(environment), writer, largest_file), daemon=True)
             for environment in environments
         ]
-        self.ports = {int(environment["MASTER_PORT"]) for environment in environments if "MASTER_PORT" in environment}
+        self.ports = {
+            int(environment["MASTER_PORT"]) for environment in environments if "MASTER_PORT" in environment
+        }
         for process in self.processes:
             process.start()
         writer.close()
@@ -48,9 +53,14 @@ class Forked:
             _remove_shared_memory(port)
 
     def wait(self, seconds: float = 300) -> tuple[int, str]:
-        """The first exit code that is not 0, 124 after so many seconds, and the log. If one process fails, the others are ended."""
+        """The first exit code that is not 0, 124 after so many seconds, and the log. If one process fails,
+        the others are ended."""
         until = time.monotonic() + seconds
-        while self.is_running() and time.monotonic() < until and not any(process.exitcode for process in self.processes):
+        while (
+            self.is_running()
+            and time.monotonic() < until
+            and not any(process.exitcode for process in self.processes)
+        ):
             time.sleep(0.02)
         codes = [process.exitcode for process in self.processes]
         if self.is_running() and not any(codes):
@@ -61,7 +71,9 @@ class Forked:
         return next((code for code in codes if code), 0), b"".join(self._log).decode(errors="replace")
 
 
-def _run(call: Callable[[], Any], environment: dict[str, str], output: Connection, largest_file: int | None) -> None:
+def _run(
+    call: Callable[[], Any], environment: dict[str, str], output: Connection, largest_file: int | None
+) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     os.dup2(output.fileno(), 1)

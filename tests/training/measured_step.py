@@ -1,4 +1,5 @@
-"""One process: trains a recipe's model for three steps with torch's AdamW and reads a held-out batch; prints the peaks of memory."""
+"""One process: trains a recipe's model for three steps with torch's AdamW and reads a held-out batch; prints
+the peaks of memory."""
 
 import ctypes
 import gc
@@ -22,7 +23,10 @@ def train(recipe: Recipe, steps: int = 3) -> tuple[int, int]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     rows, length = recipe.training.batch_size, recipe.data.sequence_length
     ids = torch.randint(0, model.config.vocab_size, (rows, length))
-    positions = torch.cat([torch.arange(length - length // 4), torch.arange(length // 4)])[None].expand(rows, -1)  # two documents
+    # two documents
+    positions = torch.cat([torch.arange(length - length // 4), torch.arange(length // 4)])[None].expand(
+        rows, -1
+    )
     for step in range(steps):
         if step == steps - 1:
             peak_starts_again()

@@ -27,7 +27,9 @@ def write_recipe(folder: Path, **sections: Any) -> Path:
     """The tiny recipe as a file; a section given replaces the one above, None removes it."""
     values = {**VALUES, **sections}
     file = folder / "tiny.yaml"
-    file.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}), encoding="utf-8")
+    file.write_text(
+        yaml.safe_dump({key: value for key, value in values.items() if value is not None}), encoding="utf-8"
+    )
     return file
 
 
@@ -56,7 +58,9 @@ EXPERTS = dict(
 )
 
 
-def small_recipe(folder: Path, dtype: str, checkpointing: bool, vocabulary: int = 4096, length: int = 1024, **config: Any) -> Recipe:
+def small_recipe(
+    folder: Path, dtype: str, checkpointing: bool, vocabulary: int = 4096, length: int = 1024, **config: Any
+) -> Recipe:
     """One document of `length` tokens, trained with every parameter."""
     return tiny_recipe(
         folder,

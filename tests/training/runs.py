@@ -76,9 +76,14 @@ def recipe_file(folder: Path, model: Path, text: Path, **sections: Any) -> Path:
 
 
 def start(file: Path, *settings: str, flags: tuple[str, ...] = (), largest_file: int | None = None) -> Forked:
-    """The processes of a run as DeepSpeed's launcher would start them, with `--set` for each of the settings."""
+    """The processes of a run as DeepSpeed's launcher would start them, with `--set` for each of the
+    settings."""
     world = load_recipe(file, settings).parallel.world
-    return Forked(functools.partial(one_process, [str(file), *flags, *_set(settings)]), environments(world), largest_file)
+    return Forked(
+        functools.partial(one_process, [str(file), *flags, *_set(settings)]),
+        environments(world),
+        largest_file,
+    )
 
 
 def environments(world: int) -> list[dict[str, str]]:
@@ -86,7 +91,12 @@ def environments(world: int) -> list[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
@@ -121,4 +131,8 @@ def logged(output: Path, key: str) -> list[float]:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint folder."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }

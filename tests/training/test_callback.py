@@ -1,4 +1,5 @@
-"""InPlaceTTTCallback in transformers' own Trainer: rates, warm-up, guards and the log, also where a run is resumed."""
+"""InPlaceTTTCallback in transformers' own Trainer: rates, warm-up, guards and the log, also where a run is
+resumed."""
 
 import functools
 import json
@@ -34,10 +35,23 @@ class Eta(TrainerCallback):
         self.seen[state.global_step + 1] = fast_weights(kwargs["model"])[0].fast.eta
 
 
-def trainer(folder: Path, model: nn.Module | None = None, rows: Any = ROWS, tokenizer: Any = None, **arguments: Any) -> Trainer:
-    defaults = {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 2, "weight_decay": 0.1}
+def trainer(
+    folder: Path, model: nn.Module | None = None, rows: Any = ROWS, tokenizer: Any = None, **arguments: Any
+) -> Trainer:
+    defaults = {
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "weight_decay": 0.1,
+    }
     args = TrainingArguments(
-        str(folder), use_cpu=True, report_to=[], gradient_accumulation_steps=2, disable_tqdm=True, **{**defaults, **arguments}
+        str(folder),
+        use_cpu=True,
+        report_to=[],
+        gradient_accumulation_steps=2,
+        disable_tqdm=True,
+        **{**defaults, **arguments},
     )
     return Trainer(model or converted("llama", eta=0.5), args, train_dataset=rows, processing_class=tokenizer)
 
@@ -54,7 +68,9 @@ def test_conv_and_p_have_groups_of_their_own(tmp_path: Path) -> None:
     assert {name: (group["lr"], group["weight_decay"]) for name, group in groups.items()} == {
         "decaying": (1e-3, 0.1), "rest": (1e-3, 0.0), "conv": (1e-2, 0.0), "proj": (1e-3, 0.3)
     }  # fmt: skip
-    assert {id(p) for p in groups["conv"]["params"]} == {id(layer.ttt.conv) for layer in fast_weights(run.model).values()}
+    assert {id(p) for p in groups["conv"]["params"]} == {
+        id(layer.ttt.conv) for layer in fast_weights(run.model).values()
+    }
     assert sum(len(group["params"]) for group in groups.values()) == len(list(run.model.parameters()))
     assert callback.warnings == [] and run.state.log_history[0]["learning_rate"] == 1e-3
 
@@ -63,23 +79,37 @@ def test_the_optimiser_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
     """By `args.optim` or by its class; one that chooses its parameters itself is refused."""
     run = trainer(tmp_path, optim="adafactor")
     InPlaceTTTCallback(conv_learning_rate=1e-2).attach(run)
-    assert type(run.create_optimizer()).__name__ == "Adafactor" and run.optimizer.param_groups[2]["lr"] == 1e-2
-    run = Trainer(converted("llama"), trainer(tmp_path).args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}))
+    assert (
+        type(run.create_optimizer()).__name__ == "Adafactor" and run.optimizer.param_groups[2]["lr"] == 1e-2
+    )
+    run = Trainer(
+        converted("llama"),
+        trainer(tmp_path).args,
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),
+    )
     InPlaceTTTCallback(conv_learning_rate=1e-2).attach(run)
     rates = [(group["name"], group["lr"], group["momentum"]) for group in run.create_optimizer().param_groups]
     assert rates == [("decaying", 0.5, 0.9), ("rest", 0.5, 0.9), ("conv", 1e-2, 0.9), ("proj", 0.5, 0.9)]
-    run.optimizer, run.optimizer_cls_and_kwargs = None, (torch.optim.SGD, {"params": list(run.model.parameters())})
+    run.optimizer, run.optimizer_cls_and_kwargs = (
+        None,
+        (torch.optim.SGD, {"params": list(run.model.parameters())}),
+    )
     InPlaceTTTCallback().attach(run)
     with pytest.raises(InPlaceTTTError, match="chooses its parameters itself"):
         run.create_optimizer()
 
 
 @pytest.mark.parametrize(("begins", "of_rows", "odd"), [(0, 0, 0), (1, 0, 8), (1, 6, 2), (1, 8, 0)])
-def test_rows_that_do_not_begin_as_texts_do_are_said(begins: int, of_rows: int, odd: int, tmp_path: Path) -> None:
+def test_rows_that_do_not_begin_as_texts_do_are_said(
+    begins: int, of_rows: int, odd: int, tmp_path: Path
+) -> None:
     """Padding on the left is no beginning; where the tokenizer has none, nothing is."""
     tokenizer = word_level((f"w{i}" for i in range(94)), begins)
     start = torch.tensor([tokenizer.pad_token_id, tokenizer.eos_token_id])
-    rows = [{name: torch.cat([start, ids[2:]]) if i < of_rows else ids for name, ids in row.items()} for i, row in enumerate(ROWS)]
+    rows = [
+        {name: torch.cat([start, ids[2:]]) if i < of_rows else ids for name, ids in row.items()}
+        for i, row in enumerate(ROWS)
+    ]
     run = trainer(tmp_path, rows=rows, tokenizer=tokenizer, max_steps=1)
     callback = InPlaceTTTCallback().attach(run)
     run.train()
@@ -102,27 +132,37 @@ STAGES = ({"stage": 2}, {"stage": 3, "stage3_gather_16bit_weights_on_model_save"
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, *({"deepspeed": {"zero_optimization": s, **SIZES}} for s in STAGES)], ids=["DDP", "ZeRO-2", "ZeRO-3"]
+    "arguments",
+    [{}, *({"deepspeed": {"zero_optimization": s, **SIZES}} for s in STAGES)],
+    ids=["DDP", "ZeRO-2", "ZeRO-3"],
 )
 @pytest.mark.sample(1)
 def test_two_processes_train_as_one(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """The same 16 rows a step: losses, rates and layers of the log, which one process writes, and the weights."""
+    """The same 16 rows a step: losses, rates and layers of the log, which one process writes, and the
+    weights."""
     one_of_several(tmp_path / "one", {})
     processes = Forked(
-        functools.partial(one_of_several, tmp_path / "two", {"per_device_train_batch_size": 4, **arguments}), environments(2)
+        functools.partial(one_of_several, tmp_path / "two", {"per_device_train_batch_size": 4, **arguments}),
+        environments(2),
     )
     finish(processes)
     one, two = ([line for line in lines(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert [line["step"] for line in two] == [1, 2, 3, 4]
     for line, other in zip(one, two, strict=True):
-        assert other["loss"] == pytest.approx(line["loss"], rel=1e-5) and other["learning_rate"] == line["learning_rate"]
+        assert (
+            other["loss"] == pytest.approx(line["loss"], rel=1e-5)
+            and other["learning_rate"] == line["learning_rate"]
+        )
         assert [layer["layer"] for layer in other["layers"]] == [0, 2]
-    first, second = (load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("one", "two"))
+    first, second = (
+        load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("one", "two")
+    )
     assert first.keys() == second.keys() and max(distance(second[name], first[name]) for name in first) < 1e-3
 
 
 def one_of_several(folder: Path, arguments: dict[str, Any]) -> None:
-    model = converted("llama", eta=0.5)  # before the arguments, under whose ZeRO-3 its weights would be built in shards
+    # before the arguments, under whose ZeRO-3 its weights would be built in shards
+    model = converted("llama", eta=0.5)
     run = trainer(folder, model, **arguments)
     InPlaceTTTCallback(conv_learning_rate=1e-2, eta_warmup_steps=3).attach(run)
     run.train()
@@ -161,7 +201,8 @@ class StopAt(TrainerCallback):
 
 @pytest.mark.parametrize("length", [30, 5], ids=["rows of chunks", "rows shorter than a chunk"])
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, length: int) -> None:
-    """Where the writer reads it, before any weight has changed; and nothing of the callback stays with the model."""
+    """Where the writer reads it, before any weight has changed; and nothing of the callback stays with the
+    model."""
     rows = [{"input_ids": ids, "labels": ids} for ids in random_ids(16, length)]
     run = trainer(tmp_path, rows=rows, max_steps=20)
     callback = InPlaceTTTCallback(eta_warmup_steps=10).attach(run)
@@ -198,7 +239,9 @@ def test_writes_that_are_too_large_stop_the_run(tmp_path: Path) -> None:
 def test_a_setting_without_effect_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.add_callback(InPlaceTTTCallback(proj_learning_rate=1e-2))
-    with pytest.raises(InPlaceTTTError, match=r"proj_learning_rate has no effect.*call attach\(trainer\) before train"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"proj_learning_rate has no effect.*call attach\(trainer\) before train"
+    ):
         run.train()
     run = trainer(tmp_path)
     run.add_callback(InPlaceTTTCallback(eta_warmup_steps=4))
@@ -214,7 +257,9 @@ def test_what_cannot_be_attached_to_is_refused(tmp_path: Path) -> None:
     model = converted("llama")
     with pytest.raises(InPlaceTTTError, match="is not converted"):
         InPlaceTTTCallback().attach(trainer(tmp_path, nn.Linear(2, 2)))
-    given = Trainer(model, trainer(tmp_path).args, optimizers=(torch.optim.SGD(model.parameters(), 1e-3), None))
+    given = Trainer(
+        model, trainer(tmp_path).args, optimizers=(torch.optim.SGD(model.parameters(), 1e-3), None)
+    )
     with pytest.raises(InPlaceTTTError, match="the trainer was given an optimiser"):
         InPlaceTTTCallback().attach(given)
     run = trainer(tmp_path)

@@ -35,10 +35,14 @@ def test_rows_are_lists_of_the_right_length(build: Any, folder: Path) -> None:
         found = build(folder, streaming=streaming)
         for row in found.train:
             assert list(row) == ["input_ids", "position_ids", "labels"]
-            assert {(type(value), type(value[0]), len(value)) for value in row.values()} == {(list, int, LENGTH)}
+            assert {(type(value), type(value[0]), len(value)) for value in row.values()} == {
+                (list, int, LENGTH)
+            }
 
 
-def test_a_document_of_many_rows_is_read_once(build: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_of_many_rows_is_read_once(
+    build: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For each batch of rows, not for each row."""
     taken: list[tuple[int, int]] = []
     read = Dataset.__getitem__
@@ -57,19 +61,30 @@ def test_a_document_of_many_rows_is_read_once(build: Any, folder: Path, monkeypa
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_usual_collator_makes_a_batch(build: Any, folder: Path, streaming: bool, workers: int) -> None:
     found = build(folder, streaming=streaming)
-    batches = list(DataLoader(found.train, batch_size=2, collate_fn=default_data_collator, num_workers=workers))
+    batches = list(
+        DataLoader(found.train, batch_size=2, collate_fn=default_data_collator, num_workers=workers)
+    )
     assert all(value.dtype == torch.int64 for value in batches[0].values())
-    assert [row.tolist() for batch in batches for row in batch["labels"]] == [row["labels"] for row in found.train]
+    assert [row.tolist() for batch in batches for row in batch["labels"]] == [
+        row["labels"] for row in found.train
+    ]
 
 
 @pytest.mark.parametrize("align", [1, CHUNK])
 def test_every_piece_begins_as_its_document(align: int, folder: Path, tmp_path: Path) -> None:
-    """Stored, streamed, and streamed from any row on; documents that do not begin as the tokenizer begins texts are counted."""
+    """Stored, streamed, and streamed from any row on; documents that do not begin as the tokenizer begins
+    texts are counted."""
     begun, begins = word_level((f"w{n}" for n in range(WORDS)), 2), [EOS, EOS]
     parallel = Parallel(nproc_per_node=2, sequence_parallel_size=2) if align > 1 else None
 
     def built(train: Path, **settings: Any) -> TrainingData:
-        data = Data(train=[str(train)], sequence_length=LENGTH, shuffle=False, cache=str(tmp_path / "cache"), **settings)
+        data = Data(
+            train=[str(train)],
+            sequence_length=LENGTH,
+            shuffle=False,
+            cache=str(tmp_path / "cache"),
+            **settings,
+        )
         return build_data(recipe(data, parallel), begun, CHUNK)
 
     stored, streamed = built(folder), built(folder, streaming=True)
@@ -81,33 +96,51 @@ def test_every_piece_begins_as_its_document(align: int, folder: Path, tmp_path: 
         spans = ChunkLayout.from_position_ids(torch.tensor(row["position_ids"])[None], 1).documents[0]
         found += [piece for start, stop in spans if PAD not in (piece := row["input_ids"][start:stop])]
     assert all(piece[:2] == begins[: len(piece)] for piece in found)
-    assert [token for piece in found for token in piece if token >= FIRST] == list(range(FIRST, FIRST + sum(LENGTHS)))
-    assert (stored.report.rows, stored.report.tokens, stored.report.pieces) == (len(rows), sum(map(len, found)), len(found))
+    assert [token for piece in found for token in piece if token >= FIRST] == list(
+        range(FIRST, FIRST + sum(LENGTHS))
+    )
+    assert (stored.report.rows, stored.report.tokens, stored.report.pieces) == (
+        len(rows),
+        sum(map(len, found)),
+        len(found),
+    )
     seen = list(itertools.islice(whole := streamed.train.from_row(0), 30))
     for n in range(0, 27, 4):
         assert list(itertools.islice(streamed.train.from_row(whole.position(n)), 3)) == seen[n : n + 3]
-    Dataset.from_list([{"input_ids": [*begins, *range(3, 40)]}, {"input_ids": list(range(40, 80))}]).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list(
+        [{"input_ids": [*begins, *range(3, 40)]}, {"input_ids": list(range(40, 80))}]
+    ).to_parquet(tmp_path / "a.parquet")
     for streaming in (False, True):
         given = built(tmp_path / "a.parquet", streaming=streaming)
-        assert any(warning.startswith("1 of 2 documents do not begin with the special tokens") for warning in given.report.warnings)
+        assert any(
+            warning.startswith("1 of 2 documents do not begin with the special tokens")
+            for warning in given.report.warnings
+        )
         assert [row["input_ids"][:2] == begins for row in given.train][:2] == [True, True]
 
 
 class TestOrder:
     def test_is_that_of_the_seed(self, build: Any, folder: Path) -> None:
         for streaming in (False, True):
-            first, again, other = (documents(build(folder, shuffle=True, seed=seed, streaming=streaming).train) for seed in (1, 1, 2))
+            first, again, other = (
+                documents(build(folder, shuffle=True, seed=seed, streaming=streaming).train)
+                for seed in (1, 1, 2)
+            )
             assert first == again
             assert first != other
             assert sorted(first) == sorted(other) == sorted(tokens(text) for text in texts())
 
     def test_shuffled_streams_take_turns(self, build: Any, folder: Path) -> None:
         files = sorted(folder.rglob("[a-j].txt"))
-        (folder / "two.jsonl").write_text("".join(json.dumps({"text": file.read_text()}) + "\n" for file in files[5:]))
+        (folder / "two.jsonl").write_text(
+            "".join(json.dumps({"text": file.read_text()}) + "\n" for file in files[5:])
+        )
         (folder.parent / "one").mkdir()
         for file in files[:5]:
             shutil.move(file, folder.parent / "one")
-        found = documents(build([folder.parent / "one", folder / "two.jsonl"], shuffle=True, streaming=True).train)
+        found = documents(
+            build([folder.parent / "one", folder / "two.jsonl"], shuffle=True, streaming=True).train
+        )
         assert sorted(found) == sorted(tokens(text) for text in texts())
         first_half = [tokens(text) for text in texts()[:5]]
         assert [document in first_half for document in found] == [True, False] * 5
@@ -117,9 +150,15 @@ class TestOrder:
 
     @pytest.mark.parametrize("kind", ["text", "jsonl", "weights", "in order"])
     def test_a_stream_goes_on_from_any_row_at_once(
-        self, build: Any, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        build: Any,
+        folder: Path,
+        kind: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """Also in later passes. It tokenises what the row needs, and no more than a batch of each source that was read before."""
+        """Also in later passes. It tokenises what the row needs, and no more than a batch of each source that
+        was read before."""
         monkeypatch.setattr(streams, "_BATCH", 2)
         names: Any = folder
         if kind != "text":
@@ -128,20 +167,32 @@ class TestOrder:
             for name, part in zip(names, (texts_of[:6], texts_of[6:]), strict=True):
                 name.write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
         settings = {"weights": [0.8, 0.2]} if kind == "weights" else {}
-        stream = build(names, streaming=True, shuffle=kind != "in order", validation_documents=1, **settings).train
+        stream = build(
+            names, streaming=True, shuffle=kind != "in order", validation_documents=1, **settings
+        ).train
         whole = stream.from_row(0)
         rows = list(itertools.islice(whole, 40))  # more than three passes
         assert len({str(row) for row in rows}) > 12
         positions = [json.loads(json.dumps(whole.position(n).to_dict())) for n in range(40)]
         read: list[int] = []
-        monkeypatch.setattr(streams, "tokenise", lambda batch, **settings: read.append(len(batch["text"])) or tokenise(batch, **settings))
-        again = build(names, streaming=True, shuffle=kind != "in order", validation_documents=1, **settings).train
+        monkeypatch.setattr(
+            streams,
+            "tokenise",
+            lambda batch, **settings: read.append(len(batch["text"])) or tokenise(batch, **settings),
+        )
+        again = build(
+            names, streaming=True, shuffle=kind != "in order", validation_documents=1, **settings
+        ).train
         for n in range(0, 40, 3):
             read.clear()
-            assert list(itertools.islice(again.from_row(Position.from_dict(positions[n])), 1)) == rows[n : n + 1]
+            assert (
+                list(itertools.islice(again.from_row(Position.from_dict(positions[n])), 1)) == rows[n : n + 1]
+            )
             assert sum(read) <= 12 < 30
         assert list(itertools.islice(again.from_row(Position.from_dict(positions[7])), 33)) == rows[7:]
-        assert list(itertools.islice(again.from_row(7), 33)) == rows[7:], "an old checkpoint without a position"
+        assert list(itertools.islice(again.from_row(7), 33)) == rows[7:], (
+            "an old checkpoint without a position"
+        )
         with pytest.raises(LookupError, match="the row after 4 is not among the last 2"):
             list(itertools.islice(short := again.from_row(0, 2), 9)) and short.position(4)
         assert "shuffle buffer" not in caplog.text
@@ -153,7 +204,10 @@ class TestOrder:
         save_position(rows, given, 2, tmp_path)
         assert list(itertools.islice(rows_to_come(stream, given, 2, tmp_path), 2)) == first[1:]
         (tmp_path / "rows.json").write_text('{"rows": 2, "places": [{"nothing": 1}], "used": 0}')
-        with pytest.raises(InPlaceTTTError, match=r"rows\.json cannot be read .*; remove it, and the rows before it are read again\.$"):
+        with pytest.raises(
+            InPlaceTTTError,
+            match=r"rows\.json cannot be read .*; remove it, and the rows before it are read again\.$",
+        ):
             rows_to_come(stream, given, 2, tmp_path)
 
 
@@ -161,7 +215,9 @@ class TestHeldOut:
     @pytest.mark.parametrize("streaming", [False, True])
     @pytest.mark.parametrize("shuffle", [False, True])
     @pytest.mark.parametrize("wanted", [1, 3, 9])
-    def test_no_document_stands_on_both_sides(self, build: Any, folder: Path, streaming: bool, shuffle: bool, wanted: int) -> None:
+    def test_no_document_stands_on_both_sides(
+        self, build: Any, folder: Path, streaming: bool, shuffle: bool, wanted: int
+    ) -> None:
         found = build(folder, validation_documents=wanted, shuffle=shuffle, streaming=streaming, chunk_size=1)
         train, held = documents(found.train), documents(found.validation)
         assert len(held) == wanted == found.report.validation["documents"]
@@ -169,19 +225,27 @@ class TestHeldOut:
         assert isinstance(found.validation, Dataset) and found.report.repeated == 0
 
     def test_the_seed_chooses(self, build: Any, folder: Path) -> None:
-        chosen = {str(documents(build(folder, validation_documents=3, seed=seed).validation)) for seed in range(6)}
+        chosen = {
+            str(documents(build(folder, validation_documents=3, seed=seed).validation)) for seed in range(6)
+        }
         assert len(chosen) > 2
-        shuffled, plain = (documents(build(folder, validation_documents=3, shuffle=s).validation) for s in (True, False))
+        shuffled, plain = (
+            documents(build(folder, validation_documents=3, shuffle=s).validation) for s in (True, False)
+        )
         assert shuffled == plain
 
     @pytest.mark.parametrize("streaming", [False, True])
     def test_copies_are_left_out_of_training(self, build: Any, folder: Path, streaming: bool) -> None:
         found = build(folder, validation=[str(folder / "a.txt"), str(folder / "d.txt")], streaming=streaming)
         assert documents(found.validation) == [tokens(texts()[0]), tokens(texts()[3])]
-        assert sorted(documents(found.train)) == sorted(tokens(text) for i, text in enumerate(texts()) if i not in (0, 3))
+        assert sorted(documents(found.train)) == sorted(
+            tokens(text) for i, text in enumerate(texts()) if i not in (0, 3)
+        )
         if not streaming:
             assert found.report.repeated == 2
-            assert any("2 training documents stand in validation too" in warning for warning in found.report.warnings)
+            assert any(
+                "2 training documents stand in validation too" in warning for warning in found.report.warnings
+            )
 
     def test_a_later_epoch_of_a_stream_keeps_out_of_validation(self, build: Any, folder: Path) -> None:
         found = build(folder, validation_documents=3, shuffle=True, streaming=True)
@@ -206,19 +270,30 @@ class TestCache:
         longer = build(folder, shuffle=True, validation_documents=2, sequence_length=64)
         assert {len(row["labels"]) for row in longer.train} == {64}
 
-    def test_several_processes_make_the_same(self, build: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The cache of one is the cache of the other; what is wrong with a document is said in one sentence by either."""
-        one, two = build(folder, shuffle=True), build(folder, shuffle=True, processes=2, cache=str(tmp_path / "another"))
+    def test_several_processes_make_the_same(
+        self, build: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The cache of one is the cache of the other; what is wrong with a document is said in one sentence
+        by either."""
+        one, two = (
+            build(folder, shuffle=True),
+            build(folder, shuffle=True, processes=2, cache=str(tmp_path / "another")),
+        )
         assert list(one.train) == list(two.train) and one.report == two.report
         assert len(list((tmp_path / "another").glob("inplace-ttt-tokens-*_of_00002.arrow"))) == 2
         monkeypatch.setattr(data_module, "tokenise", lambda *_, **__: pytest.fail("tokenised again"))
         assert list(build(folder, shuffle=True, cache=str(tmp_path / "another")).train) == list(two.train)
         monkeypatch.undo()
         (folder / "numbers.jsonl").write_text('{"text": 3}\n' * 4)
-        with pytest.raises(InPlaceTTTError, match=r"^the field 'text' of \S*numbers.jsonl holds int, not text; set data\.text_field\.$"):
+        with pytest.raises(
+            InPlaceTTTError,
+            match=r"^the field 'text' of \S*numbers.jsonl holds int, not text; set data\.text_field\.$",
+        ):
             build(folder / "numbers.jsonl", processes=2)
 
-    def test_outlives_the_process(self, build: Any, folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_outlives_the_process(
+        self, build: Any, folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
         first = build(folder)
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         code = f"""
@@ -235,7 +310,9 @@ print(data.build_data(recipe(settings), AutoTokenizer.from_pretrained({str(tmp_p
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=env_path)
         assert done.stdout.strip() == first.report.sha256, done.stderr[-2000:]
 
-    def test_sees_a_changed_file_and_another_tokenizer(self, build: Any, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_sees_a_changed_file_and_another_tokenizer(
+        self, build: Any, folder: Path, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
         first = build(folder)
         (folder / "a.txt").write_text("w4001 " * 60)
         changed = build(folder)
@@ -252,7 +329,9 @@ class TestReport:
             spans = [
                 (row, span)
                 for row in rows
-                for span in ChunkLayout.from_position_ids(torch.tensor(row["position_ids"])[None], 1).documents[0]
+                for span in ChunkLayout.from_position_ids(
+                    torch.tensor(row["position_ids"])[None], 1
+                ).documents[0]
                 if PAD not in row["input_ids"][slice(*span)]
             ]
             pieces = [stop - start for _, (start, stop) in spans]
@@ -283,7 +362,10 @@ class TestReport:
 
     @pytest.mark.parametrize("streaming", [False, True])
     def test_nothing_to_write_is_refused(self, build: Any, folder: Path, streaming: bool) -> None:
-        with pytest.raises(InPlaceTTTError, match=r"no document is longer than one chunk of 32 tokens in rows of 32 .*lower chunk_size"):
+        with pytest.raises(
+            InPlaceTTTError,
+            match=r"no document is longer than one chunk of 32 tokens in rows of 32 .*lower chunk_size",
+        ):
             build(folder, chunk_size=32, streaming=streaming)
         assert build(folder, chunk_size=31, streaming=streaming).report.writes > 0
 
@@ -294,9 +376,14 @@ class TestReport:
         (warning,) = build(folder, sequence_length=256).report.warnings
         assert "29% of the rows is padding" in warning
 
-    def test_warns_when_rows_repeat_within_a_step(self, folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    def test_warns_when_rows_repeat_within_a_step(
+        self, folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    ) -> None:
         data = Data(train=[str(folder)], sequence_length=LENGTH, cache=str(tmp_path / "cache"))
-        for accumulation, warnings in ((6, []), (7, ["one step reads 14 rows, but there are 12: rows repeat within a step"])):
+        for accumulation, warnings in (
+            (6, []),
+            (7, ["one step reads 14 rows, but there are 12: rows repeat within a step"]),
+        ):
             steps = Training(steps=1, batch_size=2, gradient_accumulation_steps=accumulation)
             found = build_data(Recipe(Model(path="none"), data, steps, output="none"), tokenizer, CHUNK)
             assert found.report.warnings == warnings and found.report.rows == 12
@@ -308,10 +395,17 @@ class TestSequenceParallel:
         assert documents(found.train) == [tokens(text) for text in texts()]
         for row in found.train:
             layout = ChunkLayout.from_position_ids(torch.tensor(row["position_ids"])[None], CHUNK)
-            assert all(a // CHUNK == (b - 1) // CHUNK for document in layout.documents[0] for a, b in layout.chunks(document))
+            assert all(
+                a // CHUNK == (b - 1) // CHUNK
+                for document in layout.documents[0]
+                for a, b in layout.chunks(document)
+            )
 
     def test_rank_borders_off_the_chunks_are_refused(self, build: Any, folder: Path) -> None:
-        with pytest.raises(InPlaceTTTError, match=r"Each of 2 ranks gets 16 tokens, which are not whole chunks of 12; .* of 24"):
+        with pytest.raises(
+            InPlaceTTTError,
+            match=r"Each of 2 ranks gets 16 tokens, which are not whole chunks of 12; .* of 24",
+        ):
             build(folder, chunk_size=12, parallel=Parallel(nproc_per_node=2, sequence_parallel_size=2))
 
 
@@ -326,7 +420,13 @@ def test_recall_needs_no_tokenizer() -> None:
     found = build_data(recipe(data), None, 16)
     assert len(found.train) == 6 and found.validation is not None and len(found.validation) == 3
     assert found.report.writes == 6 * 3
-    assert not {tuple(ids) for ids in found.train["input_ids"]} & {tuple(ids) for ids in found.validation["input_ids"]}
-    wide = Recipe(Model(config={"model_type": "llama", "vocab_size": 31}), data, Training(steps=1), output="none")
-    with pytest.raises(InPlaceTTTError, match=r"data\.recall\.vocabulary is 32, but model\.config\.vocab_size is 31"):
+    assert not {tuple(ids) for ids in found.train["input_ids"]} & {
+        tuple(ids) for ids in found.validation["input_ids"]
+    }
+    wide = Recipe(
+        Model(config={"model_type": "llama", "vocab_size": 31}), data, Training(steps=1), output="none"
+    )
+    with pytest.raises(
+        InPlaceTTTError, match=r"data\.recall\.vocabulary is 32, but model\.config\.vocab_size is 31"
+    ):
         build_data(wide, None, 16)

@@ -1,4 +1,5 @@
-"""What a recipe hands to DeepSpeed: refused where the recipe says it itself, or DeepSpeed would not take it."""
+"""What a recipe hands to DeepSpeed: refused where the recipe says it itself, or DeepSpeed would not take
+it."""
 
 import json
 import logging
@@ -23,16 +24,37 @@ ZERO = {"zero_optimization": {"stage": 2}}
     [
         ({"optimizer": {"type": "AdamW"}}, "optimizer would replace what the recipe says under training"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler would replace what the recipe says under training"),
-        ({"gradient_clipping": 7}, "gradient_clipping is 7, and training.max_grad_norm makes it 1.0; leave it out"),
-        ({"gradient_accumulation_steps": 9}, "gradient_accumulation_steps is 9, and training.gradient_accumulation_steps makes it 1"),
-        ({"train_batch_size": True}, "train_batch_size is True, and batch_size x accumulation x processes makes it 1"),
+        (
+            {"gradient_clipping": 7},
+            "gradient_clipping is 7, and training.max_grad_norm makes it 1.0; leave it out",
+        ),
+        (
+            {"gradient_accumulation_steps": 9},
+            "gradient_accumulation_steps is 9, and training.gradient_accumulation_steps makes it 1",
+        ),
+        (
+            {"train_batch_size": True},
+            "train_batch_size is True, and batch_size x accumulation x processes makes it 1",
+        ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, and model.dtype makes it False"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True, and model.dtype makes it False"),
         ({"bf16": 1}, "bf16 must be a table, got 1"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer must be a table, got 'cpu'"),
-        ({"data_types": {"grad_accum_dtype": "bf17"}}, "DeepSpeed refuses it: 'bf17' is not a valid DtypeEnum"),
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "many"}}, "reduce_bucket_size: Input should be a valid integer"),
-        ({"zero_optimization": {"stage": 2, "bogus": 3}}, "DeepSpeed refuses it: bogus: Extra inputs are not permitted, got 3"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            "offload_optimizer must be a table, got 'cpu'",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf17"}},
+            "DeepSpeed refuses it: 'bf17' is not a valid DtypeEnum",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "many"}},
+            "reduce_bucket_size: Input should be a valid integer",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "bogus": 3}},
+            "DeepSpeed refuses it: bogus: Extra inputs are not permitted, got 3",
+        ),
         ({"communication_data_type": "x"}, "DeepSpeed refuses it: Invalid communication_data_type"),
         ({"compile": 3}, "DeepSpeed refuses it: TypeError"),
     ],
@@ -42,12 +64,23 @@ def test_conflicts_are_refused_with_the_recipe(settings: dict[str, Any], says: s
     for given in ({**ZERO, **settings}, "ds.json"):
         with pytest.raises(InPlaceTTTError) as refusal:
             tiny_recipe(tmp_path, deepspeed=given)
-        assert says in str(refusal.value) and ", deepspeed: " in str(refusal.value) and "\n" not in str(refusal.value)
+        assert (
+            says in str(refusal.value)
+            and ", deepspeed: " in str(refusal.value)
+            and "\n" not in str(refusal.value)
+        )
 
 
 def test_what_the_recipe_says_too_passes(tmp_path: Path) -> None:
-    same = {"gradient_clipping": 1, "train_batch_size": 1, "gradient_accumulation_steps": "auto", "fp16": {"enabled": False}}
-    recipe = tiny_recipe(tmp_path, deepspeed={**ZERO, **same, "bf16": {"bf16_master_weights_and_grads": False}})
+    same = {
+        "gradient_clipping": 1,
+        "train_batch_size": 1,
+        "gradient_accumulation_steps": "auto",
+        "fp16": {"enabled": False},
+    }
+    recipe = tiny_recipe(
+        tmp_path, deepspeed={**ZERO, **same, "bf16": {"bf16_master_weights_and_grads": False}}
+    )
     assert deepspeed_config(recipe)["bf16"] == {"bf16_master_weights_and_grads": False, "enabled": "auto"}
     assert without_effect(recipe.deepspeed_settings) == []
     assert not logging.root.manager.disable
@@ -88,7 +121,8 @@ def test_every_key_that_deepspeed_reads_is_known() -> None:
 
     settings = Settings({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
     DeepSpeedConfig(settings)
-    assert len(read) > 40 and read - KNOWN == {"bfloat16"}  # the old name of bf16, which is read without that alone
+    # the old name of bf16, which is read without that alone
+    assert len(read) > 40 and read - KNOWN == {"bfloat16"}
 
 
 def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,4 +132,8 @@ def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     parse = recipes.parse_json
     monkeypatch.setattr(recipes, "parse_json", lambda text: reads.append(text) or parse(text))
     recipe = tiny_recipe(tmp_path, deepspeed="ds.json")
-    assert recipe.zero_stage == 2 and deepspeed_config(recipe)["zero_optimization"]["stage"] == 2 and len(reads) == 1
+    assert (
+        recipe.zero_stage == 2
+        and deepspeed_config(recipe)["zero_optimization"]["stage"] == 2
+        and len(reads) == 1
+    )

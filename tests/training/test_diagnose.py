@@ -1,4 +1,5 @@
-"""A run that diagnoses itself: the folders that it leaves, and that the run is otherwise the same to the bit."""
+"""A run that diagnoses itself: the folders that it leaves, and that the run is otherwise the same to the
+bit."""
 
 import json
 from pathlib import Path
@@ -32,7 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("stage", "processes"), [(1, 1), (2, 2)])
 def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_path: Path) -> None:
-    """Between two optimiser steps and their micro-steps: weights, losses and logged gradients are those of the plain run."""
+    """Between two optimiser steps and their micro-steps: weights, losses and logged gradients are those of
+    the plain run."""
     recipe = recipe_file(tmp_path, made / "model", made / "text", data={"validation_documents": 2})
     settings = (f"deepspeed={stage}", f"parallel.nproc_per_node={processes}")
     plain, _ = trained(recipe, *settings, f"output={tmp_path}/plain")
@@ -43,25 +45,47 @@ def test_a_diagnosed_run_is_the_run(stage: int, processes: int, made: Path, tmp_
         assert logged(tmp_path / "plain", key) == logged(tmp_path / "diagnosed", key)
     assert [folder.name for folder in (tmp_path / "diagnosed" / "diagnose").iterdir()] == ["step-2"]
     folder = tmp_path / "diagnosed" / "diagnose" / "step-2"
-    assert {"report.html", "diagnose.json", "gradients.png", "writes.png"} <= {file.name for file in folder.iterdir()}
+    assert {"report.html", "diagnose.json", "gradients.png", "writes.png"} <= {
+        file.name for file in folder.iterdir()
+    }
     found = json.loads((folder / "diagnose.json").read_text())
     assert found["chunks_read"] > 1 and found["groups"]["conv"]["gradient"] > 0
-    assert not [finding for finding in found["findings"] if finding["severity"] == "severe"], found["findings"]
+    assert not [finding for finding in found["findings"] if finding["severity"] == "severe"], found[
+        "findings"
+    ]
     assert not (tmp_path / "plain" / "diagnose").exists()
 
     lines = [json.loads(line) for line in (tmp_path / "diagnosed" / "log.jsonl").read_text().splitlines()]
     first, second = (line["comparison"] for line in lines if "comparison" in line)
     given = load_recipe(recipe)
     held_out = build_data(given, AutoTokenizer.from_pretrained(made / "model"), CHUNK).validation
-    by_hand = compare(load(made / "model", dtype=torch.float32), documents_to_compare(held_out, CHUNK), Protocol(batch_size=2))
-    assert first["difference"] == pytest.approx(by_hand.to_dict()["difference"], abs=1e-5) and first["off"] != second["off"]
-    assert abs(second["difference"]["mean"]) > 1e-4 and second["document_gain"]["n"] == second["difference"]["n"] > 1
+    by_hand = compare(
+        load(made / "model", dtype=torch.float32),
+        documents_to_compare(held_out, CHUNK),
+        Protocol(batch_size=2),
+    )
+    assert (
+        first["difference"] == pytest.approx(by_hand.to_dict()["difference"], abs=1e-5)
+        and first["off"] != second["off"]
+    )
+    assert (
+        abs(second["difference"]["mean"]) > 1e-4
+        and second["document_gain"]["n"] == second["difference"]["n"] > 1
+    )
     assert diagnosed["speed"]["step_seconds"] > 0 and diagnosed["speed"]["model_tflops_per_device"] > 0
 
 
 @pytest.mark.parametrize(
     "settings",
-    [("deepspeed=3",), ("deepspeed=1", "parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "monitor.save_steps=4")],
+    [
+        ("deepspeed=3",),
+        (
+            "deepspeed=1",
+            "parallel.nproc_per_node=2",
+            "parallel.sequence_parallel_size=2",
+            "monitor.save_steps=4",
+        ),
+    ],
 )
 def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ...], tmp_path: Path) -> None:
     for every in EVERY:
@@ -70,10 +94,14 @@ def test_partitioned_weights_and_shared_rows_are_refused(settings: tuple[str, ..
 
 
 def test_a_comparison_needs_documents(tmp_path: Path) -> None:
-    with pytest.raises(InPlaceTTTError, match=r"compare_steps needs held-out documents; set data\.validation"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"compare_steps needs held-out documents; set data\.validation"
+    ):
         tiny_recipe(tmp_path, "monitor.compare_steps=2")
     row = {name: list(range(17)) for name in ("input_ids", "position_ids", "labels")}
-    with pytest.raises(InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so that monitor\.compare_steps"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"no held-out document has more than 17 tokens, so that monitor\.compare_steps"
+    ):
         documents_to_compare([row], CHUNK)
 
 

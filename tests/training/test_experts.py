@@ -1,4 +1,5 @@
-"""Mixtures of experts: shared experts and dense layers converted, planned, trained, evaluated and read with, by the command line."""
+"""Mixtures of experts: shared experts and dense layers converted, planned, trained, evaluated and read with,
+by the command line."""
 
 import json
 from pathlib import Path
@@ -30,7 +31,12 @@ def model(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pa
     build(family).save_pretrained(base)
     word_level(f"t{i}" for i in range(3, CONFIG["vocab_size"])).save_pretrained(base)
     layers = ",".join(map(str, WIDTHS[family]))
-    assert cli.main(["convert", str(base), str(tmp_path / "model"), "--layers", layers, "--chunk-size", str(CHUNK)]) == 0
+    assert (
+        cli.main(
+            ["convert", str(base), str(tmp_path / "model"), "--layers", layers, "--chunk-size", str(CHUNK)]
+        )
+        == 0
+    )
     assert cli.main(["info", str(tmp_path / "model"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert said["fast_weights"] == [[32, width] for width in WIDTHS[family].values()]
@@ -39,7 +45,10 @@ def model(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pa
 
 @pytest.mark.parametrize(("train", "stage"), [("all", 2), ("all", 3), ("lora", 2)])
 def test_it_trains(family: str, model: Path, tmp_path: Path, train: str, stage: int) -> None:
-    training = {"trainable": train, **({"lora": {"rank": 4, "alpha": 8, "targets": ["o_proj"]}} if train == "lora" else {})}
+    training = {
+        "trainable": train,
+        **({"lora": {"rank": 4, "alpha": 8, "targets": ["o_proj"]}} if train == "lora" else {}),
+    }
     recipe = recipe_file(tmp_path, model, documents(tmp_path / "text"), training=training, deepspeed=stage)
     assert cli.main(["plan", str(recipe), "--json"]) == 0
     report, _ = trained(recipe)
@@ -61,4 +70,7 @@ def reads_what_it_wrote(family: str, folder: Path) -> None:
         whole = trained_model(input_ids=ids, use_cache=False).logits
         with disable_ttt(trained_model):
             without = trained_model(input_ids=ids, use_cache=False).logits
-    assert distance(streamed(trained_model, ids, [CHUNK + 5, 2, CHUNK, 3 * CHUNK - 4]), whole) < 1e-5 and distance(whole, without) > 1e-3
+    assert (
+        distance(streamed(trained_model, ids, [CHUNK + 5, 2, CHUNK, 3 * CHUNK - 4]), whole) < 1e-5
+        and distance(whole, without) > 1e-3
+    )

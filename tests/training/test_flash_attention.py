@@ -1,4 +1,5 @@
-"""Flash attention's way through a run, with a stand-in for its kernels: documents stay apart, at any batch size."""
+"""Flash attention's way through a run, with a stand-in for its kernels: documents stay apart, at any batch
+size."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ FAMILIES = ["llama", "mistral", "qwen3", "gemma3", "phi3", "olmo2", "granite", "
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None, window_size: Any = (-1, -1), **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: Any = (-1, -1),
+    **_: Any,
 ):
     """[B, T, heads, channels], as flash_attn_func."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
@@ -39,10 +46,13 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **settin
 
 @pytest.fixture
 def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The stand-in; gives how often transformers looked for documents in positions, which waits for the device each time."""
+    """The stand-in; gives how often transformers looked for documents in positions, which waits for the
+    device each time."""
     looks: list[int] = []
 
-    def settings(key_length: int, softmax_scale: float, sliding_window: int | None = None, **_: Any) -> dict[str, Any]:
+    def settings(
+        key_length: int, softmax_scale: float, sliding_window: int | None = None, **_: Any
+    ) -> dict[str, Any]:
         window = -1 if sliding_window is None or key_length <= sliding_window else sliding_window - 1
         return {"softmax_scale": softmax_scale, "window_size": (window, window)}
 
@@ -50,14 +60,19 @@ def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         looks.append(batch_size)
         return known(position_ids, batch_size)
 
-    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda name: ((attend, attend_apart, None, None, None), (settings, None)))
+    monkeypatch.setattr(
+        flash,
+        "lazy_import_flash_attention",
+        lambda name: ((attend, attend_apart, None, None, None), (settings, None)),
+    )
     monkeypatch.setattr(flash, "_is_packed_sequence", is_packed)
     return looks
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_rows_in_a_batch_stay_apart(name: str, looked_for: list[int]) -> None:
-    """Three rows of one to three documents: as under sdpa, which takes a mask. Left alone, transformers lets them see each other."""
+    """Three rows of one to three documents: as under sdpa, which takes a mask. Left alone, transformers lets
+    them see each other."""
     model, batch = converted(name).eval(), collate(rows())
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     with torch.no_grad():
@@ -84,5 +99,7 @@ def test_where_lengths_are_needed(tmp_path: Path) -> None:
 def test_several_shared_rows_at_a_time_are_refused(tmp_path: Path) -> None:
     settings = ["parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "training.batch_size=2"]
     check_sharing(tiny_recipe(tmp_path, *settings), 16)
-    with pytest.raises(InPlaceTTTError, match=r"flash attention would not see the documents; set training\.batch_size to 1"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"flash attention would not see the documents; set training\.batch_size to 1"
+    ):
         check_sharing(tiny_recipe(tmp_path, *settings, "model.attn_implementation=flash_attention_2"), 16)

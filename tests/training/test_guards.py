@@ -70,7 +70,9 @@ def test_a_frozen_writer_is_refused() -> None:
 def test_a_half_precision_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted("llama", torch.bfloat16)
     check_state_precision(model)
-    monkeypatch.setattr(precision, "fast_weight", lambda *args, **kwargs: (None, torch.zeros(1, dtype=torch.bfloat16)))
+    monkeypatch.setattr(
+        precision, "fast_weight", lambda *args, **kwargs: (None, torch.zeros(1, dtype=torch.bfloat16))
+    )
     with pytest.raises(InPlaceTTTError, match=r"layer 0 keeps its state in torch\.bfloat16"):
         check_state_precision(model)
 
@@ -78,7 +80,10 @@ def test_a_half_precision_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_writes_out_of_range() -> None:
     warnings: list[str] = []
     check_writes({3: WriteHealth(4, 2.0, 0.5, 0.0), 5: WriteHealth(0, 0.0, 0.0, 0.0)}, 10.0, warnings)
-    assert ["layer 3: writes move" in warnings[0], "layer 5: a forward completed no chunk" in warnings[1]] == [True, True]
+    assert [
+        "layer 3: writes move" in warnings[0],
+        "layer 5: a forward completed no chunk" in warnings[1],
+    ] == [True, True]
     for ratio in (11.0, float("inf")):
         with pytest.raises(NotSoError, match="layer 3: the writes of one document move the weight by"):
             check_writes({3: WriteHealth(4, ratio, 0.5, 0.0)}, 10.0, warnings)
@@ -87,7 +92,9 @@ def test_writes_out_of_range() -> None:
 @pytest.mark.parametrize("tau", [None, 1e-3])
 def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     """η‖S‖/‖W0‖ against a sum over chunks with keys and targets taken by hooks of the test's own."""
-    model = converted("llama", eta=0.5, clip=None if tau is None else {"max_norm": tau, "mode": "always"}).eval()
+    model = converted(
+        "llama", eta=0.5, clip=None if tau is None else {"max_norm": tau, "mode": "always"}
+    ).eval()
     layer = fast_weights(model)[2]
     seen: dict[str, Any] = {}
     layer.register_forward_pre_hook(lambda m, args: seen.update(z=args[0][0]))
@@ -101,12 +108,15 @@ def test_observed_writes_are_those_of_the_law(tau: float | None) -> None:
     health = found[2]
     assert (health.chunks, health.clipped) == (4, 0.0 if tau is None else 1.0)
     assert health.state_ratio == pytest.approx(ratio.item(), rel=1e-4)
-    assert health.write_ratio == pytest.approx(0.5 * max(d.norm() for d in kept).item() / layer.weight.norm().item(), rel=1e-4)
+    assert health.write_ratio == pytest.approx(
+        0.5 * max(d.norm() for d in kept).item() / layer.weight.norm().item(), rel=1e-4
+    )
     assert layer.fast.observer is None
 
 
 def test_a_healthy_memory_in_half_precision_is_not_stopped() -> None:
-    """KᵀK rounded to bf16 is no sum of squares: where the ridge is small it has no factor, and the monitor saw ratios of inf."""
+    """KᵀK rounded to bf16 is no sum of squares: where the ridge is small it has no factor, and the monitor
+    saw ratios of inf."""
     model = converted("llama", torch.bfloat16, eta=0.5, update_rule="ridge", ridge=1e-4).eval()
     ids = random_ids(1, 280) % 3
     measured: dict[int, WriteHealth] = {}
@@ -122,7 +132,8 @@ def test_a_healthy_memory_in_half_precision_is_not_stopped() -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_padding_is_not_measured(kept: bool) -> None:
-    """A row of which most is padding, in a forward with all labels or with those of the logits that are kept: its document is as alone."""
+    """A row of which most is padding, in a forward with all labels or with those of the logits that are kept:
+    its document is as alone."""
     model = converted("llama", eta=0.5).eval()
     ids = random_ids(1, 30)
     (row,) = pack([ids[0].tolist()], 100, 0)
@@ -136,7 +147,13 @@ def test_padding_is_not_measured(kept: bool) -> None:
                 model(**given, use_cache=False)
             with watched(model, ratios):
                 model(**given, use_cache=False)
-            measured.append(([h.chunks for h in health.values()], [h.state_ratio for h in health.values()], [*map(float, ratios.values())]))
+            measured.append(
+                (
+                    [h.chunks for h in health.values()],
+                    [h.state_ratio for h in health.values()],
+                    [*map(float, ratios.values())],
+                )
+            )
     alone, padded = measured
     assert padded[0] == alone[0] == [4, 4]
     assert padded[1] == pytest.approx(alone[1], rel=1e-4) and padded[2] == pytest.approx(alone[2], rel=1e-4)
@@ -155,8 +172,11 @@ def test_padding_is_not_measured(kept: bool) -> None:
     ],
     ids=str,
 )
-def test_writes_are_guarded_at_every_step(rule: dict[str, Any], eta: float, stops: bool, tmp_path: Path) -> None:
-    """Also where nothing is logged; from the first micro-step alone, once. What is guarded is what is reported at the others."""
+def test_writes_are_guarded_at_every_step(
+    rule: dict[str, Any], eta: float, stops: bool, tmp_path: Path
+) -> None:
+    """Also where nothing is logged; from the first micro-step alone, once. What is guarded is what is
+    reported at the others."""
     model = converted("llama", eta=0.5, **rule)
     for layer in fast_weights(model).values():
         layer.fast.eta = eta
@@ -174,7 +194,11 @@ def test_writes_are_guarded_at_every_step(rule: dict[str, Any], eta: float, stop
         )
     assert all(layer.fast.observer is None for layer in fast_weights(model).values())
     state.global_step = 5
-    with pytest.raises(NotSoError, match="the writes of one document move the weight by") if stops else contextlib.nullcontext():
+    with (
+        pytest.raises(NotSoError, match="the writes of one document move the weight by")
+        if stops
+        else contextlib.nullcontext()
+    ):
         monitor.on_step_end(args, state, None, model=model)
 
 
@@ -190,21 +214,39 @@ def test_eta_rises_to_its_own_value() -> None:
 def test_groups_and_schedules() -> None:
     model = converted("llama")
     settings = Training(
-        steps=10, learning_rate=1.0, conv_learning_rate=2.0, weight_decay=0.3, warmup_steps=4, ttt_warmup_steps=1, lr_scheduler="linear"
+        steps=10,
+        learning_rate=1.0,
+        conv_learning_rate=2.0,
+        weight_decay=0.3,
+        warmup_steps=4,
+        ttt_warmup_steps=1,
+        lr_scheduler="linear",
     )
     groups = {group["name"]: group for group in parameter_groups(model, settings)}
     assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
         "conv": (2.0, 0.0), "proj": (1.0, 0.0), "matrices": (1.0, 0.3), "vectors": (1.0, 0.0)
     }  # fmt: skip
     assert sum(len(g["params"]) for g in groups.values()) == len(list(model.parameters()))
-    assert {id(p) for p in groups["conv"]["params"]} == {id(layer.ttt.conv) for layer in fast_weights(model).values()}
-    assert [round(schedule(settings, 10, "matrices")(s), 3) for s in (0, 3, 4, 7, 10)] == [0.2, 0.8, 1.0, 0.55, 0.1]
+    assert {id(p) for p in groups["conv"]["params"]} == {
+        id(layer.ttt.conv) for layer in fast_weights(model).values()
+    }
+    assert [round(schedule(settings, 10, "matrices")(s), 3) for s in (0, 3, 4, 7, 10)] == [
+        0.2,
+        0.8,
+        1.0,
+        0.55,
+        0.1,
+    ]
     assert [round(schedule(settings, 10, "conv")(s), 3) for s in (0, 1, 10)] == [0.5, 1.0, 0.1]
 
 
 def test_the_log_is_json_lines(tmp_path: Path) -> None:
     recipe = Recipe(Model(path="x"), Data(train=["x"]), Training(steps=2), "out", ttt=InPlaceTTTConfig())
-    model, state, logs = converted("llama"), SimpleNamespace(global_step=0, logging_steps=1), {"loss": 2.0, "grad_norm": 1.0}
+    model, state, logs = (
+        converted("llama"),
+        SimpleNamespace(global_step=0, logging_steps=1),
+        {"loss": 2.0, "grad_norm": 1.0},
+    )
     speed = SpeedLog(Speed(recipe, Clock(), flops=10**12, peak=1e15))
     monitor = LayerMonitor(GradientTap(model), [], 10.0, tmp_path / "log.jsonl")
     for part in (speed, monitor):
@@ -216,15 +258,26 @@ def test_the_log_is_json_lines(tmp_path: Path) -> None:
     for part in (speed, monitor):
         part.on_log(None, state, None, logs=logs)
     line = json.loads((tmp_path / "log.jsonl").read_text())
-    assert line["step"] == 1 and line["tokens_per_second"] > 0 and [layer["layer"] for layer in line["layers"]] == [0, 2]
-    assert set(line["layers"][0]["gradients"]) == {"conv", "proj", "weight"} and line["layers"][0]["chunks"] == 4
+    assert (
+        line["step"] == 1
+        and line["tokens_per_second"] > 0
+        and [layer["layer"] for layer in line["layers"]] == [0, 2]
+    )
+    assert (
+        set(line["layers"][0]["gradients"]) == {"conv", "proj", "weight"} and line["layers"][0]["chunks"] == 4
+    )
 
 
 def test_the_speed_is_that_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the first, and without evaluation and saving, which are as long as many steps."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    recipe = Recipe(Model(path="x"), Data(train=["x"], sequence_length=100), Training(steps=5, gradient_accumulation_steps=2), "out")
+    recipe = Recipe(
+        Model(path="x"),
+        Data(train=["x"], sequence_length=100),
+        Training(steps=5, gradient_accumulation_steps=2),
+        "out",
+    )
     speed = Speed(recipe, Clock(), flops=8 * 10**12, peak=1e13)
     assert speed.of_run() == {}
     for step in range(1, 6):
@@ -234,4 +287,9 @@ def test_the_speed_is_that_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -
             assert speed.of_run() == {}
         with speed.clock.paused():
             now[0] += 50
-    assert speed.of_run() == {"step_seconds": 2, "tokens_per_second": 100, "model_tflops_per_device": 4, "mfu": 0.4}
+    assert speed.of_run() == {
+        "step_seconds": 2,
+        "tokens_per_second": 100,
+        "model_tflops_per_device": 4,
+        "mfu": 0.4,
+    }

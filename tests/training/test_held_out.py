@@ -1,4 +1,5 @@
-"""The held-out loss: by pieces what all logits at once give, over every row once, however rows fall on ranks."""
+"""The held-out loss: by pieces what all logits at once give, over every row once, however rows fall on
+ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ def rows(lengths: list[tuple[int, ...]] = LENGTHS) -> list[dict[str, Any]]:
         ids = random_ids(sum(row), seed=number)
         positions = torch.cat([torch.arange(length) for length in row])
         labels = torch.where(positions == 0, -100, ids)
-        made.append({"input_ids": ids.tolist(), "position_ids": positions.tolist(), "labels": labels.tolist()})
+        made.append(
+            {"input_ids": ids.tolist(), "position_ids": positions.tolist(), "labels": labels.tolist()}
+        )
     return made
 
 
@@ -42,7 +45,9 @@ def test_by_pieces_it_is_what_all_logits_give(name: str, on: bool, monkeypatch: 
         monkeypatch.setattr(language_head, "_AT_ONCE", 3 * 97 * 5)
         losses, hits, count = held_out.held_out_sums(model, batch, targets).tolist()
     assert count == (targets != -100).sum() == 3 * 47 - 6
-    assert losses == pytest.approx(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item(), rel=1e-5)
+    assert losses == pytest.approx(
+        cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item(), rel=1e-5
+    )
     assert hits == (logits.argmax(-1) == targets).sum()
     assert "forward" not in vars(model.base_model)
 
@@ -72,8 +77,12 @@ def test_every_row_counts_once(world: int, shared: int, size: int, tmp_path: Pat
         held = rows([(48,)] * number)
         batches = [list(held_out_batches(held, recipe, rank)) for rank in range(world)]
         assert {len(b) for b in batches} == {-(-number // (world // shared * size))}
-        assert {tuple(t.shape) for b in batches for batch in b for t in batch.values()} == {(size, 48 // shared)}
-        seen = sorted(t for b in batches for batch in b for t in batch["shift_labels"].flatten().tolist() if t != -100)
+        assert {tuple(t.shape) for b in batches for batch in b for t in batch.values()} == {
+            (size, 48 // shared)
+        }
+        seen = sorted(
+            t for b in batches for batch in b for t in batch["shift_labels"].flatten().tolist() if t != -100
+        )
         assert seen == sorted(label for row in held for label in row["labels"][1:])
 
 
@@ -85,5 +94,7 @@ def test_rows_as_one_row_of_all_documents() -> None:
     assert flat["cu_seq_lens_q"].dtype == torch.int32 and flat["input_ids"].shape == (1, 141)
     model = converted("llama").eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(**flat, use_cache=False).logits.view(3, 47, -1), model(**batch, use_cache=False).logits)
+        torch.testing.assert_close(
+            model(**flat, use_cache=False).logits.view(3, 47, -1), model(**batch, use_cache=False).logits
+        )
         torch.testing.assert_close(model(**flat, use_cache=False).loss, model(**batch, use_cache=False).loss)

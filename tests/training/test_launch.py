@@ -34,7 +34,9 @@ def test_sigterm_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), **sections)
     output, said = tmp_path / "out", tmp_path / "said"
     with said.open("w") as log:
-        command = subprocess.Popen([sys.executable, "-m", "inplace_ttt.cli", "train", str(recipe)], stdout=log, stderr=log)
+        command = subprocess.Popen(
+            [sys.executable, "-m", "inplace_ttt.cli", "train", str(recipe)], stdout=log, stderr=log
+        )
     try:
         while command.poll() is None and not (output / "log.jsonl").exists():
             time.sleep(0.02)
@@ -87,12 +89,17 @@ def test_a_lock_that_a_killed_build_left_is_named(
     assert f"{lock} is the lock of a build" in caplog.text
 
 
-def test_one_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_fails_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its exit code is the run's, whichever it is; the others get a moment, and no more."""
     monkeypatch.setattr(launch, "_GRACE", 0.5)
     for failing, code in (("exit 2", 2), ("kill -9 $$", 137)):
         began = time.monotonic()
-        assert launch._run_all([(["sh", "-c", line], os.environ) for line in ("sleep 100", "true", failing)]) == code
+        assert (
+            launch._run_all([(["sh", "-c", line], os.environ) for line in ("sleep 100", "true", failing)])
+            == code
+        )
         assert time.monotonic() - began < 5
     assert "process 2 of the run was ended by SIGKILL" in caplog.text
 
@@ -133,5 +140,8 @@ def test_what_nobody_foresaw_is_one_line(
     monkeypatch.setattr(process, "end_with_launcher", lambda: None)
     monkeypatch.setattr(sys, "argv", ["training", str(write_recipe(tmp_path))])
     assert process.main() == 2
-    line = "inplace-ttt train: unexpected KeyError: KeyError: 'nobody'; set INPLACE_TTT_TRACEBACK=1 to see where, and please report it."
+    line = (
+        "inplace-ttt train: unexpected KeyError: KeyError: 'nobody'; set INPLACE_TTT_TRACEBACK=1 to see "
+        "where, and please report it."
+    )
     assert capsys.readouterr().err.splitlines() == [line]

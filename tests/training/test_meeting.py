@@ -24,11 +24,17 @@ from .recipes import write_recipe
 from .runs import environments
 
 
-def meet(world: int, act: Callable[[Meeting], Any], patience: float = 30) -> tuple[dict[int, Any], dict[int, BaseException]]:
-    """What each of so many processes gives back, or fails with. They give up on the store after `patience` seconds."""
+def meet(
+    world: int, act: Callable[[Meeting], Any], patience: float = 30
+) -> tuple[dict[int, Any], dict[int, BaseException]]:
+    """What each of so many processes gives back, or fails with. They give up on the store after `patience`
+    seconds."""
     limit = timedelta(seconds=patience)
     first = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-    others = [TCPStore("127.0.0.1", first.port, None, False, limit, wait_for_workers=False) for _ in range(world - 1)]
+    others = [
+        TCPStore("127.0.0.1", first.port, None, False, limit, wait_for_workers=False)
+        for _ in range(world - 1)
+    ]
     given: dict[int, Any] = {}
     failed: dict[int, BaseException] = {}
 
@@ -50,7 +56,8 @@ def meet(world: int, act: Callable[[Meeting], Any], patience: float = 30) -> tup
 
 
 def test_a_wait_is_longer_than_any_time_out() -> None:
-    """One process prepares for three times what a store or a group would wait; no other goes on without it, nor gives up."""
+    """One process prepares for three times what a store or a group would wait; no other goes on without it,
+    nor gives up."""
 
     def prepare(meeting: Meeting) -> tuple[float, list[Any]]:
         time.sleep(3 if meeting.rank == 1 else 0)
@@ -59,7 +66,10 @@ def test_a_wait_is_longer_than_any_time_out() -> None:
     began = time.perf_counter()
     given, failed = meet(3, prepare, patience=1)
     assert not failed and time.perf_counter() - began >= 3
-    assert all(values == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for _, values in given.values()) and len(given) == 3
+    assert (
+        all(values == [{"rank": 0}, {"rank": 1}, {"rank": 2}] for _, values in given.values())
+        and len(given) == 3
+    )
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -122,9 +132,12 @@ def fail_hearing_late() -> int:
 
 
 def test_the_timeout_is_the_recipes(tmp_path: Path) -> None:
-    """Also in the group of its own in which DeepSpeed reduces gradients: one process never comes, and the other says so at once."""
+    """Also in the group of its own in which DeepSpeed reduces gradients: one process never comes, and the
+    other says so at once."""
     write_recipe(tmp_path, parallel={"nproc_per_node": 2, "timeout_minutes": 0.02})
-    code, log = Forked(functools.partial(wait_in_deepspeeds_group, str(tmp_path / "tiny.yaml")), environments(2)).wait()
+    code, log = Forked(
+        functools.partial(wait_in_deepspeeds_group, str(tmp_path / "tiny.yaml")), environments(2)
+    ).wait()
     assert code == 3 and "WAITED" in log, log
     assert 1 <= float(log.split("WAITED ")[1].split()[0]) < 10
 

@@ -10,7 +10,12 @@ import pytest
 from inplace_ttt import InPlaceTTTConfig, convert, revert
 from inplace_ttt.training.model import meta_model
 from inplace_ttt.training.plan.device_memory import ModelSize, single_process_memory
-from inplace_ttt.training.plan.flops import attention_flops, attention_of_targets, fast_weight_flops, model_flops
+from inplace_ttt.training.plan.flops import (
+    attention_flops,
+    attention_of_targets,
+    fast_weight_flops,
+    model_flops,
+)
 from inplace_ttt.training.plan.meta_step import evaluation_cost, step_cost
 from inplace_ttt.training.recipe.recipe import Recipe
 
@@ -25,7 +30,10 @@ def size_of(recipe: Recipe) -> ModelSize:
     return ModelSize(sum(sizes), sum(sizes), max(sizes), 0, 256, 4, 256, 128, (256 * 1024,) * 2)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak memory of a process is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(),
+    reason="the peak memory of a process is read from Linux's /proc",
+)
 @pytest.mark.parametrize(
     ("dtype", "checkpointing", "vocabulary", "config"),
     [
@@ -36,11 +44,16 @@ def size_of(recipe: Recipe) -> ModelSize:
         ("bfloat16", False, 4096, {}),
         ("float32", False, 4096, EXPERTS),
     ],
-    ids=lambda value: {False: "kept", True: "recomputed"}[value] if isinstance(value, bool) else str(value or "dense")[:30],
+    ids=lambda value: (
+        {False: "kept", True: "recomputed"}[value] if isinstance(value, bool) else str(value or "dense")[:30]
+    ),
 )
 @pytest.mark.full
-def test_measured_peak_memory(dtype: str, checkpointing: bool, vocabulary: int, config: dict[str, Any], tmp_path: Path) -> None:
-    """Within 15 % of what a process really takes for the model, AdamW and a step, and for reading held-out rows after it."""
+def test_measured_peak_memory(
+    dtype: str, checkpointing: bool, vocabulary: int, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Within 15 % of what a process really takes for the model, AdamW and a step, and for reading held-out
+    rows after it."""
     recipe = small_recipe(tmp_path, dtype, checkpointing, vocabulary, **config)
     code, log = Forked(functools.partial(measured_step.main, str(recipe.path)), [{}]).wait()
     assert code == 0, log[-3000:]
@@ -49,18 +62,26 @@ def test_measured_peak_memory(dtype: str, checkpointing: bool, vocabulary: int, 
     memory = single_process_memory(size_of(recipe), step_cost(recipe), size, evaluation_cost(recipe))
     planned = {"step": memory.total, "evaluation": memory.evaluation}
     for name, bytes in planned.items():
-        print(f"{name}: planned {bytes / 1e6:.0f} MB, measured {measured[name] / 1e6:.0f} MB, {bytes / measured[name]:.3f}")
-    assert {name: planned[name] / measured[name] for name in planned} == pytest.approx({"step": 1, "evaluation": 1}, abs=0.15)
+        print(
+            f"{name}: planned {bytes / 1e6:.0f} MB, measured {measured[name] / 1e6:.0f} MB, "
+            f"{bytes / measured[name]:.3f}"
+        )
+    assert {name: planned[name] / measured[name] for name in planned} == pytest.approx(
+        {"step": 1, "evaluation": 1}, abs=0.15
+    )
 
 
 def test_a_step_recomputed_holds_less_and_computes_more(tmp_path: Path) -> None:
-    kept, recomputed = (step_cost(small_recipe(tmp_path, "float32", checkpointing)) for checkpointing in (False, True))
+    kept, recomputed = (
+        step_cost(small_recipe(tmp_path, "float32", checkpointing)) for checkpointing in (False, True)
+    )
     assert recomputed.activations < 0.6 * kept.activations
     assert 1.2 < recomputed.product_flops / kept.product_flops < 1.4
 
 
 def test_a_steps_products_by_hand(tmp_path: Path) -> None:
-    """6 operations a token and weight, except that the first layer's input needs no gradient: the embedding is a look-up."""
+    """6 operations a token and weight, except that the first layer's input needs no gradient: the embedding
+    is a look-up."""
     recipe = small_recipe(tmp_path, "float32", False)
     d, h, kv, tokens = 256, 1024, 128, 1024
     weights = 4 * (2 * d * d + 2 * d * kv + 3 * d * h) + 4096 * d
@@ -71,22 +92,32 @@ def test_a_steps_products_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("train", ["all", "ttt", "lora"])
-def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(train: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_what_a_model_needs_is_what_a_step_without_recomputation_takes(
+    train: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     """Whatever is trained; and it stays that where a step recomputes."""
     recipe = small_recipe(tmp_path, "bfloat16", False, **config)
     recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, trainable=train))
     model = meta_model(recipe)
     needed = model_flops(recipe, model)
-    assert needed == pytest.approx(step_cost(recipe).product_flops + attention_flops(recipe, model.config, 3), rel=0.03)
-    again = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, gradient_checkpointing=True))
+    assert needed == pytest.approx(
+        step_cost(recipe).product_flops + attention_flops(recipe, model.config, 3), rel=0.03
+    )
+    again = dataclasses.replace(
+        recipe, training=dataclasses.replace(recipe.training, gradient_checkpointing=True)
+    )
     assert model_flops(again, model) == needed
 
 
 def planned(recipe: Recipe, surgery: InPlaceTTTConfig, folder: Path) -> Recipe:
     """The recipe of a model that was measured at a conversion, of which a plan reads the config."""
-    base = revert(meta_model(dataclasses.replace(recipe, ttt=InPlaceTTTConfig(layers=surgery.layers, chunk_size=32))))
+    base = revert(
+        meta_model(dataclasses.replace(recipe, ttt=InPlaceTTTConfig(layers=surgery.layers, chunk_size=32)))
+    )
     convert(base, surgery).config.save_pretrained(folder)
-    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path=str(folder), config=None), ttt=None)
+    return dataclasses.replace(
+        recipe, model=dataclasses.replace(recipe.model, path=str(folder), config=None), ttt=None
+    )
 
 
 def test_finding_loss_gradients_is_counted(tmp_path: Path) -> None:
@@ -95,22 +126,34 @@ def test_finding_loss_gradients_is_counted(tmp_path: Path) -> None:
     model = meta_model(recipe)
     attention = attention_flops(recipe, model.config, 3) + attention_of_targets(recipe, model)
     assert model_flops(recipe, model) == pytest.approx(step_cost(recipe).product_flops + attention, rel=0.04)
-    without = dataclasses.replace(recipe, model=small_recipe(tmp_path, "bfloat16", False).model, ttt=InPlaceTTTConfig(layers=(1, 3)))
-    assert 1.4 < model_flops(recipe, model) / model_flops(without, meta_model(without)) < 1.8, "a third forward, and a half backward"
+    without = dataclasses.replace(
+        recipe, model=small_recipe(tmp_path, "bfloat16", False).model, ttt=InPlaceTTTConfig(layers=(1, 3))
+    )
+    assert 1.4 < model_flops(recipe, model) / model_flops(without, meta_model(without)) < 1.8, (
+        "a third forward, and a half backward"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"update_rule": "ridge", "ridge": 1.0, "whitening": {"rank": 0.5}}], ids=["paper", "least squares"]
+    "options",
+    [{}, {"update_rule": "ridge", "ridge": 1.0, "whitening": {"rank": 0.5}}],
+    ids=["paper", "least squares"],
 )
-def test_what_a_fast_weight_adds_to_the_products(options: dict[str, Any], dtype: str, checkpointing: bool, tmp_path: Path) -> None:
+def test_what_a_fast_weight_adds_to_the_products(
+    options: dict[str, Any], dtype: str, checkpointing: bool, tmp_path: Path
+) -> None:
     recipe = small_recipe(tmp_path, dtype, checkpointing)
     recipes = []
     for layers in ((1,), (1, 2)):
         surgery = InPlaceTTTConfig(layers=layers, chunk_size=32, **options)
         measured = surgery.needs_calibration
-        recipes.append(planned(recipe, surgery, tmp_path / str(len(layers))) if measured else dataclasses.replace(recipe, ttt=surgery))
+        recipes.append(
+            planned(recipe, surgery, tmp_path / str(len(layers)))
+            if measured
+            else dataclasses.replace(recipe, ttt=surgery)
+        )
     one, two = map(step_cost, recipes)
     expected = fast_weight_flops(recipes[0], meta_model(recipes[0]), int(checkpointing))
     assert two.product_flops - one.product_flops == pytest.approx(expected, rel=0.05)
@@ -127,11 +170,15 @@ def test_logits_dominate_unless_they_are_fused(tmp_path: Path) -> None:
 def test_sdpa_keeps_masks_and_repeated_heads_that_flash_attention_does_not(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path, "bfloat16", False)
     by_name = {
-        name: step_cost(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=name))).activations
+        name: step_cost(
+            dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=name))
+        ).activations
         for name in ("sdpa", "flash_attention_2", "eager")
     }
     masks = 1024 * 1024 * (1 + 4 * 2)  # the booleans, and numbers of them in each layer
-    assert by_name["sdpa"] - by_name["flash_attention_2"] == pytest.approx(masks + 4 * 2 * 1024 * 128 * 2, rel=0.05)
+    assert by_name["sdpa"] - by_name["flash_attention_2"] == pytest.approx(
+        masks + 4 * 2 * 1024 * 128 * 2, rel=0.05
+    )
     assert by_name["eager"] > by_name["sdpa"]
 
 

@@ -30,20 +30,28 @@ def of_second(document: list[int]) -> bool:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [3, 1], [0.1, 0.9]])
-def test_every_source_has_its_share_of_tokens_all_along(build: Any, sources: list[Path], weights: list[float], streaming: bool) -> None:
+def test_every_source_has_its_share_of_tokens_all_along(
+    build: Any, sources: list[Path], weights: list[float], streaming: bool
+) -> None:
     found = build(sources, weights=weights, shuffle=True, streaming=streaming, seed=3)
     read = documents(found.train)
     share, given = weights[1] / sum(weights), [0, 0]
     for document in read[:-1]:  # the last may be cut
         given[of_second(document)] += len(document)
         assert abs(given[1] - share * sum(given)) <= LONGEST
-    whole = {str(tokens(text)) for sizes, first in zip(SIZES, (0, 1000), strict=True) for text in texts(sizes, first)}
+    whole = {
+        str(tokens(text))
+        for sizes, first in zip(SIZES, (0, 1000), strict=True)
+        for text in texts(sizes, first)
+    }
     assert {str(document) for document in read} == whole, "every document at least once"
     assert read == documents(build(sources, weights=weights, shuffle=True, streaming=streaming, seed=3).train)
     assert read != documents(build(sources, weights=weights, shuffle=True, streaming=streaming, seed=4).train)
     mixture = found.report.mixture
     assert [source["weight"] for source in mixture] == pytest.approx([1 - share, share])
-    assert [source["share"] for source in mixture] == pytest.approx([1 - share, share], abs=LONGEST / found.report.tokens)
+    assert [source["share"] for source in mixture] == pytest.approx(
+        [1 - share, share], abs=LONGEST / found.report.tokens
+    )
     assert [source["documents"] for source in mixture] == [
         sum(of_second(d) == second for d in read[: found.report.documents]) for second in (False, True)
     ], "a stream's is of its start"
@@ -62,7 +70,9 @@ def test_what_is_read_again_comes_in_another_order(build: Any, sources: list[Pat
 def test_without_weights_the_report_says_what_each_gave(build: Any, sources: list[Path]) -> None:
     for streaming in (False, True):
         report = build(sources, streaming=streaming).report
-        assert [(s["documents"], s["tokens"], s["weight"]) for s in report.mixture] == [(len(n), sum(n) + len(n), None) for n in SIZES]
+        assert [(s["documents"], s["tokens"], s["weight"]) for s in report.mixture] == [
+            (len(n), sum(n) + len(n), None) for n in SIZES
+        ]
 
 
 @pytest.mark.parametrize(
@@ -80,14 +90,22 @@ def test_weights_that_mean_nothing_are_refused(weights: str, message: str, tmp_p
     with pytest.raises(InPlaceTTTError, match=message) as refusal:
         tiny_recipe(tmp_path, f"data.weights={weights}", data={"train": ["a", "b"], "sequence_length": 64})
     assert "\n" not in str(refusal.value)
-    with pytest.raises(InPlaceTTTError, match=r"data\.weights: has no effect on fewer than two entries of train"):
+    with pytest.raises(
+        InPlaceTTTError, match=r"data\.weights: has no effect on fewer than two entries of train"
+    ):
         tiny_recipe(tmp_path, "data.weights=[1]")
 
 
-def test_sources_that_cannot_have_their_share_are_refused(build: Any, sources: list[Path], tmp_path: Path) -> None:
+def test_sources_that_cannot_have_their_share_are_refused(
+    build: Any, sources: list[Path], tmp_path: Path
+) -> None:
     (tmp_path / "none.jsonl").write_text('{"text": ""}\n')
     for streaming in (False, True):
-        with pytest.raises(InPlaceTTTError, match=r"has no document to train on, though data\.weights gives it a share"):
-            build([sources[0], tmp_path / "none.jsonl"], weights=[1, 1], streaming=streaming, chunk_size=CHUNK)
+        with pytest.raises(
+            InPlaceTTTError, match=r"has no document to train on, though data\.weights gives it a share"
+        ):
+            build(
+                [sources[0], tmp_path / "none.jsonl"], weights=[1, 1], streaming=streaming, chunk_size=CHUNK
+            )
     with pytest.raises(InPlaceTTTError, match=r"data\.weights make .* tokens of the 363 there are"):
         build(sources, weights=[1e-6, 1])

@@ -55,7 +55,9 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     word_level(f"t{i}" for i in range(3, known)).save_pretrained(tmp_path / "words")
     assert len(read_tokenizer(recipe, meta_model(recipe))) == known
     word_level(f"t{i}" for i in range(3, known + 5)).save_pretrained(tmp_path / "words")
-    with pytest.raises(InPlaceTTTError, match=f"words has the tokenizer of another model: it gives ids up to {known + 4}"):
+    with pytest.raises(
+        InPlaceTTTError, match=f"words has the tokenizer of another model: it gives ids up to {known + 4}"
+    ):
         read_tokenizer(recipe, meta_model(recipe))
 
 
@@ -67,9 +69,10 @@ def test_from_scratch_starts_as_a_fresh_conversion(tmp_path: Path) -> None:
         diagonal = layer.ttt.proj.diagonal()
         assert torch.equal(layer.ttt.proj.detach(), diagonal.diag()) and 0.15 < diagonal.std() < 0.45
     assert 0.28 < model.model.layers[1].mlp.down_proj.weight.std() < 0.32
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build_model(tiny_recipe(tmp_path)).parameters(), strict=True)), (
-        "the seed decides"
-    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), build_model(tiny_recipe(tmp_path)).parameters(), strict=True)
+    ), "the seed decides"
     other = build_model(tiny_recipe(tmp_path, "training.seed=1"))
     assert not torch.equal(other.lm_head.weight, model.lm_head.weight)
 
@@ -79,13 +82,17 @@ def test_every_form_of_a_checkpoint(saved: dict[str, Path], tmp_path: Path) -> N
     for form in ("full", "adapter"):
         model = build_model(tiny_recipe(tmp_path, **at(saved[form])))
         assert torch.equal(logits(model, IDS), expected), form
-    base = build_model(tiny_recipe(tmp_path, **{**at(saved["base"]), "ttt": {"layers": [1], "chunk_size": 8, "eta": 0.5}}))
+    base = build_model(
+        tiny_recipe(tmp_path, **{**at(saved["base"]), "ttt": {"layers": [1], "chunk_size": 8, "eta": 0.5}})
+    )
     assert config_of(base) == InPlaceTTTConfig(layers=(1,), chunk_size=8, eta=0.5)
     assert distance(logits(base, IDS), expected) > 0.01
 
 
 def test_dtype_and_attention(saved: dict[str, Path], tmp_path: Path) -> None:
-    model = build_model(tiny_recipe(tmp_path, **at(saved["full"], dtype="bfloat16", attn_implementation="eager")))
+    model = build_model(
+        tiny_recipe(tmp_path, **at(saved["full"], dtype="bfloat16", attn_implementation="eager"))
+    )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.config._attn_implementation == "eager"
 
@@ -93,10 +100,14 @@ def test_dtype_and_attention(saved: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["full", "adapter", "base"])
 def test_overrides_reach_the_model(form: str, saved: dict[str, Path], tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    sections = at(saved[form], overrides={"rope_parameters": yarn, "max_position_embeddings": 2048, "sliding_window": 8})
+    sections = at(
+        saved[form], overrides={"rope_parameters": yarn, "max_position_embeddings": 2048, "sliding_window": 8}
+    )
     if form == "base":
         sections["ttt"] = {"layers": [0], "chunk_size": 16}
-    plain = build_model(tiny_recipe(tmp_path, **{**sections, "model": {**sections["model"], "overrides": {}}}))
+    plain = build_model(
+        tiny_recipe(tmp_path, **{**sections, "model": {**sections["model"], "overrides": {}}})
+    )
     model = build_model(tiny_recipe(tmp_path, **sections))
     assert model.config.rope_parameters == {**yarn, "rope_theta": plain.config.rope_parameters["rope_theta"]}
     assert (model.config.max_position_embeddings, model.config.sliding_window) == (2048, 8)
@@ -106,15 +117,25 @@ def test_overrides_reach_the_model(form: str, saved: dict[str, Path], tmp_path: 
 
 
 def test_a_window_over_a_family_with_layer_types(tmp_path: Path) -> None:
-    config = {**{k: v for k, v in CONFIG.items() if k != "sliding_window"}, "model_type": "qwen3", "head_dim": 8}
+    config = {
+        **{k: v for k, v in CONFIG.items() if k != "sliding_window"},
+        "model_type": "qwen3",
+        "head_dim": 8,
+    }
     base = tmp_path / "qwen"
-    revert(build_model(tiny_recipe(tmp_path, model={"config": config, "tokenizer": "x"}))).save_pretrained(base)
+    revert(build_model(tiny_recipe(tmp_path, model={"config": config, "tokenizer": "x"}))).save_pretrained(
+        base
+    )
     assert json.loads((base / "config.json").read_text())["layer_types"] == ["full_attention"] * 3
-    sections = {**at(base, overrides={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0})}
+    sections = {
+        **at(base, overrides={"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0})
+    }
     sections["ttt"] = {"layers": [0], "chunk_size": 16}
     assert build_model(tiny_recipe(tmp_path, **sections)).config.layer_types == ["sliding_attention"] * 3
     sections["model"]["overrides"] = {"sliding_window": 16}
-    with pytest.raises(InPlaceTTTError, match="no layer would use it; set use_sliding_window: true and max_window_layers: 0"):
+    with pytest.raises(
+        InPlaceTTTError, match="no layer would use it; set use_sliding_window: true and max_window_layers: 0"
+    ):
         build_model(tiny_recipe(tmp_path, **sections))
 
 
@@ -130,7 +151,9 @@ def test_what_is_trained(train: str, tmp_path: Path) -> None:
     assert (len(trained - ttt - lora) > 0) == (train == "all")
     assert isinstance(model, PeftModel) == (train == "lora")
     meta = meta_model(recipe)
-    described = [[(name, p.shape, p.dtype, p.requires_grad) for name, p in m.named_parameters()] for m in (model, meta)]
+    described = [
+        [(name, p.shape, p.dtype, p.requires_grad) for name, p in m.named_parameters()] for m in (model, meta)
+    ]
     assert described[0] == described[1]
     assert {p.device.type for p in meta.parameters()} == {"meta"}
 
@@ -139,7 +162,11 @@ def test_lora_is_as_the_recipe_says(tmp_path: Path) -> None:
     lora = {"rank": 3, "alpha": 12.0, "dropout": 0.25, "targets": ["q_proj"]}
     model = build_model(tiny_recipe(tmp_path, "model.dtype=bfloat16", training={**LORA, "lora": lora}))
     adapted = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
-    assert (adapted.r["default"], adapted.scaling["default"], adapted.lora_dropout["default"].p) == (3, 4.0, 0.25)
+    assert (adapted.r["default"], adapted.scaling["default"], adapted.lora_dropout["default"].p) == (
+        3,
+        4.0,
+        0.25,
+    )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "ZeRO-3 refuses a mixture"
     assert sum(".lora_A." in name for name, _ in model.named_parameters()) == 3
 
@@ -154,13 +181,17 @@ def trained(model: PeftModel) -> PeftModel:
     return model.eval()
 
 
-def test_lora_adapter_holds_what_was_trained_and_reloads_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_lora_adapter_holds_what_was_trained_and_reloads_exactly(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
     recipe = tiny_recipe(tmp_path, **at(saved["full"]), training=LORA)
     model = trained(build_model(recipe))
     expected = logits(model, IDS)
     model.save_pretrained(tmp_path / "lora")
     names = load_file(tmp_path / "lora" / "adapter_model.safetensors")
-    assert sum(".ttt." in name for name in names) == 4 and all(".ttt." in name or ".lora_" in name for name in names)
+    assert sum(".ttt." in name for name in names) == 4 and all(
+        ".ttt." in name or ".lora_" in name for name in names
+    )
     reloaded = PeftModel.from_pretrained(load(saved["full"], dtype=torch.float32), tmp_path / "lora")
     assert torch.equal(logits(reloaded, IDS), expected)
     assert distance(expected, logits(load(saved["full"], dtype=torch.float32), IDS)) > 0.01
@@ -172,25 +203,44 @@ def reads_by_gradient(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "gradient", {"target": "gradient", "eta": 0.3})
 
 
-def test_lora_learns_beside_loss_gradients_and_reloads_exactly(reads_by_gradient: Path, tmp_path: Path) -> None:
+def test_lora_learns_beside_loss_gradients_and_reloads_exactly(
+    reads_by_gradient: Path, tmp_path: Path
+) -> None:
     model = trained(build_model(tiny_recipe(tmp_path, **at(reads_by_gradient), training=LORA)))
     expected = logits(model, IDS)
     model.save_pretrained(tmp_path / "lora")
     before = load(reads_by_gradient, dtype=torch.float32)
     assert distance(expected, logits(before, IDS)) > 0.01
     assert torch.equal(logits(PeftModel.from_pretrained(before, tmp_path / "lora"), IDS), expected)
-    assert distance(logits(load(tmp_path / "lora", base=str(reads_by_gradient), dtype=torch.float32), IDS), expected) < 1e-5
+    assert (
+        distance(
+            logits(load(tmp_path / "lora", base=str(reads_by_gradient), dtype=torch.float32), IDS), expected
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("deepspeed=3", "deepspeed: with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; take stage 2"),
-        ("parallel={nproc_per_node: 2, sequence_parallel_size: 2}", "parallel.sequence_parallel_size: target='gradient' reads whole rows"),
-        ("training.trainable=ttt", "training.trainable: a model with target='gradient' has no TTT parameters"),
+        (
+            "deepspeed=3",
+            "deepspeed: with target='gradient' ranks read unequal numbers of chunks, which ZeRO-3 cannot; "
+            "take stage 2",
+        ),
+        (
+            "parallel={nproc_per_node: 2, sequence_parallel_size: 2}",
+            "parallel.sequence_parallel_size: target='gradient' reads whole rows",
+        ),
+        (
+            "training.trainable=ttt",
+            "training.trainable: a model with target='gradient' has no TTT parameters",
+        ),
     ],
 )
-def test_what_loss_gradients_cannot_be_trained_with(setting: str, message: str, reads_by_gradient: Path, tmp_path: Path) -> None:
+def test_what_loss_gradients_cannot_be_trained_with(
+    setting: str, message: str, reads_by_gradient: Path, tmp_path: Path
+) -> None:
     for build in (build_model, meta_model):
         with pytest.raises(InPlaceTTTError, match=message):
             build(tiny_recipe(tmp_path, setting, **at(reads_by_gradient)))
@@ -199,7 +249,9 @@ def test_what_loss_gradients_cannot_be_trained_with(setting: str, message: str, 
 def test_lora_merges_and_keeps_the_trained_writer(saved: dict[str, Path], tmp_path: Path) -> None:
     model = trained(build_model(tiny_recipe(tmp_path, **at(saved["full"]), training=LORA)))
     expected = logits(model, IDS)
-    writers = {index: [p.clone() for p in layer.ttt.parameters()] for index, layer in fast_weights(model).items()}
+    writers = {
+        index: [p.clone() for p in layer.ttt.parameters()] for index, layer in fast_weights(model).items()
+    }
     merged = model.merge_and_unload()
     assert distance(logits(merged, IDS), expected) < 5e-5
     merged.save_pretrained(tmp_path / "merged")
@@ -233,23 +285,43 @@ def test_what_lora_stands_on_cannot_change_within_a_run(saved: dict[str, Path], 
     first = facts(saved["full"])
     for same in (shutil.copytree(saved["full"], tmp_path / "moved"), saved["adapter"]):
         assert changes(first, facts(same), "here") == []
-    with pytest.raises(InPlaceTTTError, match=r"here was trained with model.path.sha256 '.*', not '.*': that cannot change within a run"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=r"here was trained with model.path.sha256 '.*', not '.*': that cannot change within a run",
+    ):
         changes(first, facts(other_attention(saved["full"], tmp_path / "other")), "here")
     whole = {"trainable": "ttt", "lora": None}
-    assert changes(facts(saved["full"], **whole), facts(tmp_path / "other", **whole), "here") == []  # all weights are in the checkpoint
+    # all weights are in the checkpoint
+    assert changes(facts(saved["full"], **whole), facts(tmp_path / "other", **whole), "here") == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "sections", "message"),
     [
         (["ttt=null"], {}, "ttt: a model from scratch is not converted and there is no ttt; add the section"),
-        (["model.config.hiden_size=3"], {}, "model.config.hiden_size: the config of a mistral has no such value"),
+        (
+            ["model.config.hiden_size=3"],
+            {},
+            "model.config.hiden_size: the config of a mistral has no such value",
+        ),
         (["model.config.hidden_size=big"], {}, "model.config: .*hidden_size.*expected int"),
-        (["model.config.model_type=perceptron"], {}, "model.config: model_type 'perceptron' is not one that transformers knows"),
+        (
+            ["model.config.model_type=perceptron"],
+            {},
+            "model.config: model_type 'perceptron' is not one that transformers knows",
+        ),
         (["model.config.model_type=vit"], {}, "the config of a vit has no such value"),
         (["model.overrides.widow=3"], {}, "model.overrides.widow: the config of a mistral has no such value"),
-        (["model.overrides.rope_parameters={rope_type: yarn, factor: 4.0}"], {}, "add original_max_position_embeddings"),
-        (["model.overrides.rope_parameters={factor: 4.0}"], {}, "plain RoPE reads no factor; add the rope_type, such as yarn"),
+        (
+            ["model.overrides.rope_parameters={rope_type: yarn, factor: 4.0}"],
+            {},
+            "add original_max_position_embeddings",
+        ),
+        (
+            ["model.overrides.rope_parameters={factor: 4.0}"],
+            {},
+            "plain RoPE reads no factor; add the rope_type, such as yarn",
+        ),
         (["ttt.layers=[0, 3]"], {}, r"layers \[3\] do not exist: the model has 3 layers"),
         (["model.attn_implementation=flash_attention_2"], {}, "model: FlashAttention2"),
         ([], at(Path("./nowhere")), "model.path: nowhere does not exist; give a model folder or a hub id"),
@@ -275,7 +347,9 @@ def test_refusals(overrides: list[str], sections: dict[str, Any], message: str, 
 
 def test_surgery_belongs_to_what_is_not_converted(saved: dict[str, Path], tmp_path: Path) -> None:
     for form in ("full", "adapter"):
-        with pytest.raises(InPlaceTTTError, match="is converted already, so that ttt has no effect; remove the section"):
+        with pytest.raises(
+            InPlaceTTTError, match="is converted already, so that ttt has no effect; remove the section"
+        ):
             build_model(tiny_recipe(tmp_path, **{**at(saved[form]), "ttt": {"chunk_size": 16}}))
     with pytest.raises(InPlaceTTTError, match="is not converted and there is no ttt"):
         meta_model(tiny_recipe(tmp_path, **at(saved["base"])))
@@ -284,7 +358,9 @@ def test_surgery_belongs_to_what_is_not_converted(saved: dict[str, Path], tmp_pa
 def test_lora_spares_the_fast_weights_by_a_pattern(tmp_path: Path) -> None:
     targets = r".*layers\.1\.mlp\.down_proj"
     model = build_model(tiny_recipe(tmp_path, training={**LORA, "lora": {"targets": targets}}))
-    assert {name.partition(".mlp")[0][-1] for name, p in model.named_parameters() if ".lora_" in name} == {"1"}
+    assert {name.partition(".mlp")[0][-1] for name, p in model.named_parameters() if ".lora_" in name} == {
+        "1"
+    }
 
 
 def test_zero3(saved: dict[str, Path], tmp_path: Path) -> None:
@@ -296,12 +372,16 @@ def test_zero3(saved: dict[str, Path], tmp_path: Path) -> None:
             sections["ttt"] = {"layers": [0, 2], "chunk_size": 16}
         (tmp_path / f"zero3-{form}").mkdir()
         train = form if form in ("ttt", "lora") else "all"
-        recipes[form] = tiny_recipe(tmp_path / f"zero3-{form}", **sections, training={"trainable": train, "steps": 1})
+        recipes[form] = tiny_recipe(
+            tmp_path / f"zero3-{form}", **sections, training={"trainable": train, "steps": 1}
+        )
     for (form, recipe), found in zip(recipes.items(), under_zero3(*recipes.values()), strict=True):
         plain = build_model(recipe)
         assert set(found["values"]) == {name for name, _ in plain.named_parameters()}
         if form != "scratch":  # transformers initialises a partitioned model in another order
-            assert found["values"] == {n: pytest.approx(p.double().abs().sum().item()) for n, p in plain.named_parameters()}, form
+            assert found["values"] == {
+                n: pytest.approx(p.double().abs().sum().item()) for n, p in plain.named_parameters()
+            }, form
             loss = plain.train()(input_ids=IDS, labels=IDS, use_cache=False).loss.item()
             assert found["losses"][0] == pytest.approx(loss, abs=1e-4), form
         assert found["losses"][-1] < found["losses"][0], form
@@ -309,7 +389,9 @@ def test_zero3(saved: dict[str, Path], tmp_path: Path) -> None:
 
 def under_zero3(*recipes: Recipe) -> list[dict[str, Any]]:
     (environment,) = environments(1)
-    code, log = Forked(functools.partial(zero3_worker.main, [str(recipe.path) for recipe in recipes]), [environment]).wait()
+    code, log = Forked(
+        functools.partial(zero3_worker.main, [str(recipe.path) for recipe in recipes]), [environment]
+    ).wait()
     assert code == 0, log[-3000:]
     return json.loads(log.split("RESULT ")[1].splitlines()[0])
 
@@ -318,6 +400,10 @@ def test_a_plan_makes_no_weights_of_lora(tmp_path: Path, monkeypatch: pytest.Mon
     """Not even for a moment: PEFT makes them where tensors are made, and moves them to the base's device."""
     made_on = []
     wrap = peft.get_peft_model
-    monkeypatch.setattr(peft, "get_peft_model", lambda *args, **kwargs: made_on.append(torch.get_default_device()) or wrap(*args, **kwargs))
+    monkeypatch.setattr(
+        peft,
+        "get_peft_model",
+        lambda *args, **kwargs: made_on.append(torch.get_default_device()) or wrap(*args, **kwargs),
+    )
     model = meta_model(tiny_recipe(tmp_path, training=LORA))
     assert made_on == [torch.device("meta")] and all(parameter.is_meta for parameter in model.parameters())

@@ -18,15 +18,27 @@ from .recipes import VALUES, tiny_recipe, write_recipe
     ("settings", "hidden", "message"),
     [
         (("training.liger=true",), "liger_kernel", "training.liger needs liger-kernel"),
-        (("monitor.report_to=[wandb]",), "wandb", "monitor.report_to names wandb, which is not installed; pip install wandb"),
+        (
+            ("monitor.report_to=[wandb]",),
+            "wandb",
+            "monitor.report_to names wandb, which is not installed; pip install wandb",
+        ),
         (("monitor.report_to=[tensorboard]",), "tensorboard", "monitor.report_to names tensorboard"),
         (
             ("model.attn_implementation=flash_attention_2",),
             "flash_attn",
             "model.attn_implementation is flash_attention_2, which needs the package flash-attn",
         ),
-        ((), "deepspeed", r"training needs deepspeed; in a checkout of inplace-ttt, pip install -e '.\[train\]'"),
-        ((), "datasets", r"training needs datasets; in a checkout of inplace-ttt, pip install -e '.\[train\]'"),
+        (
+            (),
+            "deepspeed",
+            r"training needs deepspeed; in a checkout of inplace-ttt, pip install -e '.\[train\]'",
+        ),
+        (
+            (),
+            "datasets",
+            r"training needs datasets; in a checkout of inplace-ttt, pip install -e '.\[train\]'",
+        ),
     ],
 )
 def test_what_is_missing_is_named(
@@ -55,12 +67,18 @@ def test_a_recipe_is_audited_without_the_training_packages(
     (tmp_path / "text.txt").write_text("a b c")
     word_level("abc").save_pretrained(tmp_path / "tokenizer")
     model = {**VALUES["model"], "tokenizer": str(tmp_path / "tokenizer")}
-    file = write_recipe(tmp_path, model=model, data={"train": str(tmp_path / "text.txt"), "sequence_length": 64})
+    file = write_recipe(
+        tmp_path, model=model, data={"train": str(tmp_path / "text.txt"), "sequence_length": 64}
+    )
     without(monkeypatch, "datasets", "accelerate", "deepspeed", "peft")
     assert cli.main(["audit", str(file), "--json"]) == 1
     out, err = capsys.readouterr()
     (rows,) = (item for item in json.loads(out)["items"] if item["id"] == "long-documents")
-    assert rows["verdict"] == "not checked" and rows["found"].endswith("install the extra `train`") and "\n" not in rows["found"]
+    assert (
+        rows["verdict"] == "not checked"
+        and rows["found"].endswith("install the extra `train`")
+        and "\n" not in rows["found"]
+    )
     assert "Traceback" not in err
 
 
@@ -71,4 +89,6 @@ def test_low_rank_adapters_without_peft(
     without(monkeypatch, "peft")
     assert cli.main([verb, str(write_recipe(tmp_path, training={"trainable": "lora", "steps": 1}))]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("inplace-ttt"))
-    assert line.endswith("training.trainable: lora needs peft; in a checkout of inplace-ttt, pip install -e '.[train]'.")
+    assert line.endswith(
+        "training.trainable: lora needs peft; in a checkout of inplace-ttt, pip install -e '.[train]'."
+    )

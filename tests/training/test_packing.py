@@ -1,4 +1,5 @@
-"""Packing, by its properties: over odd lengths nothing is lost, no border is crossed, padding changes nothing."""
+"""Packing, by its properties: over odd lengths nothing is lost, no border is crossed, padding changes
+nothing."""
 
 import itertools
 import random
@@ -39,7 +40,13 @@ def cases() -> list[Any]:
         rng = random.Random(seed)
         align = rng.choice([1, 1, 2, 3, 7])
         row_length = align * rng.randint(2 if align == 1 else 1, 11)
-        random_cases.append(([rng.choice([0, 1, 2, rng.randint(1, 40)]) for _ in range(rng.randint(1, 25))], row_length, align))
+        random_cases.append(
+            (
+                [rng.choice([0, 1, 2, rng.randint(1, 40)]) for _ in range(rng.randint(1, 25))],
+                row_length,
+                align,
+            )
+        )
     return by_hand + random_cases
 
 
@@ -70,7 +77,9 @@ def test_nothing_is_lost_and_nothing_moves(lengths: list[int], row_length: int, 
     rows = packed(lengths, row_length, align)
     tokens = np.concatenate([row["input_ids"] for row in rows]) if rows else np.array([])
     assert tokens[tokens != PAD].tolist() == list(range(sum(lengths)))
-    assert all(len(row[name]) == row_length for row in rows for name in ("input_ids", "position_ids", "labels"))
+    assert all(
+        len(row[name]) == row_length for row in rows for name in ("input_ids", "position_ids", "labels")
+    )
     if align == 1:
         assert len(rows) == -(-sum(lengths) // row_length)
         assert all(PAD not in row["input_ids"] for row in rows[:-1])
@@ -78,7 +87,8 @@ def test_nothing_is_lost_and_nothing_moves(lengths: list[int], row_length: int, 
 
 @pytest.mark.parametrize(("lengths", "row_length", "align"), CASES)
 def test_positions_tell_the_documents_apart(lengths: list[int], row_length: int, align: int) -> None:
-    """Every piece belongs to one document, no two neighbours to one, and transformers sees the same borders."""
+    """Every piece belongs to one document, no two neighbours to one, and transformers sees the same
+    borders."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     for row in packed(lengths, row_length, align):
         owners = [set(owner[piece].tolist()) for piece in pieces(row)]
@@ -104,7 +114,8 @@ def test_nothing_is_predicted_across_a_border(lengths: list[int], row_length: in
 
 @pytest.mark.parametrize(("lengths", "row_length", "align"), [case for case in CASES if case.values[2] > 1])
 def test_aligned_chunks_stay_on_the_grid(lengths: list[int], row_length: int, align: int) -> None:
-    """Real documents start on the grid, and no chunk of anything crosses it: ranks may be cut at any of its points."""
+    """Real documents start on the grid, and no chunk of anything crosses it: ranks may be cut at any of its
+    points."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     for row in packed(lengths, row_length, align):
         layout = ChunkLayout.from_position_ids(torch.tensor(row["position_ids"])[None], align)
@@ -159,14 +170,20 @@ BEGINS = [PAD + 1, PAD + 2]
 @pytest.mark.parametrize("align", [1, 3])
 @pytest.mark.parametrize("lengths", [[20, 7, 0, 40, 1], [3], [25]])
 def test_each_piece_begins_as_its_document(lengths: list[int], align: int) -> None:
-    """A document that begins with special tokens has them in every row; in one that does not, they stand in none. Nothing else is lost."""
+    """A document that begins with special tokens has them in every row; in one that does not, they stand in
+    none. Nothing else is lost."""
     marked = [[*(BEGINS if i % 2 == 0 else ()), *tokens] for i, tokens in enumerate(documents(lengths))]
     rows = list(pack(marked, 12, PAD, align, BEGINS))
-    found, owner = [piece for row in rows for piece in pieces(row)], np.repeat(np.arange(len(lengths)), lengths)
+    found, owner = (
+        [piece for row in rows for piece in pieces(row)],
+        np.repeat(np.arange(len(lengths)), lengths),
+    )
     for piece in found:
         kept = [token for token in piece if token < PAD]
         begins_so = not kept or owner[kept[0]] % 2 == 0
-        assert piece == ([*BEGINS, *kept] if begins_so else kept)[-len(piece) :] and (not kept or (piece[:2] == BEGINS) == begins_so)
+        assert piece == ([*BEGINS, *kept] if begins_so else kept)[-len(piece) :] and (
+            not kept or (piece[:2] == BEGINS) == begins_so
+        )
     assert [token for piece in found for token in piece if token < PAD] == list(range(sum(lengths)))
     sizes = [Size(len(tokens), 2 if i % 2 == 0 else 0) for i, tokens in enumerate(marked)]
     counts = count(sizes, 12, 5, align)
@@ -180,7 +197,8 @@ def test_each_piece_begins_as_its_document(lengths: list[int], align: int) -> No
 @pytest.mark.parametrize("align", [1, CHUNK])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_packed_row_trains_as_its_documents_apart(name: str, align: int) -> None:
-    """Loss and gradients of packed rows: those of the pieces one by one, weighted by their labels, whatever the padding is."""
+    """Loss and gradients of packed rows: those of the pieces one by one, weighted by their labels, whatever
+    the padding is."""
     model = converted(name, torch.float64)
     lengths = [23, 1, 9, 40, 2, 14]
     generator = torch.Generator().manual_seed(0)
@@ -194,7 +212,9 @@ def test_a_packed_row_trains_as_its_documents_apart(name: str, align: int) -> No
             if n:
                 total, labelled = total + model(**row, use_cache=False).loss * n, labelled + n
         (total / labelled).backward()
-        return (total / labelled).detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        return (total / labelled).detach(), {
+            key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None
+        }
 
     def as_batches(rows: list[Row]) -> list[dict[str, Tensor]]:
         return [{key: torch.tensor(value)[None].long() for key, value in row.items()} for row in rows]

@@ -17,11 +17,16 @@ from .runs import checkpoint, documents, finish, recipe_file, start
 
 def test_ranks_that_share_rows_hold_less(tmp_path: Path) -> None:
     config = {**SMALL, "vocab_size": 4096}
-    sections = {"model": {"config": config, "tokenizer": "x", "dtype": "bfloat16"}, "ttt": {"layers": [0, 2], "chunk_size": 128}}
+    sections = {
+        "model": {"config": config, "tokenizer": "x", "dtype": "bfloat16"},
+        "ttt": {"layers": [0, 2], "chunk_size": 128},
+    }
     data = {"train": "x", "sequence_length": 2048}
     whole = make_plan(tiny_recipe(tmp_path, **sections, data=data, parallel={"nproc_per_node": 4}))
     parallel = {"nproc_per_node": 4, "sequence_parallel_size": 4}
-    shared = make_plan(tiny_recipe(tmp_path, **sections, data=data, parallel=parallel, monitor={"save_steps": 4}))
+    shared = make_plan(
+        tiny_recipe(tmp_path, **sections, data=data, parallel=parallel, monitor={"save_steps": 4})
+    )
     assert shared.per_device_bytes["activations"] < 0.6 * whole.per_device_bytes["activations"]
     assert shared.tokens_per_step == whole.tokens_per_step / 4 and shared.warnings == []
     assert shared.flops_per_step == pytest.approx(whole.flops_per_step / 4, rel=0.05)
@@ -30,7 +35,10 @@ def test_ranks_that_share_rows_hold_less(tmp_path: Path) -> None:
 def test_tokens_steps_and_chunks(tmp_path: Path) -> None:
     made = make_plan(
         tiny_recipe(
-            tmp_path, "data.sequence_length=100", "parallel.nproc_per_node=2", training={"tokens": 1000, "gradient_accumulation_steps": 2}
+            tmp_path,
+            "data.sequence_length=100",
+            "parallel.nproc_per_node=2",
+            training={"tokens": 1000, "gradient_accumulation_steps": 2},
         )
     )
     assert (made.rows_per_step, made.tokens_per_step, made.steps, made.tokens) == (4, 400, 3, 1200)
@@ -44,17 +52,27 @@ def test_what_lora_and_the_writer_alone_train(tmp_path: Path) -> None:
     ttt = make_plan(tiny_recipe(tmp_path, training={"trainable": "ttt", "steps": 1}))
     assert ttt.trained_parameters == ttt.ttt_parameters < ttt.parameters
     lora = make_plan(tiny_recipe(tmp_path, training={"trainable": "lora", "steps": 1, "lora": {"rank": 2}}))
-    assert lora.ttt_parameters == ttt.ttt_parameters and lora.ttt_parameters < lora.trained_parameters < lora.parameters / 2
+    assert (
+        lora.ttt_parameters == ttt.ttt_parameters
+        and lora.ttt_parameters < lora.trained_parameters < lora.parameters / 2
+    )
 
 
 def test_attention_counts_the_window(tmp_path: Path) -> None:
     full = {key: value for key, value in CONFIG.items() if key != "sliding_window"} | {"model_type": "llama"}
     made = [
-        make_plan(tiny_recipe(tmp_path, "data.sequence_length=512", model={"config": config, "tokenizer": "x", "dtype": "float32"})).flops
+        make_plan(
+            tiny_recipe(
+                tmp_path,
+                "data.sequence_length=512",
+                model={"config": config, "tokenizer": "x", "dtype": "float32"},
+            )
+        ).flops
         for config in (full, CONFIG)
     ]
     pairs = [512 * 513 // 2, 512 * 16 - 16 * 15 // 2]
-    assert made[0] - made[1] == 2 * 3 * 3 * 4 * 32 * (pairs[0] - pairs[1])  # 2 steps, 3 layers, forward and two of backward
+    # 2 steps, 3 layers, forward and two of backward
+    assert made[0] - made[1] == 2 * 3 * 3 * 4 * 32 * (pairs[0] - pairs[1])
 
 
 @pytest.mark.parametrize(
@@ -65,22 +83,35 @@ def test_attention_counts_the_window(tmp_path: Path) -> None:
         (["ttt.eta=0"], "eta is 0: nothing is written, and conv and P learn nothing; set ttt.eta above 0."),
         (["ttt.eta=[0, 1.0]"], "eta is 0 in layers [0]: they write nothing."),
         (["data.sequence_length=1024"], "Rows of 1024 tokens are longer than the model's context of 512"),
-        (["training.warmup_steps=2"], "The warm-up training.warmup_steps of 2 steps is no shorter than the run of 2"),
+        (
+            ["training.warmup_steps=2"],
+            "The warm-up training.warmup_steps of 2 steps is no shorter than the run of 2",
+        ),
         (["training.eta_warmup_steps=5"], "The warm-up training.eta_warmup_steps of 5 steps"),
         (
             ["parallel.nproc_per_node=8", "parallel.sequence_parallel_size=8", "monitor.save_steps=8"],
             "sequence_parallel 8 does not divide the model's 4 attention heads",
         ),
         (
-            ["parallel.nproc_per_node=3", "parallel.sequence_parallel_size=3", "data.sequence_length=48", "monitor.save_steps=3"],
+            [
+                "parallel.nproc_per_node=3",
+                "parallel.sequence_parallel_size=3",
+                "data.sequence_length=48",
+                "monitor.save_steps=3",
+            ],
             "sequence_parallel 3 does not divide the model's 4 attention heads and 2 key-value heads",
         ),
         (
             ["parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "data.sequence_length=80"],
-            "Each of 2 ranks gets 40 tokens, which are not whole chunks of 16; make data.sequence_length a multiple of 32.",
+            "Each of 2 ranks gets 40 tokens, which are not whole chunks of 16; make data.sequence_length a "
+            "multiple of 32.",
         ),
         (
-            ["parallel.nproc_per_node=2", "parallel.sequence_parallel_size=2", "model.attn_implementation=eager"],
+            [
+                "parallel.nproc_per_node=2",
+                "parallel.sequence_parallel_size=2",
+                "model.attn_implementation=eager",
+            ],
             "Ranks cannot share rows under eager attention",
         ),
     ],
@@ -95,7 +126,10 @@ def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path
     ("sections", "remedy"),
     [
         (
-            {"model": {"config": {**SMALL, "vocab_size": 32000}, "tokenizer": "x"}, "data": {"train": "x", "sequence_length": 1024}},
+            {
+                "model": {"config": {**SMALL, "vocab_size": 32000}, "tokenizer": "x"},
+                "data": {"train": "x", "sequence_length": 1024},
+            },
             "of them are logits, so set training.liger: true",
         ),
         ({"data": {"train": "x", "sequence_length": 512}}, "set training.gradient_checkpointing: true"),
@@ -107,16 +141,31 @@ def test_what_will_not_train(overrides: list[str], sentence: str, tmp_path: Path
             "lower training.batch_size and raise accumulation",
         ),
         (
-            {"data": {"train": "x", "sequence_length": 512}, "training": {"steps": 1, "gradient_checkpointing": True, "liger": True}},
+            {
+                "data": {"train": "x", "sequence_length": 512},
+                "training": {"steps": 1, "gradient_checkpointing": True, "liger": True},
+            },
             "raise parallel.sequence_parallel_size, or lower data.sequence_length",
         ),
         ({"deepspeed": 1}, "set smaller buckets"),
-        ({"deepspeed": 0, "parallel": {"nproc_per_node": 2}, "data": {"train": "x", "sequence_length": 40}}, "use ZeRO stage 1 or 3"),
-        ({"deepspeed": 0, "data": {"train": "x", "sequence_length": 40}}, "offload the optimiser to the host, or use more devices"),
+        (
+            {
+                "deepspeed": 0,
+                "parallel": {"nproc_per_node": 2},
+                "data": {"train": "x", "sequence_length": 40},
+            },
+            "use ZeRO stage 1 or 3",
+        ),
+        (
+            {"deepspeed": 0, "data": {"train": "x", "sequence_length": 40}},
+            "offload the optimiser to the host, or use more devices",
+        ),
     ],
     ids=["logits", "checkpointing", "batch", "length", "buckets", "stage", "offload"],
 )
-def test_what_will_not_fit(sections: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_will_not_fit(
+    sections: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = tiny_recipe(tmp_path, **{"deepspeed": 0, **sections})
     cost = plan.step_cost(recipe)  # which takes seconds, once
     monkeypatch.setattr(plan, "step_cost", lambda recipe: cost)
@@ -128,8 +177,14 @@ def test_what_will_not_fit(sections: dict[str, Any], remedy: str, tmp_path: Path
 
 
 def test_what_evaluation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read without keeping anything for a backward, and logits are never all there; nothing held out needs nothing."""
-    config = {"config": {**SMALL, "vocab_size": 32000}, "tokenizer": "x", "dtype": "bfloat16", "attn_implementation": "flash_attention_2"}
+    """Rows are read without keeping anything for a backward, and logits are never all there; nothing held out
+    needs nothing."""
+    config = {
+        "config": {**SMALL, "vocab_size": 32000},
+        "tokenizer": "x",
+        "dtype": "bfloat16",
+        "attn_implementation": "flash_attention_2",
+    }
     data = {"train": "x", "sequence_length": 2048, "validation_documents": 2}
     recipe = tiny_recipe(tmp_path, model=config, data=data, deepspeed=2)
     cost = plan.step_cost(recipe)  # which takes seconds, once
@@ -138,7 +193,9 @@ def test_what_evaluation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     logits = 2048 * 32000 * 4
     held = made.per_device_bytes["parameters"] + made.per_device_bytes["optimiser"]
     assert held < made.evaluation_bytes < held + made.per_device_bytes["activations"]
-    longer = make_plan(tiny_recipe(tmp_path, "data.sequence_length=8192", model=config, data=data, deepspeed=2))
+    longer = make_plan(
+        tiny_recipe(tmp_path, "data.sequence_length=8192", model=config, data=data, deepspeed=2)
+    )
     assert longer.evaluation_bytes - made.evaluation_bytes < 3 * logits / 4
     assert make_plan(tiny_recipe(tmp_path, model=config, deepspeed=2)).evaluation_bytes == 0
 
@@ -153,17 +210,27 @@ def test_evaluation_that_will_not_fit(tmp_path: Path) -> None:
         deepspeed=0,
     )
     made = make_plan(recipe)
-    assert made.evaluation_bytes > made.per_device_bytes["total"] and make_plan(recipe, made.evaluation_bytes).warnings == []
+    assert (
+        made.evaluation_bytes > made.per_device_bytes["total"]
+        and make_plan(recipe, made.evaluation_bytes).warnings == []
+    )
     (sentence,) = make_plan(recipe, made.evaluation_bytes - 1).warnings
     assert "to read held-out rows and has" in sentence
 
 
-@pytest.mark.parametrize(("stage", "train", "dtype"), [(1, "all", "float32"), (2, "lora", "bfloat16"), (3, "ttt", "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "train", "dtype"), [(1, "all", "float32"), (2, "lora", "bfloat16"), (3, "ttt", "bfloat16")]
+)
 def test_what_a_run_has_on_disk(stage: int, train: str, dtype: str, tmp_path: Path) -> None:
     """Against the files of a run."""
     model = checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=512)
     file = recipe_file(tmp_path, model, documents(tmp_path / "text"), deepspeed=stage)
-    settings = ("training.steps=1", "monitor.save_steps=1", f"training.trainable={train}", f"model.dtype={dtype}")
+    settings = (
+        "training.steps=1",
+        "monitor.save_steps=1",
+        f"training.trainable={train}",
+        f"model.dtype={dtype}",
+    )
     finish(start(file, *settings))
     made = make_plan(load_recipe(file, settings))
     sizes = {name: written(tmp_path / "out" / name) for name in ("checkpoint-1", "final")}
@@ -181,7 +248,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["plan", file, "--set", "training.steps=5", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"] == 5 and result["tokens"] == 5 * 64 and result["warnings"] == []
-    assert result["per_device_bytes"]["total"] == sum(value for key, value in result["per_device_bytes"].items() if key != "total")
+    assert result["per_device_bytes"]["total"] == sum(
+        value for key, value in result["per_device_bytes"].items() if key != "total"
+    )
     assert cli.main(["plan", file, "--device-memory", "10KB", "--set", "ttt.eta=0"]) == 0
     text = capsys.readouterr().out
     for part in (
@@ -202,32 +271,53 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["plan"], "required: RECIPE"),
         (["plan", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["plan", "FILE", "--set", "training.step=1"], "--set, training.step: there is no such setting"),
-        (["plan", "FILE", "--device-memory", "much"], "--device-memory must be a size such as 80GB or 24GiB, got 'much'"),
-        (["plan", "FILE", "--set", "model.config.model_type=perceptron"], "is not one that transformers knows"),
+        (
+            ["plan", "FILE", "--device-memory", "much"],
+            "--device-memory must be a size such as 80GB or 24GiB, got 'much'",
+        ),
+        (
+            ["plan", "FILE", "--set", "model.config.model_type=perceptron"],
+            "is not one that transformers knows",
+        ),
     ],
 )
-def test_bad_input(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = str(write_recipe(tmp_path))
     assert cli.main([file if a == "FILE" else a for a in arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and message in err and len([line for line in err.splitlines() if line.startswith("inplace-ttt")]) == 1
+    assert (
+        out == ""
+        and message in err
+        and len([line for line in err.splitlines() if line.startswith("inplace-ttt")]) == 1
+    )
 
 
-def test_a_hub_model_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_model_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
     file = str(write_recipe(tmp_path, model={"path": "nobody/nothing"}))
     assert cli.main(["plan", file]) == 2
-    assert "model.path: cannot read the config of nobody/nothing" in (err := capsys.readouterr().err) and "give a local model folder" in err
+    assert (
+        "model.path: cannot read the config of nobody/nothing" in (err := capsys.readouterr().err)
+        and "give a local model folder" in err
+    )
 
 
 def test_more_ranks_than_key_heads_repeat_them(tmp_path: Path) -> None:
-    """4 ranks and 2 key-value heads of 8 channels: each rank needs one, so four are sent. Nothing is wrong with that."""
+    """4 ranks and 2 key-value heads of 8 channels: each rank needs one, so four are sent. Nothing is wrong
+    with that."""
     config = {"config": CONFIG, "tokenizer": "x", "dtype": "float32"}
     made = {
         ranks: make_plan(
             tiny_recipe(
-                tmp_path, parallel={"nproc_per_node": ranks, "sequence_parallel_size": ranks}, model=config, monitor={"save_steps": 4}
+                tmp_path,
+                parallel={"nproc_per_node": ranks, "sequence_parallel_size": ranks},
+                model=config,
+                monitor={"save_steps": 4},
             )
         )
         for ranks in (2, 4)

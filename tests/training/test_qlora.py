@@ -1,4 +1,5 @@
-"""QLoRA: fast weights and LoRA on a base that bitsandbytes holds in four or eight bits, trained, stopped, resumed and loaded."""
+"""QLoRA: fast weights and LoRA on a base that bitsandbytes holds in four or eight bits, trained, stopped,
+resumed and loaded."""
 
 import shutil
 from pathlib import Path
@@ -26,14 +27,26 @@ LORA = {"trainable": "lora", "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj
 def recipe(tmp_path: Path) -> Path:
     """Of an unconverted base, whose widths bitsandbytes can block."""
     torch.manual_seed(0)
-    base = MistralForCausalLM(MistralConfig(**{**CONFIG, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}))
+    base = MistralForCausalLM(
+        MistralConfig(**{**CONFIG, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32})
+    )
     base.save_pretrained(tmp_path / "base")
     word_level(f"t{i}" for i in range(3, CONFIG["vocab_size"])).save_pretrained(tmp_path / "base")
     monitor = {"save_steps": 2}
-    return recipe_file(tmp_path, tmp_path / "base", documents(tmp_path / "text"), ttt=SURGERY, training=LORA, monitor=monitor, deepspeed=2)
+    return recipe_file(
+        tmp_path,
+        tmp_path / "base",
+        documents(tmp_path / "text"),
+        ttt=SURGERY,
+        training=LORA,
+        monitor=monitor,
+        deepspeed=2,
+    )
 
 
-@pytest.mark.parametrize(("bits", "dtype", "processes"), [("4bit", "float32", 1), ("4bit", "bfloat16", 2), ("8bit", "bfloat16", 1)])
+@pytest.mark.parametrize(
+    ("bits", "dtype", "processes"), [("4bit", "float32", 1), ("4bit", "bfloat16", 2), ("8bit", "bfloat16", 1)]
+)
 def test_it_trains_and_resumes(recipe: Path, tmp_path: Path, bits: str, dtype: str, processes: int) -> None:
     """A resumed run gives the same adapter bit for bit, and it goes onto the quantised base."""
     settings = (f"model.load_in={bits}", f"model.dtype={dtype}", f"parallel.nproc_per_node={processes}")
@@ -49,8 +62,12 @@ def test_it_trains_and_resumes(recipe: Path, tmp_path: Path, bits: str, dtype: s
     assert report["resumed_from"].endswith("checkpoint-2") and whole.keys() == again.keys()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
-    quantised = BitsAndBytesConfig(load_in_8bit=True) if bits == "8bit" else BitsAndBytesConfig(load_in_4bit=True)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=quantised, dtype=getattr(torch, dtype))
+    quantised = (
+        BitsAndBytesConfig(load_in_8bit=True) if bits == "8bit" else BitsAndBytesConfig(load_in_4bit=True)
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=quantised, dtype=getattr(torch, dtype)
+    )
     tuned = PeftModel.from_pretrained(convert(base, InPlaceTTTConfig(**SURGERY)), tmp_path / "out" / "final")
     for index, layer in fast_weights(tuned).items():
         name = f"base_model.model.model.layers.{index}.mlp.down_proj.ttt.conv"

@@ -1,4 +1,5 @@
-"""Every shipped recipe parses, builds its model at toy size, computes a loss, and is planned without a warning."""
+"""Every shipped recipe parses, builds its model at toy size, computes a loss, and is planned without a
+warning."""
 
 import dataclasses
 import json
@@ -76,13 +77,25 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     """The same kind of model with all its layers, and few channels; as many query heads to a key head."""
     heads = values["num_attention_heads"]
     groups = heads // (values.get("num_key_value_heads") or heads)
-    return {**values, **TOY, "hidden_size": 16 * groups, "num_attention_heads": 2 * groups, "num_key_value_heads": 2}
+    return {
+        **values,
+        **TOY,
+        "hidden_size": 16 * groups,
+        "num_attention_heads": 2 * groups,
+        "num_key_value_heads": 2,
+    }
 
 
 def at_toy_size(run: Run, folder: Path) -> Recipe:
-    """The recipe with a toy model of the same structure, in the forms that run on a CPU without more packages."""
+    """The recipe with a toy model of the same structure, in the forms that run on a CPU without more
+    packages."""
     recipe = run.load()
-    changes = ["model.attn_implementation=sdpa", "training.liger=false", "model.dtype=float32", "model.load_in=null"]
+    changes = [
+        "model.attn_implementation=sdpa",
+        "training.liger=false",
+        "model.dtype=float32",
+        "model.load_in=null",
+    ]
     values = architecture_of(recipe)
     if values is None:
         small = shrunk(recipe.model.config or {}) if recipe.data.recall is None else recipe.model.config
@@ -132,7 +145,17 @@ def test_its_plan_warns_of_nothing(run: Run, monkeypatch: pytest.MonkeyPatch, tm
     assert made.chunks_per_row >= 4 and made.steps >= 1
     if recipe.training.tokens:
         assert 0 <= made.tokens - recipe.training.tokens < made.tokens_per_step
-    size = {"500m": 0.4, "1.5b": 1.5, "135m": 0.135, "demo": 0.135, "360m": 0.37, "1.7b": 1.75, "4b": 4.06, "8b": 8.2, "14b": 14.95}
+    size = {
+        "500m": 0.4,
+        "1.5b": 1.5,
+        "135m": 0.135,
+        "demo": 0.135,
+        "360m": 0.37,
+        "1.7b": 1.75,
+        "4b": 4.06,
+        "8b": 8.2,
+        "14b": 14.95,
+    }
     name = next((name for name in size if name in run.name.split("-")), None)
     if name is not None:
         assert made.parameters / 1e9 == pytest.approx(size[name], rel=0.03)
@@ -143,7 +166,9 @@ def full_size(run: Run, folder: Path) -> Recipe:
     recipe = run.load()
     path = recipe.model.path or ""
     if path.startswith("runs/"):
-        return run.load(f"model.path={earlier(recipe).model.path}", f"ttt={json.dumps(earlier(recipe).ttt.to_dict())}")
+        return run.load(
+            f"model.path={earlier(recipe).model.path}", f"ttt={json.dumps(earlier(recipe).ttt.to_dict())}"
+        )
     if path.startswith(".cache/"):
         (folder / "config.json").write_text(SMOLLM2.read_text())
         return run.load(f"model.path={folder}")
@@ -164,18 +189,26 @@ PAPER = {
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_runs_follow_the_paper(name: str) -> None:
-    """Table 6, 7 and 8: rule, length, learning rate, weight decay, tokens; and the scratch models' own sizes."""
+    """Table 6, 7 and 8: rule, length, learning rate, weight decay, tokens; and the scratch models' own
+    sizes."""
     (recipe,) = (run.load() for run in RUNS if run.name == name)
     settings = recipe.ttt or earlier(recipe).ttt
     assert settings is not None
-    assert (settings.layers, settings.target, settings.kernel_size, settings.conv) == ("every:6", "embeddings", 5, "lookahead")
+    assert (settings.layers, settings.target, settings.kernel_size, settings.conv) == (
+        "every:6",
+        "embeddings",
+        5,
+        "lookahead",
+    )
     o = recipe.training
     assert (recipe.data.sequence_length, (o.tokens or 0) / 1e9, o.learning_rate) == PAPER[name]
     assert (o.trainable, o.weight_decay, o.max_grad_norm) == ("all", 0.1, 1.0)
     if name.startswith("scratch"):
         big = "1.5b" in name
         config = recipe.model.config or {}
-        sizes = [config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "sliding_window")]
+        sizes = [
+            config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "sliding_window")
+        ]
         assert sizes == ([2048, 6144, 16, 4096] if big else [1024, 3072, 8, 2048])
         assert (config["num_hidden_layers"], config["vocab_size"], config["rope_theta"]) == (24, 32000, 1e6)
         assert (o.warmup_steps, recipe.rows_per_step * 32768) == (1024, 2**22 if big else 2**21)
@@ -186,9 +219,19 @@ def test_the_public_codes_runs_follow_it() -> None:
     assert len(official) == 2
     for recipe in official:
         settings, o = recipe.ttt, recipe.training
-        assert settings is not None and (settings.target, settings.eta, settings.chunk_size) == ("hidden_states", 3.0, 4096)
+        assert settings is not None and (settings.target, settings.eta, settings.chunk_size) == (
+            "hidden_states",
+            3.0,
+            4096,
+        )
         assert (recipe.data.sequence_length, o.steps, recipe.rows_per_step) == (65536, 5000, 64)
-        assert (o.learning_rate, o.weight_decay, o.conv_weight_decay, o.proj_weight_decay, o.warmup_steps) == (5e-6, 0.1, 0.1, 0.1, 100)
+        assert (
+            o.learning_rate,
+            o.weight_decay,
+            o.conv_weight_decay,
+            o.proj_weight_decay,
+            o.warmup_steps,
+        ) == (5e-6, 0.1, 0.1, 0.1, 100)
 
 
 def test_the_index_names_every_run_and_every_shared_file_is_used() -> None:
@@ -219,14 +262,17 @@ def test_the_documentation_names_every_setting() -> None:
     for name in ("model", "data", "training", "parallel", "monitor", "audit"):
         assert f"### {name}\n" in text
         part = text.partition(f"### {name}\n")[2].partition("\n##")[0]
-        missing = [field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part]
+        missing = [
+            field.name for field in dataclasses.fields(sections[name]) if f"`{field.name}`" not in part
+        ]
         assert not missing, f"docs/train.md does not name {missing} of {name}"
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.load().audit.profile], ids=lambda run: run.name)
 @pytest.mark.sample(3)
 def test_deviations_are_declared(run: Run, tmp_path: Path) -> None:
-    """Or the run would not start. The gate that holds the toy model and the recipe against the recipe's profile."""
+    """Or the run would not start. The gate that holds the toy model and the recipe against the recipe's
+    profile."""
     recipe = at_toy_size(run, tmp_path)
     report = gate(build_model(recipe), recipe)
     assert (report.undeclared, report.stale_declarations) == ([], [])

@@ -18,21 +18,33 @@ UNIVERSAL = "deepspeed={zero_optimization: {stage: 2}, checkpoint: {load_univers
 
 
 def test_two_processes_go_on_as_one(tmp_path: Path) -> None:
-    """With as many rows a step; the optimiser's state and the rows to come are those of the run that was not stopped."""
+    """With as many rows a step; the optimiser's state and the rows to come are those of the run that was not
+    stopped."""
     training = {"steps": 4, "learning_rate": 1e-2}
-    recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), training=training, deepspeed=2)
-    two = ("parallel.nproc_per_node=2", "training.gradient_accumulation_steps=1", "monitor.save_steps=2", "data.streaming=true")
+    recipe = recipe_file(
+        tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), training=training, deepspeed=2
+    )
+    two = (
+        "parallel.nproc_per_node=2",
+        "training.gradient_accumulation_steps=1",
+        "monitor.save_steps=2",
+        "data.streaming=true",
+    )
     trained(recipe, *two)
     out = tmp_path / "out"
     whole = weights(out / "final")
     for later in ("final", "checkpoint-4"):
         shutil.rmtree(out / later)
-    code, log = Forked(functools.partial(make_universal, str(out / "checkpoint-2" / "global_step2")), [{}]).wait()
+    code, log = Forked(
+        functools.partial(make_universal, str(out / "checkpoint-2" / "global_step2")), [{}]
+    ).wait()
     assert code == 0, log
     report, _ = trained(recipe, "training.gradient_accumulation_steps=2", "data.streaming=true", UNIVERSAL)
     assert report["resumed_from"] == str(out / "checkpoint-2") and report["steps"] == 4
     for name, tensor in weights(out / "final").items():
-        torch.testing.assert_close(tensor, whole[name], rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            tensor, whole[name], rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def make_universal(folder: str) -> None:
@@ -55,4 +67,6 @@ def make_universal(folder: str) -> None:
 def test_zero_3_is_refused(tmp_path: Path) -> None:
     """With DeepSpeed 0.19.8 such a run goes on with other weights than the one that was not stopped."""
     with pytest.raises(InPlaceTTTError, match=r"load_universal is exact under ZeRO 1 and 2 alone"):
-        tiny_recipe(tmp_path, deepspeed={"zero_optimization": {"stage": 3}, "checkpoint": {"load_universal": True}})
+        tiny_recipe(
+            tmp_path, deepspeed={"zero_optimization": {"stage": 3}, "checkpoint": {"load_universal": True}}
+        )

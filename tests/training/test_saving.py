@@ -1,4 +1,5 @@
-"""What a run saves and removes: its own files, whole, each weight once; and nothing is trained that could not be saved."""
+"""What a run saves and removes: its own files, whole, each weight once; and nothing is trained that could not
+be saved."""
 
 import json
 import shutil
@@ -24,16 +25,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_removes_and_replaces_its_own_files_alone(made: Path, tmp_path: Path) -> None:
-    recipe = recipe_file(tmp_path, made / "model", made / "text", training={"steps": 2}, monitor={"save_steps": 1, "save_total_limit": 1})
+    recipe = recipe_file(
+        tmp_path,
+        made / "model",
+        made / "text",
+        training={"steps": 2},
+        monitor={"save_steps": 1, "save_total_limit": 1},
+    )
     output = tmp_path / "out"
     trained(recipe)
-    assert [folder.name for folder in output.glob("checkpoint-*")] == ["checkpoint-2"] and not (output / ".saving").exists()
+    assert [folder.name for folder in output.glob("checkpoint-*")] == ["checkpoint-2"] and not (
+        output / ".saving"
+    ).exists()
     (output / "checkpoint-2" / "notes.md").write_text("mine")
     (output / "mine.txt").write_text("mine")
     longer = ("training.steps=4",)
     report, log = trained(recipe, *longer)
-    assert report["resumed_from"].endswith("checkpoint-2") and "is not removed whole: it holds notes.md" in log
-    assert [file.name for file in (output / "checkpoint-2").iterdir()] == ["notes.md"], "all that the run wrote is gone"
+    assert (
+        report["resumed_from"].endswith("checkpoint-2") and "is not removed whole: it holds notes.md" in log
+    )
+    assert [file.name for file in (output / "checkpoint-2").iterdir()] == ["notes.md"], (
+        "all that the run wrote is gone"
+    )
     assert last_checkpoint(output) == output / "checkpoint-4"
     shutil.copy(output / "mine.txt", output / "final" / "mine.txt")
     before = {file: file.stat().st_mtime_ns for file in output.rglob("*") if file.is_file()}
@@ -43,11 +56,14 @@ def test_a_run_removes_and_replaces_its_own_files_alone(made: Path, tmp_path: Pa
         assert {file: file.stat().st_mtime_ns for file in output.rglob("*") if file.is_file()} == before
     (output / "final" / "mine.txt").unlink()
     shutil.rmtree(output / "checkpoint-2")
-    assert trained(recipe, "training.steps=6")[0]["resumed_from"].endswith("checkpoint-4"), "and an earlier end is replaced"
+    assert trained(recipe, "training.steps=6")[0]["resumed_from"].endswith("checkpoint-4"), (
+        "and an earlier end is replaced"
+    )
 
 
 def broken_temperature(model: Path) -> None:
-    """transformers loads it with a warning, and refuses to save it once the tokenizer has changed its pad token."""
+    """transformers loads it with a warning, and refuses to save it once the tokenizer has changed its pad
+    token."""
     (model / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.9}))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = "t4"
@@ -55,15 +71,21 @@ def broken_temperature(model: Path) -> None:
 
 
 def broken_beams(model: Path) -> None:
-    (model / "generation_config.json").write_text(json.dumps({"num_beams": 1, "length_penalty": 3.0, "early_stopping": True}))
+    (model / "generation_config.json").write_text(
+        json.dumps({"num_beams": 1, "length_penalty": 3.0, "early_stopping": True})
+    )
 
 
 def broken_top_p(model: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps({"do_sample": False, "top_p": 0.5, "top_k": 3}))
 
 
-@pytest.mark.parametrize("damage", [broken_temperature, broken_beams, broken_top_p], ids=lambda damage: damage.__name__)
-def test_what_cannot_be_saved_is_refused_before_the_first_step(made: Path, tmp_path: Path, damage: object) -> None:
+@pytest.mark.parametrize(
+    "damage", [broken_temperature, broken_beams, broken_top_p], ids=lambda damage: damage.__name__
+)
+def test_what_cannot_be_saved_is_refused_before_the_first_step(
+    made: Path, tmp_path: Path, damage: object
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(made / "model", model)
     damage(model)  # type: ignore[operator]
@@ -76,9 +98,14 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(made: Path, tmp_p
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_tied_weight_is_saved_once(made: Path, tmp_path: Path, stage: int) -> None:
     tied = checkpoint(tmp_path / "tied", tie_word_embeddings=True)
-    recipe = recipe_file(tmp_path, tied, made / "text", training={"steps": 1}, monitor={"save_steps": 1}, deepspeed=stage)
+    recipe = recipe_file(
+        tmp_path, tied, made / "text", training={"steps": 1}, monitor={"save_steps": 1}, deepspeed=stage
+    )
     report, _ = trained(recipe)
     for folder in (tmp_path / "out" / "checkpoint-1", Path(report["output"])):
         assert "lm_head.weight" not in weights(folder) and "model.embed_tokens.weight" in weights(folder)
     model = load(report["output"], dtype=torch.float32)
-    assert model.lm_head.weight is model.model.embed_tokens.weight and logits(model, torch.arange(3, 60)[None]).isfinite().all()
+    assert (
+        model.lm_head.weight is model.model.embed_tokens.weight
+        and logits(model, torch.arange(3, 60)[None]).isfinite().all()
+    )

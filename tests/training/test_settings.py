@@ -62,58 +62,162 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
             "line 10, training.stepz",
             "there is no such setting; known here: trainable, steps",
         ),
-        (changed("output: out", "outputs: out"), "line 10, outputs", "there is no such setting; known here: model, data"),
+        (
+            changed("output: out", "outputs: out"),
+            "line 10, outputs",
+            "there is no such setting; known here: model, data",
+        ),
         (changed("output: out\n", ""), "recipe.yaml, output", "this setting is missing"),
         (changed("training:\n  steps: 3\n", ""), "recipe.yaml, training", "this setting is missing"),
-        (changed("model:\n  path: somewhere\n", "model: somewhere\n"), "line 1, model", "must be a table of settings, got 'somewhere'"),
-        (changed("  steps: 3", "  steps: many"), "line 9, training.steps", "must be a whole number or nothing, got 'many'"),
-        (changed("  steps: 3", "  steps: 3.5"), "line 9, training.steps", "must be a whole number or nothing, got 3.5"),
-        (changed("  steps: 3", "  steps: .inf"), "line 9, training.steps", "must be a whole number or nothing, got inf"),
-        (changed("  steps: 3", "  steps: true"), "line 9, training.steps", "must be a whole number or nothing, got True"),
+        (
+            changed("model:\n  path: somewhere\n", "model: somewhere\n"),
+            "line 1, model",
+            "must be a table of settings, got 'somewhere'",
+        ),
+        (
+            changed("  steps: 3", "  steps: many"),
+            "line 9, training.steps",
+            "must be a whole number or nothing, got 'many'",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3.5"),
+            "line 9, training.steps",
+            "must be a whole number or nothing, got 3.5",
+        ),
+        (
+            changed("  steps: 3", "  steps: .inf"),
+            "line 9, training.steps",
+            "must be a whole number or nothing, got inf",
+        ),
+        (
+            changed("  steps: 3", "  steps: true"),
+            "line 9, training.steps",
+            "must be a whole number or nothing, got True",
+        ),
         (changed("  steps: 3", "  steps: 0"), "line 9, training.steps", "must be at least 1"),
-        (changed("  steps: 3", "  steps: 1:30"), "line 9, training.steps", "must be a whole number or nothing, got '1:30'"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: 1:30.5"), "line 10, training.learning_rate", "a number, got '1:30.5'"),
-        (changed("  steps: 3", "  steps: 3\n  tokens: 5"), "line 9, training.steps", "give either steps or tokens"),
-        (changed("  steps: 3", "  steps: 3\n  steps: 4"), "line 10, training.steps", "the key stands there twice"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: high"), "line 10, training.learning_rate", "must be a number, got 'high'"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: .nan"), "line 10, training.learning_rate", "must be a number"),
-        (changed("  steps: 3", "  steps: 3\n  learning_rate: 0"), "line 10, training.learning_rate", "must be above 0"),
+        (
+            changed("  steps: 3", "  steps: 1:30"),
+            "line 9, training.steps",
+            "must be a whole number or nothing, got '1:30'",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  learning_rate: 1:30.5"),
+            "line 10, training.learning_rate",
+            "a number, got '1:30.5'",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  tokens: 5"),
+            "line 9, training.steps",
+            "give either steps or tokens",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  steps: 4"),
+            "line 10, training.steps",
+            "the key stands there twice",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  learning_rate: high"),
+            "line 10, training.learning_rate",
+            "must be a number, got 'high'",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  learning_rate: .nan"),
+            "line 10, training.learning_rate",
+            "must be a number",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  learning_rate: 0"),
+            "line 10, training.learning_rate",
+            "must be above 0",
+        ),
         (
             changed("  steps: 3", "  steps: 3\n  trainable: some"),
             "line 10, training.trainable",
             "must be one of all, ttt, lora, got 'some'",
         ),
-        (changed("  steps: 3", "  steps: 3\n  liger: 1"), "line 10, training.liger", "must be true or false, got 1"),
-        (changed("  steps: 3", "  steps: 3\n  betas: [0.9]"), "line 10, training.betas", "must be two numbers"),
-        (changed("  steps: 3", "  steps: 3\n  betas: [0.9, x]"), "line 10, training.betas.1", "must be a number, got 'x'"),
-        (changed("  steps: 3", "  steps: 3\n  lora: {rank: 2}"), "line 10, training.lora", "has no effect without trainable: lora"),
-        (changed("  steps: 3", "  steps: 3\n  trainable: lora\n  lora: {rnk: 2}"), "line 11, training.lora.rnk", "known here: rank, alpha"),
-        (changed("chunk_size: 16", "chunk_size: 0"), "line 3, ttt", "chunk_size must be an integer of at least 1, got 0"),
+        (
+            changed("  steps: 3", "  steps: 3\n  liger: 1"),
+            "line 10, training.liger",
+            "must be true or false, got 1",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  betas: [0.9]"),
+            "line 10, training.betas",
+            "must be two numbers",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  betas: [0.9, x]"),
+            "line 10, training.betas.1",
+            "must be a number, got 'x'",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  lora: {rank: 2}"),
+            "line 10, training.lora",
+            "has no effect without trainable: lora",
+        ),
+        (
+            changed("  steps: 3", "  steps: 3\n  trainable: lora\n  lora: {rnk: 2}"),
+            "line 11, training.lora.rnk",
+            "known here: rank, alpha",
+        ),
+        (
+            changed("chunk_size: 16", "chunk_size: 0"),
+            "line 3, ttt",
+            "chunk_size must be an integer of at least 1, got 0",
+        ),
         (
             changed("chunk_size: 16", "chunksize: 16"),
             "line 4, ttt.chunksize",
             "no such setting; known here: preset, layers",
         ),
-        (changed("chunk_size: 16", "chunk_size: many"), "line 4, ttt.chunk_size", "must be a whole number, got 'many'"),
+        (
+            changed("chunk_size: 16", "chunk_size: many"),
+            "line 4, ttt.chunk_size",
+            "must be a whole number, got 'many'",
+        ),
         (
             changed("chunk_size: 16", "target: words"),
             "line 4, ttt.target",
             "must be one of embeddings, hidden_states, gradient, got 'words'",
         ),
         (changed("chunk_size: 16", "clip: {}"), "line 4, ttt.clip.max_norm", "this setting is missing"),
-        (changed("chunk_size: 16", "clip: {max_norm: -1}"), "line 4, ttt.clip", "max_norm must be a number above 0, got -1.0"),
-        (changed("chunk_size: 16", "layers: [0, x]"), "line 4, ttt.layers", "must be text or a list (a whole number), got"),
+        (
+            changed("chunk_size: 16", "clip: {max_norm: -1}"),
+            "line 4, ttt.clip",
+            "max_norm must be a number above 0, got -1.0",
+        ),
+        (
+            changed("chunk_size: 16", "layers: [0, x]"),
+            "line 4, ttt.layers",
+            "must be text or a list (a whole number), got",
+        ),
         (changed("chunk_size: 16", "preset: best"), "line 3, ttt", "preset 'best' does not exist"),
         (
             changed("  path: somewhere", "  path: somewhere\n  config: {model_type: llama}"),
             "line 2, model.path",
             "give either path or config",
         ),
-        (changed("  path: somewhere", "  config: {hidden_size: 8}"), "line 2, model.config", "config needs model_type"),
-        (changed("  path: somewhere", "  config: {model_type: llama}"), "line 1, model", "from scratch needs a tokenizer"),
+        (
+            changed("  path: somewhere", "  config: {hidden_size: 8}"),
+            "line 2, model.config",
+            "config needs model_type",
+        ),
+        (
+            changed("  path: somewhere", "  config: {model_type: llama}"),
+            "line 1, model",
+            "from scratch needs a tokenizer",
+        ),
         (changed("  train: book.txt", "  train: []"), "line 6, data.train", "name at least one file"),
-        (changed("output: out", "output: out\ndeepspeed: 4"), "line 11, deepspeed", "there is no ZeRO stage 4"),
-        (changed("output: out", "output: out\ndeepspeed: zero9.json"), "line 11, deepspeed", "zero9.json: No such file"),
+        (
+            changed("output: out", "output: out\ndeepspeed: 4"),
+            "line 11, deepspeed",
+            "there is no ZeRO stage 4",
+        ),
+        (
+            changed("output: out", "output: out\ndeepspeed: zero9.json"),
+            "line 11, deepspeed",
+            "zero9.json: No such file",
+        ),
         (
             changed("output: out", "output: out\nparallel: {sequence_parallel_size: 2}"),
             "line 11, parallel.sequence_parallel_size",
@@ -125,12 +229,16 @@ def test_the_plain_recipe(tmp_path: Path) -> None:
             "3 does not divide 4 processes",
         ),
         (
-            changed("sequence_length: 64", "sequence_length: 65") + "parallel: {nproc_per_node: 2, sequence_parallel_size: 2}\n",
+            changed("sequence_length: 64", "sequence_length: 65")
+            + "parallel: {nproc_per_node: 2, sequence_parallel_size: 2}\n",
             "line 5, data",
             "sequence_length 65 does not divide by 2 ranks",
         ),
         (
-            changed("output: out", "output: out\ndeepspeed: 0\nparallel: {nproc_per_node: 2, sequence_parallel_size: 2}"),
+            changed(
+                "output: out",
+                "output: out\ndeepspeed: 0\nparallel: {nproc_per_node: 2, sequence_parallel_size: 2}",
+            ),
             "line 11, deepspeed",
             "sequence_parallel_size above 1 needs ZeRO stage 1, 2 or 3",
         ),
@@ -179,7 +287,12 @@ def test_names_stay_names(tmp_path: Path) -> None:
         ("data.train=[a.txt, b.txt]", "data", "train", ["a.txt", "b.txt"]),
         ("data.cache=null", "data", "cache", None),
         ("parallel.nproc_per_node=4", "parallel", "nproc_per_node", 4),
-        ("model.overrides.rope_parameters.factor=2.0", "model", "overrides", {"rope_parameters": {"factor": 2.0}}),
+        (
+            "model.overrides.rope_parameters.factor=2.0",
+            "model",
+            "overrides",
+            {"rope_parameters": {"factor": 2.0}},
+        ),
     ],
 )
 def test_overrides(override: str, section: str, name: str, value: Any, tmp_path: Path) -> None:
@@ -197,7 +310,10 @@ def test_overrides(override: str, section: str, name: str, value: Any, tmp_path:
         ("ttt.chunks=1", "--set, ttt.chunks: there is no such setting"),
         ("ttt.eta=-1", "recipe.yaml line 3, ttt: eta must be a number of at least 0"),
         ("training.stepz=1", "--set, training.stepz: there is no such setting"),
-        ("parallel.sequence_parallel_size=2", "--set, parallel.sequence_parallel_size: 2 does not divide 1 processes"),
+        (
+            "parallel.sequence_parallel_size=2",
+            "--set, parallel.sequence_parallel_size: 2 does not divide 1 processes",
+        ),
         ("output.folder=x", "--set output.folder=x: output is not a section"),
     ],
 )
@@ -211,8 +327,14 @@ def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
         ("monitor.eval_steps=2", "monitor: eval_steps needs held-out documents; set data.validation"),
         ("monitor.stop_write_ratio=0", "monitor.stop_write_ratio: must be above 0"),
         ("training.ttt_warmup_steps=-5", "training.ttt_warmup_steps: must be at least 0"),
-        ("training={steps: 1, lr_scheduler: constant, min_lr_ratio: 0.5}", "min_lr_ratio: has no effect with lr_scheduler: constant"),
-        ("audit={profile: null, deviations: [{id: a, why: b}]}", "audit.deviations: have no effect without a profile"),
+        (
+            "training={steps: 1, lr_scheduler: constant, min_lr_ratio: 0.5}",
+            "min_lr_ratio: has no effect with lr_scheduler: constant",
+        ),
+        (
+            "audit={profile: null, deviations: [{id: a, why: b}]}",
+            "audit.deviations: have no effect without a profile",
+        ),
         ("data={recall: {}, validation: [a.txt]}", "data.validation: has no effect on recall"),
         ("data={recall: {}, streaming: true}", "data.streaming: has no effect on recall"),
         ("rank: 0", "lora.rank: must be at least 1"),
@@ -229,7 +351,11 @@ def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_or_have_no_effect(override: str, message: str, tmp_path: Path) -> None:
     lora = "=" not in override
-    assert message in refused(tmp_path, RECIPE, f"training={{steps: 1, trainable: lora, lora: {{{override}}}}}" if lora else override)
+    assert message in refused(
+        tmp_path,
+        RECIPE,
+        f"training={{steps: 1, trainable: lora, lora: {{{override}}}}}" if lora else override,
+    )
 
 
 def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> None:
@@ -252,7 +378,9 @@ def test_the_later_override_wins_and_surgery_can_be_removed(tmp_path: Path) -> N
         ("preset: ridge\n  whitening: null", InPlaceTTTConfig.preset("ridge", whitening=None)),
     ],
 )
-def test_surgery_is_a_config_with_a_preset_for_the_rest(section: str, expected: InPlaceTTTConfig, tmp_path: Path) -> None:
+def test_surgery_is_a_config_with_a_preset_for_the_rest(
+    section: str, expected: InPlaceTTTConfig, tmp_path: Path
+) -> None:
     recipe = load(tmp_path, changed("chunk_size: 16", section))
     assert recipe.ttt == expected
     assert load(tmp_path, yaml.safe_dump(recipe.to_dict())) == recipe
@@ -261,7 +389,10 @@ def test_surgery_is_a_config_with_a_preset_for_the_rest(section: str, expected: 
 def test_steps_follow_from_tokens(tmp_path: Path) -> None:
     parallel = {"nproc_per_node": 4, "sequence_parallel_size": 2}
     recipe = tiny_recipe(
-        tmp_path, parallel=parallel, training={"tokens": 1000, "batch_size": 2, "gradient_accumulation_steps": 3}, monitor={"save_steps": 2}
+        tmp_path,
+        parallel=parallel,
+        training={"tokens": 1000, "batch_size": 2, "gradient_accumulation_steps": 3},
+        monitor={"save_steps": 2},
     )
     assert recipe.rows_per_step == 2 * 3 * 4 // 2
     assert recipe.steps == 2  # 768 tokens a step

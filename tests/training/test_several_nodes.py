@@ -1,4 +1,5 @@
-"""Processes that see no common disk, as those of several nodes may: each in a folder of its own, all with the same recipe."""
+"""Processes that see no common disk, as those of several nodes may: each in a folder of its own, all with the
+same recipe."""
 
 import functools
 import json
@@ -42,14 +43,22 @@ def start(file: Path, nodes: list[Path], *settings: str, flags: tuple[str, ...] 
 @pytest.fixture(params=[1, 3], ids=["zero1", "zero3"])
 def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Eight steps, whose output is a folder of each node."""
-    sections = {"training": {"steps": 8}, "parallel": {"nproc_per_node": 2}, "output": "out", "deepspeed": request.param}
+    sections = {
+        "training": {"steps": 8},
+        "parallel": {"nproc_per_node": 2},
+        "output": "out",
+        "deepspeed": request.param,
+    }
     monitor = {"save_steps": 2, "save_total_limit": 2}
-    return recipe_file(tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), monitor=monitor, **sections)
+    return recipe_file(
+        tmp_path, checkpoint(tmp_path / "model"), documents(tmp_path / "text"), monitor=monitor, **sections
+    )
 
 
 @pytest.mark.sample(1)
 def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -> None:
-    """Checkpoints and their rotation on every disk; what one lacks, or has of other processes, is not gone on from."""
+    """Checkpoints and their rotation on every disk; what one lacks, or has of other processes, is not gone on
+    from."""
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
         node.mkdir()
@@ -65,7 +74,10 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     shutil.rmtree(nodes[1] / "out" / "checkpoint-8")
 
     log = finish(start(recipe, nodes))
-    assert log.count("checkpoint-8 is not whole: on ") == 1 and "which process 1 reads from, it is not there; the run goes on from" in log
+    assert (
+        log.count("checkpoint-8 is not whole: on ") == 1
+        and "which process 1 reads from, it is not there; the run goes on from" in log
+    )
     report = json.loads((nodes[0] / "out" / "train_report.json").read_text())
     assert report["resumed_from"].endswith("checkpoint-6") and report["steps"] == 8
     again = weights(nodes[0] / "out" / "final")
@@ -77,7 +89,8 @@ def test_each_node_keeps_what_its_processes_need(recipe: Path, tmp_path: Path) -
     log = finish(start(recipe, nodes), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert (
-        "checkpoint-8 is not whole, nor is any other checkpoint: on " in line and "which process 1 reads from, it lacks rng_state_1" in line
+        "checkpoint-8 is not whole, nor is any other checkpoint: on " in line
+        and "which process 1 reads from, it lacks rng_state_1" in line
     )
     finish(start(recipe, nodes, "training.steps=1", flags=("--from-scratch",)))
     assert all(last_checkpoint(node / "out") == node / "out" / "checkpoint-1" for node in nodes)
@@ -89,7 +102,9 @@ def test_a_refusal_on_another_node_is_said(tmp_path: Path) -> None:
     for node in nodes:
         node.mkdir()
     documents(nodes[0] / "text")
-    recipe = recipe_file(tmp_path, checkpoint(tmp_path / "model"), Path("text"), output="out", parallel={"nproc_per_node": 2})
+    recipe = recipe_file(
+        tmp_path, checkpoint(tmp_path / "model"), Path("text"), output="out", parallel={"nproc_per_node": 2}
+    )
     log = finish(start(recipe, nodes), code=2)
     (line,) = (line for line in log.splitlines() if line.startswith("inplace-ttt train: "))
     assert "text" in line and "Traceback" not in log, log
@@ -99,17 +114,22 @@ def by_srun(recipe: Path, node: Path) -> subprocess.Popen[str]:
     """`srun inplace-ttt train recipe.yaml --json` as it is on one node."""
     command = [sys.executable, "-m", "inplace_ttt.cli", "train", str(recipe), "--json"]
     known = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_PROCID": node.name}
-    return subprocess.Popen(command, cwd=node, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=node, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.full
 def test_torchrun_on_each_node(tmp_path: Path) -> None:
-    """Two nodes of one machine and no common disk train what one does; the same command again changes nothing."""
+    """Two nodes of one machine and no common disk train what one does; the same command again changes
+    nothing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
     model, text = checkpoint(tmp_path / "model"), documents(tmp_path / "text")
-    finish(run(recipe_file(tmp_path, model, text, parallel={"nproc_per_node": 2}, output=str(tmp_path / "one"))))
+    finish(
+        run(recipe_file(tmp_path, model, text, parallel={"nproc_per_node": 2}, output=str(tmp_path / "one")))
+    )
     parallel = {"nnodes": 2, "launcher": "torchrun", "rdzv_endpoint": rendezvous}
     recipe = recipe_file(tmp_path, model, text, parallel=parallel, output="out")
     for finished_before in (False, True):
@@ -132,14 +152,22 @@ def test_torchrun_on_each_node(tmp_path: Path) -> None:
     [
         ({"nnodes": 2, "launcher": "torchrun"}, r"several nodes need parallel\.rdzv_endpoint"),
         ({"launcher": "torchrun", "rdzv_endpoint": "node1"}, r"parallel\.rdzv_endpoint: must be HOST:PORT"),
-        ({"rdzv_endpoint": "node1:29500"}, r"parallel\.rdzv_endpoint: has no effect without launcher: torchrun"),
-        ({"launcher": "torchrun", "hostfile": "hosts"}, r"parallel\.hostfile: has no effect with launcher: torchrun"),
+        (
+            {"rdzv_endpoint": "node1:29500"},
+            r"parallel\.rdzv_endpoint: has no effect without launcher: torchrun",
+        ),
+        (
+            {"launcher": "torchrun", "hostfile": "hosts"},
+            r"parallel\.hostfile: has no effect with launcher: torchrun",
+        ),
         ({"launcher": "slurm"}, "parallel.launcher"),
     ],
 )
 def test_what_a_launcher_cannot_use(parallel: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(InPlaceTTTError, match=reason):
-        launch(load_recipe(recipe_file(tmp_path, tmp_path / "model", tmp_path / "text", parallel=parallel)), [])
+        launch(
+            load_recipe(recipe_file(tmp_path, tmp_path / "model", tmp_path / "text", parallel=parallel)), []
+        )
 
 
 def test_srun_alone_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

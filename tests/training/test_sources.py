@@ -38,13 +38,17 @@ def write(path: Path, kind: str) -> Path:
     elif kind == "saved":
         Dataset.from_list(records).save_to_disk(path / "saved")
     elif kind == "saved splits":
-        DatasetDict({"train": Dataset.from_list(records), "test": Dataset.from_list(records[:1])}).save_to_disk(path / "saved")
+        DatasetDict(
+            {"train": Dataset.from_list(records), "test": Dataset.from_list(records[:1])}
+        ).save_to_disk(path / "saved")
     elif kind == "arrow":
         Dataset.from_list(records).save_to_disk(path / "saved")
         shutil.move(path / "saved" / "data-00000-of-00001.arrow", path / "a.arrow")
         return path / "a.arrow"
     elif kind == "tokens":
-        Dataset.from_list([{"input_ids": tokens(text), "n": 0} for text in texts()]).to_parquet(path / "a.parquet")
+        Dataset.from_list([{"input_ids": tokens(text), "n": 0} for text in texts()]).to_parquet(
+            path / "a.parquet"
+        )
     return path / "saved" if (path / "saved").exists() else path
 
 
@@ -53,7 +57,9 @@ KINDS = ("jsonl", "json list", "jsonl.gz", "parquet", "saved", "saved splits", "
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_format_gives_the_same_rows(build: Any, folder: Path, tmp_path: Path, kind: str, streaming: bool) -> None:
+def test_every_format_gives_the_same_rows(
+    build: Any, folder: Path, tmp_path: Path, kind: str, streaming: bool
+) -> None:
     (tmp_path / "other").mkdir()
     found = build(write(tmp_path / "other", kind), streaming=streaming)
     assert isinstance(found.train, RowStream if streaming else Dataset)
@@ -64,9 +70,13 @@ def test_every_format_gives_the_same_rows(build: Any, folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_text_field_that_is_given_is_read(build: Any, tmp_path: Path, streaming: bool) -> None:
     """Else tokens are, where a record has both."""
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": texts()[0], "input_ids": tokens(texts()[3])}) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": texts()[0], "input_ids": tokens(texts()[3])}) + "\n"
+    )
     for settings, expected in (({"text_field": "text"}, texts()[0]), ({}, texts()[3])):
-        assert documents(build(tmp_path / "a.jsonl", streaming=streaming, **settings).train) == [tokens(expected)]
+        assert documents(build(tmp_path / "a.jsonl", streaming=streaming, **settings).train) == [
+            tokens(expected)
+        ]
 
 
 def test_a_run_from_before_text_field_could_be_left_out_goes_on(tmp_path: Path) -> None:
@@ -84,7 +94,9 @@ def test_folders_and_patterns_come_in_the_order_of_their_names(build: Any, folde
     by_name = [tokens(texts()["abcdefghij".index(name)]) for name in "abcdfghij"]
     assert documents(build(f"{folder}/*.txt").train) == by_name
     assert sorted(documents(build(folder).train)) == sorted(tokens(text) for text in texts())
-    assert documents(build([folder / "c.txt", folder / "b.txt", f"{folder}/[ij].txt"]).train) == [tokens(texts()[i]) for i in (2, 1, 8, 9)]
+    assert documents(build([folder / "c.txt", folder / "b.txt", f"{folder}/[ij].txt"]).train) == [
+        tokens(texts()[i]) for i in (2, 1, 8, 9)
+    ]
 
 
 def test_names_with_the_signs_of_patterns_are_names(build: Any, folder: Path) -> None:
@@ -101,19 +113,32 @@ def test_a_source_of_the_hub_is_handed_to_datasets(build: Any, monkeypatch: pyte
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found = build(["owner/corpus", "corpus:part", "owner/corpus:part@train[:5%]"], split="all")
-    assert asked == [("owner/corpus", None, "all", False), ("corpus", "part", "all", False), ("owner/corpus", "part", "train[:5%]", False)]
+    assert asked == [
+        ("owner/corpus", None, "all", False),
+        ("corpus", "part", "all", False),
+        ("owner/corpus", "part", "train[:5%]", False),
+    ]
     assert found.report.documents == 3 * len(LENGTHS)
 
 
-def test_a_tokenizers_own_marks_are_kept_and_eos_stands_once(build: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A tokenizer that begins its texts with BOS does so here; one that ends them with EOS gets no second one; one without gets none."""
+def test_a_tokenizers_own_marks_are_kept_and_eos_stands_once(
+    build: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A tokenizer that begins its texts with BOS does so here; one that ends them with EOS gets no second
+    one; one without gets none."""
     from tokenizers import processors
 
     (tmp_path / "a.txt").write_text(texts()[0])
     data = Data(train=[str(tmp_path / "a.txt")], sequence_length=LENGTH, cache=str(tmp_path / "cache"))
     body = tokens(texts()[0])[:-1]
-    for template, eos, expected in (("<unk> $A", "<eos>", [2, *body, EOS]), ("$A <eos>", "<eos>", [*body, EOS]), ("$A", None, body)):
-        other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token=eos, pad_token="<pad>")
+    for template, eos, expected in (
+        ("<unk> $A", "<eos>", [2, *body, EOS]),
+        ("$A <eos>", "<eos>", [*body, EOS]),
+        ("$A", None, body),
+    ):
+        other = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, eos_token=eos, pad_token="<pad>"
+        )
         other.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=[("<unk>", 2), ("<eos>", EOS)]
         )
@@ -122,7 +147,9 @@ def test_a_tokenizers_own_marks_are_kept_and_eos_stands_once(build: Any, tmp_pat
 
 
 def test_empty_documents_are_left_out(build: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("", None, " \n", texts()[0], "", texts()[3])))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in ("", None, " \n", texts()[0], "", texts()[3]))
+    )
     for streaming in (False, True):
         found = build(tmp_path / "a.jsonl", streaming=streaming)
         assert documents(found.train) == [tokens(texts()[0]), tokens(texts()[3])]
@@ -150,7 +177,12 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
     (path / "body.jsonl").write_text('{"body": "w1"}\n')
     (path / "numbers.jsonl").write_text('{"text": 3}\n')
     (path / "tokens.jsonl").write_text('{"input_ids": [1, 999999]}\n')
-    for name, ids in {"null": "[5, null, 7]", "number": "5", "booleans": "[true, false]", "nested": "[[1, 2]]"}.items():
+    for name, ids in {
+        "null": "[5, null, 7]",
+        "number": "5",
+        "booleans": "[true, false]",
+        "nested": "[[1, 2]]",
+    }.items():
         (path / f"{name}.jsonl").write_text(f'{{"input_ids": {ids}}}\n')
     (path / "unlike").mkdir()
     for name, value in (("a", 3), ("b", "x")):
@@ -167,7 +199,11 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "missing folder": ("./gone", {}, r"there is no file or folder \./gone"),
         "no match": (f"{path}/*.none", {}, r"no file matches the pattern"),
         "empty folder": (path / "empty", {}, r"holds no documents \(0 files"),
-        "no such format": (path / "mixed", {"format": "parquet"}, r"holds no documents \(2 files, none ending in parquet\)"),
+        "no such format": (
+            path / "mixed",
+            {"format": "parquet"},
+            r"holds no documents \(2 files, none ending in parquet\)",
+        ),
         "empty file": (path / "empty.txt", {}, r"no document to train on .*\(1 empty"),
         "empty records": (path / "empty.jsonl", {}, r"empty\.jsonl holds no records; leave it out"),
         "broken": (path / "broken.jsonl", {}, r"broken\.jsonl cannot be read"),
@@ -178,11 +214,23 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "number": (path / "number.jsonl", {}, r"number\.jsonl are no lists of whole numbers: 5"),
         "booleans": (path / "booleans.jsonl", {}, r"are no lists of whole numbers: \[True, False\]"),
         "nested": (path / "nested.jsonl", {}, r"are no lists of whole numbers: \[\[1, 2\]\]"),
-        "unlike": (path / "unlike", {}, r"the field 'id' is int in .*/a\.parquet and str in .*/b\.parquet; make them alike"),
-        "text beside tokens": (path / "tokens.jsonl", {"text_field": "text"}, r"no field 'text' \(they have 'input_ids'\)"),
+        "unlike": (
+            path / "unlike",
+            {},
+            r"the field 'id' is int in .*/a\.parquet and str in .*/b\.parquet; make them alike",
+        ),
+        "text beside tokens": (
+            path / "tokens.jsonl",
+            {"text_field": "text"},
+            r"no field 'text' \(they have 'input_ids'\)",
+        ),
         "no parquet": (path / "notparquet.parquet", {}, r"notparquet\.parquet cannot be read"),
         "mixed": (path / "mixed", {}, r"several formats \(1 text, 1 json\); set data\.format"),
-        "hub": ("nobody/nothing-here", {}, r"nobody/nothing-here is no file or folder here, and no dataset .* hub"),
+        "hub": (
+            "nobody/nothing-here",
+            {},
+            r"nobody/nothing-here is no file or folder here, and no dataset .* hub",
+        ),
         "validation": (path / "fine.txt", {"validation": ["./gone"]}, r"data\.validation: there is no file"),
     }
 
@@ -217,7 +265,9 @@ def bad_inputs(path: Path) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "validation",
     ],
 )
-def test_bad_input_is_one_sentence(build: Any, tmp_path: Path, name: str, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_sentence(
+    build: Any, tmp_path: Path, name: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     train, settings, says = bad_inputs(tmp_path)[name]
     if streaming and name == "empty file":
@@ -237,13 +287,22 @@ def jsonl(file: Path, records: list[Any]) -> Path:
 
 def wide(number: int) -> dict[str, Any]:
     """A record in which other fields change their types, or are not there."""
-    others: list[dict[str, Any]] = [{}, {"id": number}, {"id": f"x{number}"}, {"meta": {"a": [1, "b", None]}}, {"meta": "none", "id": None}]
+    others: list[dict[str, Any]] = [
+        {},
+        {"id": number},
+        {"id": f"x{number}"},
+        {"meta": {"a": [1, "b", None]}},
+        {"meta": "none", "id": None},
+    ]
     return {"text": texts()[number], **others[number % len(others)]}
 
 
 ODD = {
     "a column that begins late": [{"text": texts()[0]}, {"text": texts()[1], "id": 3}],
-    "a column that is null at first": [{"text": texts()[0], "id": None}, {"text": texts()[1], "id": {"a": 1}}],
+    "a column that is null at first": [
+        {"text": texts()[0], "id": None},
+        {"text": texts()[1], "id": {"a": 1}},
+    ],
     "columns of other types": [wide(number) for number in range(len(LENGTHS))],
     "a text that is null at first": [{"text": None, "id": 1}, {"id": "x"}, {"text": texts()[0]}],
     "a text that comes late": [{"id": 1}, {"text": texts()[0]}],
@@ -275,7 +334,9 @@ def test_of_json_lines_one_field_is_read(build: Any, tmp_path: Path, name: str, 
 def test_files_with_other_columns_stand_in_one_folder(build: Any, tmp_path: Path, streaming: bool) -> None:
     for number in range(5):
         jsonl(tmp_path / "folder" / f"{number}.jsonl", [wide(number)])
-    assert documents(build(tmp_path / "folder", streaming=streaming).train) == [tokens(texts()[number]) for number in range(5)]
+    assert documents(build(tmp_path / "folder", streaming=streaming).train) == [
+        tokens(texts()[number]) for number in range(5)
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -287,22 +348,33 @@ def test_compressed_lines_are_read(build: Any, tmp_path: Path, ending: str, stre
     import zstandard
 
     packed = {"zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress}[ending]
-    (tmp_path / f"a.jsonl.{ending}").write_bytes(packed(jsonl(tmp_path / "plain" / "a.jsonl", [wide(0), wide(1)]).read_bytes()))
-    assert documents(build(tmp_path / f"a.jsonl.{ending}", streaming=streaming).train) == [tokens(texts()[0]), tokens(texts()[1])]
+    (tmp_path / f"a.jsonl.{ending}").write_bytes(
+        packed(jsonl(tmp_path / "plain" / "a.jsonl", [wide(0), wide(1)]).read_bytes())
+    )
+    assert documents(build(tmp_path / f"a.jsonl.{ending}", streaming=streaming).train) == [
+        tokens(texts()[0]),
+        tokens(texts()[1]),
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_package_that_is_missing_is_named(build: Any, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named(
+    build: Any, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(InPlaceTTTError, match="takes the package zstandard, which is not installed; pip install zstandard"):
+    with pytest.raises(
+        InPlaceTTTError, match="takes the package zstandard, which is not installed; pip install zstandard"
+    ):
         build(tmp_path / "a.jsonl.zst", streaming=streaming)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1", "cp1252", "utf-32"])
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "json"])
-def test_other_encodings_are_named(build: Any, tmp_path: Path, ending: str, encoding: str, streaming: bool) -> None:
+def test_other_encodings_are_named(
+    build: Any, tmp_path: Path, ending: str, encoding: str, streaming: bool
+) -> None:
     held = {"txt": "w1 é w2", "jsonl": '{"text": "w1 é w2"}\n' * 3, "json": '[{"text": "w1 é w2"}]'}[ending]
     (tmp_path / f"a.{ending}").write_bytes(held.encode(encoding))
     with pytest.raises(InPlaceTTTError, match=rf"a\.{ending}.* UTF-8|a\.{ending} (cannot be read|is not)"):

@@ -32,7 +32,11 @@ SPLITS = {
         "deepspeed=2",
         "training.gradient_checkpointing=true",
     ),
-    "two processes, ZeRO 3": ("parallel.nproc_per_node=2", "training.gradient_accumulation_steps=1", "deepspeed=3"),
+    "two processes, ZeRO 3": (
+        "parallel.nproc_per_node=2",
+        "training.gradient_accumulation_steps=1",
+        "deepspeed=3",
+    ),
     "two processes, ZeRO 3, offloaded": (
         "parallel.nproc_per_node=2",
         "training.gradient_accumulation_steps=1",
@@ -46,12 +50,19 @@ SPLITS = {
         "training.gradient_checkpointing=true",
     ),
     "four ranks share rows": ("parallel.nproc_per_node=4", "parallel.sequence_parallel_size=4"),
-    "two pairs share rows": ("parallel.nproc_per_node=4", "parallel.sequence_parallel_size=2", "training.gradient_accumulation_steps=1"),
+    "two pairs share rows": (
+        "parallel.nproc_per_node=4",
+        "parallel.sequence_parallel_size=2",
+        "training.gradient_accumulation_steps=1",
+    ),
 }
 
 
-SHARED = tuple(split for split, settings in SPLITS.items() if any("sequence_parallel" in setting for setting in settings))
-ON_THE_GRID = tuple(16 * chunks - 1 for chunks in (4, 2, 9, 1, 19, 5, 3, 8, 16, 7, 12, 6))  # the tokenizer adds one token
+SHARED = tuple(
+    split for split, settings in SPLITS.items() if any("sequence_parallel" in setting for setting in settings)
+)
+# the tokenizer adds one token
+ON_THE_GRID = tuple(16 * chunks - 1 for chunks in (4, 2, 9, 1, 19, 5, 3, 8, 16, 7, 12, 6))
 HELD_OUT = (127, 15, 63, 47, 31, 95)  # three rows, the last of them not full
 
 
@@ -67,10 +78,13 @@ class Run:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents that start on chunk borders by themselves, so that rows are packed alike with and without shared rows."""
+    """Documents that start on chunk borders by themselves, so that rows are packed alike with and without
+    shared rows."""
     folder = tmp_path_factory.mktemp("splits")
     data = {"validation": str(documents(folder / "held", HELD_OUT))}
-    return recipe_file(folder, checkpoint(folder / "model"), documents(folder / "text", ON_THE_GRID), data=data)
+    return recipe_file(
+        folder, checkpoint(folder / "model"), documents(folder / "text", ON_THE_GRID), data=data
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +124,15 @@ def plain_run(recipe: Recipe) -> Run:
 @torch.no_grad()
 def held_out(model: Any, rows: Any, name: str) -> dict[str, float]:
     batch = collate([rows[i] for i in range(len(rows))])
-    logits, labels = model.eval()(**batch, use_cache=False).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    logits, labels = (
+        model.eval()(**batch, use_cache=False).logits[:, :-1].flatten(0, 1),
+        batch["labels"][:, 1:].flatten(),
+    )
     hits = (logits.argmax(-1) == labels)[labels != -100]
-    return {f"{name}_loss": cross_entropy(logits, labels).item(), f"{name}_accuracy": hits.double().mean().item()}
+    return {
+        f"{name}_loss": cross_entropy(logits, labels).item(),
+        f"{name}_accuracy": hits.double().mean().item(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -135,21 +155,33 @@ def test_every_split_is_the_same_run(split: str, recipe: Path, plain: Run, tmp_p
 
 
 @pytest.mark.parametrize(
-    "split", ["two processes, ZeRO 2, recomputed", "two ranks share rows, ZeRO 3, recomputed", "four ranks share rows"]
+    "split",
+    [
+        "two processes, ZeRO 2, recomputed",
+        "two ranks share rows, ZeRO 3, recomputed",
+        "four ranks share rows",
+    ],
 )
-def test_every_split_is_the_same_run_by_least_squares(split: str, recipe: Path, ridge: tuple[str, Run], tmp_path: Path) -> None:
+def test_every_split_is_the_same_run_by_least_squares(
+    split: str, recipe: Path, ridge: tuple[str, Run], tmp_path: Path
+) -> None:
     setting, plain = ridge
     agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))
 
 
-@pytest.mark.parametrize("split", [split for split in SPLITS if split not in SHARED and "ZeRO 3" not in split])
-def test_every_split_is_the_same_run_with_loss_gradients(split: str, recipe: Path, gradient: tuple[str, Run], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "split", [split for split in SPLITS if split not in SHARED and "ZeRO 3" not in split]
+)
+def test_every_split_is_the_same_run_with_loss_gradients(
+    split: str, recipe: Path, gradient: tuple[str, Run], tmp_path: Path
+) -> None:
     setting, plain = gradient
     agree(recipe, plain, tmp_path / "out", (setting, *SPLITS[split]))
 
 
 def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
-    """As the recipes for GPUs read: the first process hands out every row. Taken up from a checkpoint it goes on, bit for bit."""
+    """As the recipes for GPUs read: the first process hands out every row. Taken up from a checkpoint it goes
+    on, bit for bit."""
     settings = ("parallel.nproc_per_node=2", "training.gradient_accumulation_steps=1", "data.shuffle=false")
     streamed, out = (*settings, "data.streaming=true", "monitor.save_steps=2"), tmp_path / "out"
     agree(recipe, plain_run(load_recipe(recipe, settings)), out, streamed)
@@ -165,8 +197,14 @@ def test_a_stream_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_micro_steps_add_up_in_float32(stage: int, recipe: Path, tmp_path: Path) -> None:
-    """The norm of four micro-steps' bfloat16 gradients, summed in float32; each sum in bfloat16 would lose up to 2⁻⁹ of itself."""
-    settings = ("model.dtype=bfloat16", "training.gradient_accumulation_steps=4", "training.steps=1", f"deepspeed={stage}")
+    """The norm of four micro-steps' bfloat16 gradients, summed in float32; each sum in bfloat16 would lose up
+    to 2⁻⁹ of itself."""
+    settings = (
+        "model.dtype=bfloat16",
+        "training.gradient_accumulation_steps=4",
+        "training.steps=1",
+        f"deepspeed={stage}",
+    )
     trained(recipe, f"output={tmp_path}/out", "monitor.eval_steps=0", *settings)
     given = load_recipe(recipe, settings)
     data = build_data(given, AutoTokenizer.from_pretrained(str(given.model.path)), 16)
@@ -191,15 +229,28 @@ def test_odd_documents_across_ranks(ranks: int, recipe: Path, tmp_path: Path) ->
         f"parallel.sequence_parallel_size={ranks}",
         f"data.train={documents(tmp_path / 'text')}",
     )
-    agree(recipe, plain_run(load_recipe(recipe, [*settings, "monitor.save_steps=4"])), tmp_path / "out", settings)
+    agree(
+        recipe,
+        plain_run(load_recipe(recipe, [*settings, "monitor.save_steps=4"])),
+        tmp_path / "out",
+        settings,
+    )
 
 
 def agree(recipe: Path, plain: Run, output: Path, settings: Sequence[str]) -> None:
     report, _ = trained(recipe, f"output={output}", "monitor.save_steps=4", *settings)
-    torch.testing.assert_close(torch.tensor(logged(output, "loss")), torch.tensor(plain.losses), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.tensor(logged(output, "grad_norm")), torch.tensor(plain.norms), rtol=1e-5, atol=1e-5)
-    assert {name: report["evaluation"][name] for name in plain.evaluation} == pytest.approx(plain.evaluation, rel=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(logged(output, "loss")), torch.tensor(plain.losses), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        torch.tensor(logged(output, "grad_norm")), torch.tensor(plain.norms), rtol=1e-5, atol=1e-5
+    )
+    assert {name: report["evaluation"][name] for name in plain.evaluation} == pytest.approx(
+        plain.evaluation, rel=1e-5
+    )
     found = weights(Path(report["output"]))
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, plain.weights[name], rtol=1e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            tensor, plain.weights[name], rtol=1e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
     assert set(plain.weights) - set(found) <= {"lm_head.weight"}

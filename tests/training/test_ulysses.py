@@ -15,7 +15,9 @@ from .recipes import tiny_recipe
 
 def shared_by(ranks: int, folder: Path) -> Recipe:
     parallel = {"nproc_per_node": ranks, "sequence_parallel_size": ranks}
-    return tiny_recipe(folder, f"data.sequence_length={16 * ranks}", parallel=parallel, monitor={"save_steps": ranks})
+    return tiny_recipe(
+        folder, f"data.sequence_length={16 * ranks}", parallel=parallel, monitor={"save_steps": ranks}
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 12])
@@ -24,7 +26,10 @@ def test_heads_that_ranks_cannot_share(ranks: int, tmp_path: Path) -> None:
     if ranks in (1, 2, 4, 12):
         check_sharing(shared_by(ranks, tmp_path), 16, config)
         return
-    with pytest.raises(InPlaceTTTError, match=f"sequence_parallel {ranks} does not divide the model's 12 attention heads and 4 key-value"):
+    with pytest.raises(
+        InPlaceTTTError,
+        match=f"sequence_parallel {ranks} does not divide the model's 12 attention heads and 4 key-value",
+    ):
         check_sharing(shared_by(ranks, tmp_path), 16, config)
 
 

@@ -26,5 +26,7 @@ def test_it_trains_and_keeps_its_vision_tower(name: str, tmp_path: Path) -> None
     assert report["steps"] == 3 and all(layer.ttt.conv.any() for layer in fast_weights(model).values())
     untrained = AutoModelForImageTextToText.from_pretrained(base)
     given, tower = dict(untrained.named_parameters()), [n for n, _ in model.named_parameters() if "vis" in n]
-    assert tower and all(given[parameter].shape == model.get_parameter(parameter).shape for parameter in tower)
+    assert tower and all(
+        given[parameter].shape == model.get_parameter(parameter).shape for parameter in tower
+    )
     assert logits(model, random_ids(1, 40)).isfinite().all()

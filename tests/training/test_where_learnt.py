@@ -1,4 +1,5 @@
-"""Logits stand where something is learnt, and nowhere else: the loss and every gradient are those of all logits."""
+"""Logits stand where something is learnt, and nowhere else: the loss and every gradient are those of all
+logits."""
 
 from typing import Any
 
@@ -45,7 +46,9 @@ def test_as_flash_attention_takes_rows_and_as_ranks_share_them() -> None:
     assert flat["labels"].ne(-100).sum() == targets.ne(-100).sum()
     assert torch.equal(flat["labels"][0], shifted(inputs["labels"].reshape(1, -1))[0, flat["logits_to_keep"]])
     shared = {"input_ids": inputs["input_ids"], "shift_labels": targets}
-    assert torch.equal(where_learnt(shared)["shift_labels"], targets[:, where_learnt(inputs)["logits_to_keep"]])
+    assert torch.equal(
+        where_learnt(shared)["shift_labels"], targets[:, where_learnt(inputs)["logits_to_keep"]]
+    )
 
 
 def test_no_more_logits_are_made() -> None:

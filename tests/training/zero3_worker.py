@@ -1,4 +1,5 @@
-"""One process under DeepSpeed's ZeRO-3: builds the model of each recipe given, trains it a little, prints JSON."""
+"""One process under DeepSpeed's ZeRO-3: builds the model of each recipe given, trains it a little, prints
+JSON."""
 
 import json
 from typing import Any
@@ -13,7 +14,10 @@ from inplace_ttt.surgery import fast_weights
 from inplace_ttt.training.model import build_model
 from inplace_ttt.training.recipe.recipe import load_recipe
 
-ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "train_micro_batch_size_per_gpu": 1}
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_micro_batch_size_per_gpu": 1,
+}
 
 
 def report(recipe: str) -> dict[str, Any]:
@@ -23,7 +27,9 @@ def report(recipe: str) -> dict[str, Any]:
     with gathered(model.parameters()):
         values = {name: p.double().abs().sum().item() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**ZERO3, "zero_force_ds_cpu_optimizer": False})
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config={**ZERO3, "zero_force_ds_cpu_optimizer": False}
+    )
     engine.train()
     ids, losses = random_ids(1, 64), []
     for _ in range(3):

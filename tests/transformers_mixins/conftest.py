@@ -9,5 +9,12 @@ collect_ignore = [] if version("transformers") in ARCHIVES else ["test_model_mix
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in ["slow", "accelerate_tests", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test", "torch_compile_test"]:
+    for marker in [
+        "slow",
+        "accelerate_tests",
+        "flash_attn_test",
+        "flash_attn_3_test",
+        "flash_attn_4_test",
+        "torch_compile_test",
+    ]:
         config.addinivalue_line("markers", f"{marker}: transformers' own")

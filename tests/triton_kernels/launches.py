@@ -1,4 +1,5 @@
-"""What a call gives the device to do: torch operators that are no views and no allocations, and Triton launches."""
+"""What a call gives the device to do: torch operators that are no views and no allocations, and Triton
+launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernels compile for a GPU that is not there: no spill where it counts, room in shared memory, the instructions meant."""
+"""The kernels compile for a GPU that is not there: no spill where it counts, room in shared memory, the
+instructions meant."""
 
 import json
 import os
@@ -18,15 +19,28 @@ def test_for_hopper_and_ampere() -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    kernels = {"walk", "lead", "products", "squared_norms", "inner_products", "convolve", "taps_gradient", "leaf", "halves"}
+    kernels = {
+        "walk",
+        "lead",
+        "products",
+        "squared_norms",
+        "inner_products",
+        "convolve",
+        "taps_gradient",
+        "leaf",
+        "halves",
+    }
     assert {row["kernel"] for row in rows} == kernels
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[row["arch"]], row
         if row["kernel"] != "walk":
-            assert row["spilled_bytes"] == 0 or (row["kernel"] == "leaf" and row["halves"] and row["spilled_bytes"] < 700), row
+            assert row["spilled_bytes"] == 0 or (
+                row["kernel"] == "leaf" and row["halves"] and row["spilled_bytes"] < 700
+            ), row
             assert row["kernel"] not in ("products", "squared_norms") or row["in_flight"] == 1, row
             continue
-        if row["arch"] == 90 and not row["by_tile"]:  # chunks that are no whole tiles, or rows that are no whole vectors
+        # chunks that are no whole tiles, or rows that are no whole vectors
+        if row["arch"] == 90 and not row["by_tile"]:
             assert row["spilled_bytes"] < 100 and row["spills_in_loop"] == 0 and row["wgmma"] > 0, row
             continue
         # the largest tiles spill while they load what they resume from, once a stretch

@@ -1,4 +1,5 @@
-"""The convolution kernel is the plain torch one, with both gradients; without a GPU, through Triton's interpreter."""
+"""The convolution kernel is the plain torch one, with both gradients; without a GPU, through Triton's
+interpreter."""
 
 import pytest
 import torch
@@ -18,16 +19,23 @@ LAYOUTS = {
 KERNELS = {"lookahead 5": (-2, 5), "causal 4": (-3, 4), "one tap": (0, 1)}
 
 
-def both_ways(convolve, layout: ChunkLayout, dtype: torch.dtype, first_tap: int, taps: int, d: int = 19) -> dict[str, Tensor]:
+def both_ways(
+    convolve, layout: ChunkLayout, dtype: torch.dtype, first_tap: int, taps: int, d: int = 19
+) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(1)
-    x, conv, d_out = (torch.randn(*shape, generator=g) for shape in ((layout.batch, layout.length, d), (d, 1, taps), (3, 30, d)))
+    x, conv, d_out = (
+        torch.randn(*shape, generator=g)
+        for shape in ((layout.batch, layout.length, d), (d, 1, taps), (3, 30, d))
+    )
     x, conv = (t.to(DEVICE, dtype).requires_grad_() for t in (x, conv))
     out = convolve(x, conv, layout.chunk_ids(DEVICE), first_tap)
     dx, d_conv = torch.autograd.grad(out, (x, conv), d_out[: layout.batch, : layout.length].to(out))
     return {"out": out.detach(), "dx": dx, "d_conv": d_conv}
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)], ids=str
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_is_the_plain_one(name: str, kernel: str, dtype: torch.dtype, bound: float) -> None:

@@ -1,4 +1,5 @@
-"""The kernels are the reference, in outputs and in every gradient; without a GPU, through Triton's interpreter."""
+"""The kernels are the reference, in outputs and in every gradient; without a GPU, through Triton's
+interpreter."""
 
 import itertools
 
@@ -24,11 +25,15 @@ DOCUMENTS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
     "padding all around": ([[(2, 13), (13, 34)]], 35),
     "only padding": ([[]], 4),
 }
-# chunk size, d, h: tiles by descriptor (whole tiles deep, rows of 16 bytes), two of them each way, and by pointer; documents
-# of up to 51 tokens in the dual form, beside walks
+# chunk size, d, h: tiles by descriptor (whole tiles deep, rows of 16 bytes), two of them each way, and by
+# pointer; documents of up to 51 tokens in the dual form, beside walks
 SHAPES = {"descriptors": (32, 40, 72), "pointers": (13, 17, 35), "short documents": (8, 40, 72)}
 CLIPS = {"free": None, "biting": 60.0, "tensor": torch.tensor(90.0)}
-CASES = [(clip, start, keep, w0) for start, keep, w0 in itertools.product((False, True), repeat=3) for clip in CLIPS]
+CASES = [
+    (clip, start, keep, w0)
+    for start, keep, w0 in itertools.product((False, True), repeat=3)
+    for clip in CLIPS
+]
 
 
 def layout_of(name: str, chunk_size: int) -> ChunkLayout:
@@ -37,7 +42,9 @@ def layout_of(name: str, chunk_size: int) -> ChunkLayout:
     return ChunkLayout(tuple(map(tuple, scaled)), length * chunk_size // 8, chunk_size)  # type: ignore[arg-type]
 
 
-def inputs(layout: ChunkLayout, d: int, h: int, dtype: torch.dtype, start: bool, w0: bool) -> dict[str, Tensor]:
+def inputs(
+    layout: ChunkLayout, d: int, h: int, dtype: torch.dtype, start: bool, w0: bool
+) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(3)
     shape = (layout.batch, layout.length)
     made = {"z": torch.randn(*shape, h, generator=g), "v": torch.randn(*shape, d, generator=g)}
@@ -49,7 +56,9 @@ def inputs(layout: ChunkLayout, d: int, h: int, dtype: torch.dtype, start: bool,
     return {name: x.requires_grad_() for name, x in made.items()}
 
 
-def run(backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool) -> dict[str, Tensor]:
+def run(
+    backend: str, layout: ChunkLayout, given: dict[str, Tensor], clip: float | Tensor | None, keep: bool
+) -> dict[str, Tensor]:
     """Everything the op gives: outputs, state, and the gradient of each input under a random cotangent."""
     result = fast_weight(
         given["z"], given["v"], given.get("weight"), eta=ETA, layout=layout, initial_state=given.get("initial_state"), clip=clip,
@@ -73,7 +82,9 @@ def check(layout: ChunkLayout, shape: str, dtype: torch.dtype, case: tuple[str, 
     for name, value in found.items():
         assert value.dtype == expected[name].dtype and value.shape == expected[name].shape
         error = distance(value, expected[name])
-        assert error < TOLERANCE[dtype], f"{name} is {error:.1e} off with clip {clip}, start {start}, state {keep}, weight {w0}"
+        assert error < TOLERANCE[dtype], (
+            f"{name} is {error:.1e} off with clip {clip}, start {start}, state {keep}, weight {w0}"
+        )
 
 
 PLACES = list(itertools.product(DOCUMENTS, SHAPES))
@@ -91,7 +102,8 @@ def test_the_kernels_are_the_reference(documents: str, shape: str) -> None:
 def test_in_bfloat16(documents: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = PLACES.index((documents, shape))
     chunk, d, h = SHAPES[shape]
-    monkeypatch.setattr(operands, "SLOTS_BYTES", 2 * d * h * 2)  # groups of two slots, so that a document takes several
+    # groups of two slots, so that a document takes several
+    monkeypatch.setattr(operands, "SLOTS_BYTES", 2 * d * h * 2)
     if number % 2:
         monkeypatch.setattr(products, "multiprocessors", lambda device: 1)  # full with a product for each run
     for case in (CASES[number * 5 % len(CASES)], CASES[(number * 5 + 8) % len(CASES)]):
@@ -108,7 +120,10 @@ def test_in_float16(shape: str) -> None:
 def test_every_output_is_written(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fresh memory full of NaN instead of whatever lies there, nothing changes."""
     layout = layout_of("unequal rows", SHAPES[shape][0])
-    cases = [(inputs(layout, *SHAPES[shape][1:], torch.float32, start, w0), clip, keep) for clip, start, keep, w0 in CASES[::11]]
+    cases = [
+        (inputs(layout, *SHAPES[shape][1:], torch.float32, start, w0), clip, keep)
+        for clip, start, keep, w0 in CASES[::11]
+    ]
     expected = [run("triton", layout, given, CLIPS[clip], keep) for given, clip, keep in cases]
 
     def poisoned(make):
@@ -128,12 +143,15 @@ def test_every_output_is_written(shape: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_longest_document_that_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """51 tokens at 40 × 72; a clip, a state and float16 take the walk. W0's gradient is a walk too and not asked for."""
+    """51 tokens at 40 × 72; a clip, a state and float16 take the walk. W0's gradient is a walk too and not
+    asked for."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("walked")
 
-    def walks(tokens: int, clip: float | None = None, start: bool = False, dtype: torch.dtype = torch.bfloat16) -> bool:
+    def walks(
+        tokens: int, clip: float | None = None, start: bool = False, dtype: torch.dtype = torch.bfloat16
+    ) -> bool:
         layout = ChunkLayout.from_lengths([[tokens, 3, 24]], 8)
         given = inputs(layout, 40, 72, dtype, start, w0=True)
         given["weight"] = given["weight"].detach()

@@ -1,4 +1,5 @@
-"""What least squares takes of the kernels: inverse factors, and float32 in two halves; without a GPU, through Triton's interpreter."""
+"""What least squares takes of the kernels: inverse factors, and float32 in two halves; without a GPU, through
+Triton's interpreter."""
 
 import pytest
 import torch

@@ -23,12 +23,22 @@ def test_registrations_of_the_op(keep: bool) -> None:
     """Schema, fake tensors, autograd and dynamic shapes, as torch itself checks them."""
     given = inputs(LAYOUT, 9, 10, torch.float32, start=True, w0=True)
     tau = torch.tensor(20.0, device=DEVICE)
-    arguments = (*(given[name] for name in ("z", "v", "weight", "initial_state")), tau, LAYOUT.spans, LAYOUT.chunk_size, 0.3, keep)
+    arguments = (
+        *(given[name] for name in ("z", "v", "weight", "initial_state")),
+        tau,
+        LAYOUT.spans,
+        LAYOUT.chunk_size,
+        0.3,
+        keep,
+    )
     torch.library.opcheck(torch.ops.inplace_ttt.fast_weight.default, arguments)
 
 
 def test_registrations_of_the_convolution() -> None:
-    x, conv = torch.randn(2, 30, 6, device=DEVICE, requires_grad=True), torch.randn(6, 1, 5, device=DEVICE, requires_grad=True)
+    x, conv = (
+        torch.randn(2, 30, 6, device=DEVICE, requires_grad=True),
+        torch.randn(6, 1, 5, device=DEVICE, requires_grad=True),
+    )
     torch.library.opcheck(torch.ops.inplace_ttt.chunk_conv.default, (x, conv, LAYOUT.chunk_ids(DEVICE), -2))
 
 
@@ -44,7 +54,10 @@ def test_compile_has_no_graph_break_and_compiles_once_for_all_layouts() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     g = torch.Generator().manual_seed(0)
-    x, z, w0 = (torch.randn(*shape, generator=g).to(DEVICE).requires_grad_() for shape in ((1, 40, 16), (1, 40, 24), (16, 24)))
+    x, z, w0 = (
+        torch.randn(*shape, generator=g).to(DEVICE).requires_grad_()
+        for shape in ((1, 40, 16), (1, 40, 24), (16, 24))
+    )
     for lengths in ([40], [13, 27], [9, 9, 22], [1, 20, 19]):
         layout = ChunkLayout.from_lengths([lengths], 8)
         layout.chunk_ids(x.device)
@@ -73,17 +86,24 @@ def test_cuda_without_kernels_says_so_once(monkeypatch: pytest.MonkeyPatch) -> N
     for name in [name for name in sys.modules if name.startswith("inplace_ttt.kernels")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.warns(UserWarning, match=r"without its Triton kernels.*the package triton is not installed") as said:
+    with pytest.warns(
+        UserWarning, match=r"without its Triton kernels.*the package triton is not installed"
+    ) as said:
         assert [triton.preferred(cuda, torch.bfloat16) for _ in range(2)] == [False, False]
     assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not triton.preferred(cuda, torch.float32) and not triton.preferred(torch.device("cpu"), torch.bfloat16)
+        assert not triton.preferred(cuda, torch.float32) and not triton.preferred(
+            torch.device("cpu"), torch.bfloat16
+        )
 
 
 def test_half_precision_on_cuda_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inplace_ttt.kernels, "unsupported", lambda device, dtype: None)
-    assert [triton.preferred(torch.device("cuda"), dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
+    assert [
+        triton.preferred(torch.device("cuda"), dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ] == [
         True,
         True,
         False,
@@ -103,13 +123,21 @@ except InPlaceTTTError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)},
     )
-    assert done.stdout.startswith("backend 'triton' cannot run here: they run on NVIDIA GPUs, not on cpu"), done.stderr
+    assert done.stdout.startswith("backend 'triton' cannot run here: they run on NVIDIA GPUs, not on cpu"), (
+        done.stderr
+    )
     assert len(done.stdout.splitlines()) == 1
 
 
 def test_float64_is_refused_by_name() -> None:
-    given = {name: x.detach().double() for name, x in inputs(LAYOUT, 9, 10, torch.float32, start=False, w0=True).items()}
+    given = {
+        name: x.detach().double()
+        for name, x in inputs(LAYOUT, 9, 10, torch.float32, start=False, w0=True).items()
+    }
     with pytest.raises(InPlaceTTTError, match="not float64; use backend 'chunked' or 'auto'"):
         fast_weight(**given, eta=0.3, layout=LAYOUT, backend="triton")

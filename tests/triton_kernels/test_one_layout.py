@@ -1,4 +1,5 @@
-"""All layers of a forward use one layout, so that its chunk numbers reach the device once; in streaming too."""
+"""All layers of a forward use one layout, so that its chunk numbers reach the device once; in streaming
+too."""
 
 import pytest
 import torch
@@ -35,7 +36,11 @@ def test_one_layout_for_all_layers(layers: tuple[int, ...], made: list[int]) -> 
 @pytest.mark.parametrize("layers", [(0,), (0, 1, 2)])
 def test_one_layout_for_all_chunks_of_a_stream(layers: tuple[int, ...], made: list[int]) -> None:
     """One of the whole chunks taken together, one of a chunk alone."""
-    streamed(converted("llama", layers=layers), random_ids(2, 8 * CHUNK), [5 * CHUNK + 3, 2, *[1] * (2 * CHUNK), CHUNK - 5])
+    streamed(
+        converted("llama", layers=layers),
+        random_ids(2, 8 * CHUNK),
+        [5 * CHUNK + 3, 2, *[1] * (2 * CHUNK), CHUNK - 5],
+    )
     assert len(made) == 2
 
 

@@ -1,10 +1,12 @@
-"""The largest directions of activations: Σ summed and decomposed whole, against one reading by `LeadingDirections`.
+"""The largest directions of activations: Σ summed and decomposed whole, against one reading by
+`LeadingDirections`.
 
 python tools/bench/bench_calibration.py --json docs/results/cpu-2026-11/calibration.json
 
-Time, peak memory beyond the activations, and how much of Σ's trace the directions found hold, over what the largest hold. First on what
-SmolLM2-135M's layers see in texts; then on made activations as wide as those of models of 4 and 8 billion parameters, whose spectrum
-1 / (i + 10) lets 256 of 1,536 directions hold 65 % of the trace (SmolLM2's layer 6: 63 %).
+Time, peak memory beyond the activations, and how much of Σ's trace the directions found hold, over what the
+largest hold. First on what SmolLM2-135M's layers see in texts; then on made activations as wide as those of
+models of 4 and 8 billion parameters, whose spectrum 1 / (i + 10) lets 256 of 1,536 directions hold 65 % of
+the trace (SmolLM2's layer 6: 63 %).
 """
 
 from __future__ import annotations
@@ -36,10 +38,14 @@ ROW = 2048
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=".cache/smollm2-135m")
     parser.add_argument("--text", type=Path, default=Path(".cache/text"))
-    parser.add_argument("--layers", nargs="*", type=int, default=[6, 12, 18, 24], help="of the model; none to leave it out")
+    parser.add_argument(
+        "--layers", nargs="*", type=int, default=[6, 12, 18, 24], help="of the model; none to leave it out"
+    )
     parser.add_argument("--model-rank", type=int, default=256)
     parser.add_argument("--widths", nargs="*", type=int, default=[9728, 14336], help="of made activations")
     parser.add_argument("--rank", type=int, default=1024)
@@ -51,12 +57,22 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
 
     def note(name: str, z: Tensor, rank: int) -> None:
-        row: dict[str, Any] = {"activations": name, "h": z.shape[-1], "r": rank, "tokens": z.shape[:-1].numel(), **compare(z, rank)}
+        row: dict[str, Any] = {
+            "activations": name,
+            "h": z.shape[-1],
+            "r": rank,
+            "tokens": z.shape[:-1].numel(),
+            **compare(z, rank),
+        }
         rows.append(row)
-        (slow, much), (fast, little) = [(row[way]["seconds"], row[way]["extra_bytes"] / 2**20) for way in ("exact", "streaming")]
+        (slow, much), (fast, little) = [
+            (row[way]["seconds"], row[way]["extra_bytes"] / 2**20) for way in ("exact", "streaming")
+        ]
         print(
-            f"{name}, h {row['h']:,}, r {rank:,}, {row['tokens']:,} tokens: {slow:.1f} s against {fast:.1f} s, {row['faster']:.1f} times "
-            f"faster; {much:,.0f} MiB against {little:,.0f} MiB, {row['less_memory']:.1f} times less; captured {row['captured']:.4f} of "
+            f"{name}, h {row['h']:,}, r {rank:,}, {row['tokens']:,} tokens: {slow:.1f} s against "
+            f"{fast:.1f} s, {row['faster']:.1f} times "
+            f"faster; {much:,.0f} MiB against {little:,.0f} MiB, {row['less_memory']:.1f} times less; "
+            f"captured {row['captured']:.4f} of "
             f"the exact ones' {row['share_of_trace']:.3f} of the trace",
             flush=True,
         )
@@ -67,8 +83,14 @@ def main() -> int:
     for width in args.widths:
         note("made", made(width, args.tokens // ROW), args.rank)
     if args.json:
-        about = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "threads": args.threads}
-        args.json.write_text(json.dumps({**about, "cpu": platform.processor(), "rows": rows}, indent=1) + "\n")
+        about = {
+            "command": " ".join(["python", *sys.argv]),
+            "torch": torch.__version__,
+            "threads": args.threads,
+        }
+        args.json.write_text(
+            json.dumps({**about, "cpu": platform.processor(), "rows": rows}, indent=1) + "\n"
+        )
     return 0
 
 
@@ -100,7 +122,8 @@ def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 @torch.no_grad()
 def whole(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What `Directions` is of, [h, h] in float32, and its largest eigenvalues [r], descending, by decomposing all of it in float64."""
+    """What `Directions` is of, [h, h] in float32, and its largest eigenvalues [r], descending, by decomposing
+    all of it in float64."""
     sigma = torch.zeros(z.shape[-1], z.shape[-1])
     for row in z:
         sigma.addmm_(row.T, row)
@@ -121,7 +144,10 @@ def streamed(z: Tensor, rank: int) -> Directions:
 @torch.no_grad()
 def real(folder: str, text: Path, layers: list[int], count: int) -> dict[int, Tensor]:
     """What each layer's down-projection reads [count, T, h] of as many texts' beginnings."""
-    tokenizer, model = tokenizer_of(folder), convert(load_base(folder), InPlaceTTTConfig(layers=tuple(layers))).float()
+    tokenizer, model = (
+        tokenizer_of(folder),
+        convert(load_base(folder), InPlaceTTTConfig(layers=tuple(layers))).float(),
+    )
     texts = (tokens_of(file, tokenizer, ROW)[0] for file in sorted(files_in([text])))
     ids = [row for row in texts if len(row) == ROW][:count]
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
@@ -134,7 +160,8 @@ def real(folder: str, text: Path, layers: list[int], count: int) -> dict[int, Te
 
 
 def made(width: int, count: int) -> Tensor:
-    """Gaussian [count, T, h] with eigenvalues 1 / (i + 10); its directions, those of the Hartley transform, lie along no axis."""
+    """Gaussian [count, T, h] with eigenvalues 1 / (i + 10); its directions, those of the Hartley transform,
+    lie along no axis."""
     generator = torch.Generator().manual_seed(0)
     z, scale = torch.empty(count, ROW, width), (torch.arange(width) + 10.0).rsqrt()
     for row in z:

@@ -16,7 +16,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from inplace_ttt import InPlaceTTTConfig, calibrate, convert
 from inplace_ttt.config import PRESETS, KeyWhitening
@@ -85,10 +92,25 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--preset", choices=PRESETS, default="paper")
-    parser.add_argument("--rank", type=json.loads, help="of whitened keys: directions, or a share of d (default: the preset's)")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="S", help=f"of {', '.join(STEPS)} (default: all)")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens that the head knows (default: %(default)s)")
-    parser.add_argument("--compiled", choices=MODES, help="both models by torch.compile; reduce-overhead: as CUDA graphs")
+    parser.add_argument(
+        "--rank",
+        type=json.loads,
+        help="of whitened keys: directions, or a share of d (default: the preset's)",
+    )
+    parser.add_argument(
+        "--steps",
+        nargs="+",
+        choices=STEPS,
+        default=list(STEPS),
+        metavar="S",
+        help=f"of {', '.join(STEPS)} (default: all)",
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=VOCABULARY, help="tokens that the head knows (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compiled", choices=MODES, help="both models by torch.compile; reduce-overhead: as CUDA graphs"
+    )
     args = parser.parse_args()
     print(json.dumps(measure(**vars(args)), indent=2))
 
@@ -106,11 +128,14 @@ def measure(
     compiled: str | None = None,
     vocabulary: int = VOCABULARY,
 ) -> dict[str, Any]:
-    """Times of the converted model over those of its base, paired in one run: median and range; where its training step goes."""
+    """Times of the converted model over those of its base, paired in one run: median and range; where its
+    training step goes."""
     torch.manual_seed(0)
     config = SHAPES[shape](tokens)
     config.vocab_size = vocabulary
-    settings: dict[str, Any] = {} if PRESETS[preset].target == "gradient" else {"layers": "every:6", "eta": 1e-3}
+    settings: dict[str, Any] = (
+        {} if PRESETS[preset].target == "gradient" else {"layers": "every:6", "eta": 1e-3}
+    )
     settings |= {} if rank is None else {"whitening": KeyWhitening(rank=rank)}
     base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
     model = convert(copy.deepcopy(base), InPlaceTTTConfig.preset(preset, chunk_size=chunk_size, **settings))
@@ -122,13 +147,16 @@ def measure(
             if parameter is not None:
                 parameter.data.normal_(std=std)
     if compiled is not None:
-        torch._dynamo.reset()  # of earlier models: of one function eight graphs are kept, and the ninth model would run uncompiled
+        # of earlier models: of one function eight graphs are kept, and the ninth model would run uncompiled
+        torch._dynamo.reset()
         for either in (base, model):
             either.compile(mode=compiled)
     rows = {}
     for name in steps:
         try:
-            rows[name] = paired(partial(STEPS[name], model, ids), partial(STEPS[name], base, ids), repeats, device)
+            rows[name] = paired(
+                partial(STEPS[name], model, ids), partial(STEPS[name], base, ids), repeats, device
+            )
         except torch.OutOfMemoryError:
             rows[name] = {"out_of_memory": True}
         base.zero_grad(set_to_none=True)
@@ -143,7 +171,9 @@ def measure(
     }  # fmt: skip
 
 
-def paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: int, device: str) -> dict[str, float]:
+def paired(
+    with_ttt: Callable[[], object], base: Callable[[], object], repeats: int, device: str
+) -> dict[str, float]:
     """Times with TTT over those of the base, run in turn."""
 
     def seconds(run: Callable[[], object]) -> float:
@@ -156,7 +186,8 @@ def paired(with_ttt: Callable[[], object], base: Callable[[], object], repeats: 
     for run in (with_ttt, base):  # compiles, tunes, warms up
         run()
         run()
-    end = time.monotonic() + (0.1 if device.startswith("cuda") else 0)  # a GPU at rest takes so long to reach its clock
+    # a GPU at rest takes so long to reach its clock
+    end = time.monotonic() + (0.1 if device.startswith("cuda") else 0)
     while time.monotonic() < end:
         seconds(base)
     pairs = [(seconds(with_ttt), seconds(base)) for _ in range(repeats)]
@@ -179,9 +210,15 @@ def _profile(model: PreTrainedModel, ids: torch.Tensor, longest: int = 25) -> li
     with torch.profiler.profile(activities=[kind]) as profiler:
         _training_step(model, ids)
         _synchronize(ids.device.type)
-    taken = [(getattr(row, f"self_{'device' if ids.is_cuda else 'cpu'}_time_total") / 1e3, row) for row in profiler.key_averages()]
+    taken = [
+        (getattr(row, f"self_{'device' if ids.is_cuda else 'cpu'}_time_total") / 1e3, row)
+        for row in profiler.key_averages()
+    ]
     taken.sort(key=lambda pair: -pair[0])
-    return [{"name": row.key[:100], "calls": row.count, "milliseconds": round(time, 3)} for time, row in taken[:longest]]
+    return [
+        {"name": row.key[:100], "calls": row.count, "milliseconds": round(time, 3)}
+        for time, row in taken[:longest]
+    ]
 
 
 if __name__ == "__main__":

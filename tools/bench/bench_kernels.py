@@ -19,7 +19,9 @@ import torch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, through Triton's interpreter")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes on the CPU, through Triton's interpreter"
+    )
     smoke = parser.parse_args().smoke
     if smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -28,18 +30,23 @@ def main() -> None:
 
 
 def ceilings(smoke: bool) -> Iterator[dict[str, Any]]:
-    """The rate of a large bf16 product, TFLOP/s, and of a device-to-device copy, TB/s of bytes read and written."""
+    """The rate of a large bf16 product, TFLOP/s, and of a device-to-device copy, TB/s of bytes read and
+    written."""
     device, n, gib = ("cpu", 64, 2**-12) if smoke else ("cuda", 8192, 4)
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     yield {"name": "product", "tflops": 2 * n**3 / seconds(lambda: torch.mm(a, b, out=out), device) / 1e12}
     source = torch.ones(int(gib * 2**30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    yield {"name": "copy", "terabytes_per_second": 2 * source.numel() / seconds(lambda: target.copy_(source), device) / 1e12}
+    yield {
+        "name": "copy",
+        "terabytes_per_second": 2 * source.numel() / seconds(lambda: target.copy_(source), device) / 1e12,
+    }
 
 
 def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
-    """The walk, chunk norms, short documents and convolution at the widths of Qwen3-4B, the first two of SmolLM2-135M too."""
+    """The walk, chunk norms, short documents and convolution at the widths of Qwen3-4B, the first two of
+    SmolLM2-135M too."""
     from inplace_ttt.kernels import conv, gram, schedule
     from inplace_ttt.kernels.documents import plan_of
     from inplace_ttt.kernels.walk import walk
@@ -48,10 +55,15 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
 
     device, dtype = "cpu" if smoke else "cuda", torch.bfloat16
     for d, h, chunk in (
-        [(40, 72, 32)] if smoke else [(d, h, c) for d, h in ((2560, 9728), (576, 1536)) for c in (256, 512, 1024, 2048, 4096)]
+        [(40, 72, 32)]
+        if smoke
+        else [(d, h, c) for d, h in ((2560, 9728), (576, 1536)) for c in (256, 512, 1024, 2048, 4096)]
     ):
         steps = 4
-        a, b = torch.randn(steps * chunk + 1, d, device=device).to(dtype), torch.randn(steps * chunk + 1, h, device=device).to(dtype)
+        a, b = (
+            torch.randn(steps * chunk + 1, d, device=device).to(dtype),
+            torch.randn(steps * chunk + 1, h, device=device).to(dtype),
+        )
         w0 = torch.randn(d, h, device=device).to(dtype)
         carry = torch.empty(d, h, device=device)
         slots = torch.empty(steps, d, h, device=device, dtype=dtype)
@@ -62,7 +74,18 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
 
         def ours(a=a, b=b, carry=carry, slots=slots, w0=w0, chunk=chunk, launch=launch, dither=True) -> None:
             base, shape = w0 if dither else None, tuple(w0.shape)
-            walk(a, b, launch, chunk=chunk, shape=shape, slots=slots, final=carry[None], scale=0.1, base=base, dither=dither)
+            walk(
+                a,
+                b,
+                launch,
+                chunk=chunk,
+                shape=shape,
+                slots=slots,
+                final=carry[None],
+                scale=0.1,
+                base=base,
+                dither=dither,
+            )
 
         def theirs(a=a, b=b, carry=carry, slots=slots, w0=w0, chunk=chunk) -> None:
             carry.zero_()
@@ -75,12 +98,23 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
 
         work = 2 * steps * chunk * d * h
         where = {"d": d, "h": h, "chunk": chunk, "chunks": steps}
-        for name, run in (("walk, W0 + ηS", ours), ("walk, R", lambda ours=ours: ours(dither=False)), ("torch addmm into float32", theirs)):
+        for name, run in (
+            ("walk, W0 + ηS", ours),
+            ("walk, R", lambda ours=ours: ours(dither=False)),
+            ("torch addmm into float32", theirs),
+        ):
             taken = _try(run, device)
-            yield {"name": name, **where, "seconds": taken, "tflops": None if taken is None else work / taken / 1e12}
+            yield {
+                "name": name,
+                **where,
+                "seconds": taken,
+                "tflops": None if taken is None else work / taken / 1e12,
+            }
         starts = torch.arange(steps, device=device) * chunk
         deltas = {
-            "norms, Gram": lambda a=a, b=b, starts=starts, chunk=chunk: gram.squared_norms(a, b, starts, chunk),
+            "norms, Gram": lambda a=a, b=b, starts=starts, chunk=chunk: gram.squared_norms(
+                a, b, starts, chunk
+            ),
             "norms, torch delta": lambda a=a, b=b, chunk=chunk: [
                 torch.linalg.vector_norm(v.T @ k, dtype=torch.float32)
                 for v, k in zip(a[:-1].split(chunk), b[:-1].split(chunk), strict=True)
@@ -91,18 +125,32 @@ def kernels(smoke: bool) -> Iterator[dict[str, Any]]:
     yield from short_documents(device, smoke)
     yield from inverse_factors(device, smoke)
     tokens, d, chunk = (64, 40, 32) if smoke else (32768, 2560, 512)
-    x, taps = (torch.randn(*size, device=device).to(dtype).requires_grad_() for size in ((1, tokens, d), (d, 1, 5)))
+    x, taps = (
+        torch.randn(*size, device=device).to(dtype).requires_grad_() for size in ((1, tokens, d), (d, 1, 5))
+    )
     ids = ChunkLayout.from_lengths([[tokens]], chunk).chunk_ids(device)
     grad = torch.randn(1, tokens, d, device=device).to(dtype)
     once = x.numel() * 2
     forms = {
         "convolution": (lambda: conv.convolve(x.detach(), taps.detach(), ids, -2), 2 * once),
-        "convolution, gradient of its taps": (lambda: conv.taps_gradient(grad, x.detach(), ids, -2, 5), 2 * once),
-        "convolution in torch, both ways": (lambda: torch.autograd.grad(conv_by_taps(x, taps, ids, -2), (x, taps), grad), 6 * once),
+        "convolution, gradient of its taps": (
+            lambda: conv.taps_gradient(grad, x.detach(), ids, -2, 5),
+            2 * once,
+        ),
+        "convolution in torch, both ways": (
+            lambda: torch.autograd.grad(conv_by_taps(x, taps, ids, -2), (x, taps), grad),
+            6 * once,
+        ),
     }
     for name, (run, moved) in forms.items():
         taken = seconds(run, device)
-        yield {"name": name, "tokens": tokens, "d": d, "seconds": taken, "terabytes_per_second": moved / taken / 1e12}
+        yield {
+            "name": name,
+            "tokens": tokens,
+            "d": d,
+            "seconds": taken,
+            "terabytes_per_second": moved / taken / 1e12,
+        }
 
 
 def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
@@ -126,16 +174,28 @@ def short_documents(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
         for name, longest in (("short documents, dual form", length), ("short documents, walked", 0)):
             with mock.patch.object(dual, "longest", lambda d, h, longest=longest: longest):
                 taken = seconds(run, device)
-            yield {"name": name, "d": d, "h": h, "chunk": chunk, "tokens": tokens, "document": length, "seconds": taken}
+            yield {
+                "name": name,
+                "d": d,
+                "h": h,
+                "chunk": chunk,
+                "tokens": tokens,
+                "document": length,
+                "seconds": taken,
+            }
 
 
 def inverse_factors(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """What least squares solves with, of many chunks at once: L⁻¹ by products of halves, by torch's library, and the factor alone."""
+    """What least squares solves with, of many chunks at once: L⁻¹ by products of halves, by torch's library,
+    and the factor alone."""
     from inplace_ttt.kernels import halves, inverse_factor
 
     for matrices, r in ((3, 20),) if smoke else ((64, 256), (15, 1024), (36, 1024), (64, 1280)):
         x = torch.randn(matrices, r, 2 * r, device=device)
-        grams, one = x @ x.mT + r * torch.eye(r, device=device), torch.eye(r, device=device).expand(matrices, r, r)
+        grams, one = (
+            x @ x.mT + r * torch.eye(r, device=device),
+            torch.eye(r, device=device).expand(matrices, r, r),
+        )
         forms: dict[str, Callable[[], object]] = {
             "inverse factor": lambda grams=grams: inverse_factor(grams.clone()),  # type: ignore[misc]
             "inverse factor in torch": lambda grams=grams, one=one: torch.linalg.solve_triangular(  # type: ignore[misc]

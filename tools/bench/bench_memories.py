@@ -1,4 +1,5 @@
-"""The dual form of TTT-Linear and TTT-MLP against their primal form: the same outputs, and how many times faster.
+"""The dual form of TTT-Linear and TTT-MLP against their primal form: the same outputs, and how many times
+faster.
 
 python tools/bench/bench_memories.py --json docs/results/cpu-2026-11/memories.json
 """
@@ -22,7 +23,9 @@ from inplace_ttt.memories import make
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--memories", nargs="+", default=["ttt-linear", "ttt-mlp"])
     parser.add_argument("--mini-batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
@@ -36,18 +39,32 @@ def main() -> int:
             row = compare(name, args.mini_batch, args.length, args.dim, args.repeats, backward)
             rows.append(row)
             print(
-                f"{name:10}  {row['pass']:20}  dual {row['speed_up']:.1f} times faster (of {args.repeats} pairs: {row['least']:.1f} to "
-                f"{row['most']:.1f}); largest difference {row['difference']:.1e} in float32, {row['difference_float64']:.1e} in float64"
+                f"{name:10}  {row['pass']:20}  dual {row['speed_up']:.1f} times faster (of {args.repeats} "
+                f"pairs: {row['least']:.1f} to "
+                f"{row['most']:.1f}); largest difference {row['difference']:.1e} in float32, "
+                f"{row['difference_float64']:.1e} in float64"
             )
     if args.json:
-        about = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "threads": torch.get_num_threads()}
-        sizes = {"mini_batch": args.mini_batch, "length": args.length, "dim": args.dim, "cpu": platform.processor()}
+        about = {
+            "command": " ".join(["python", *sys.argv]),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+        sizes = {
+            "mini_batch": args.mini_batch,
+            "length": args.length,
+            "dim": args.dim,
+            "cpu": platform.processor(),
+        }
         args.json.write_text(json.dumps({**about, **sizes, "rows": rows}, indent=1) + "\n")
     return 0
 
 
-def compare(name: str, mini_batch: int, length: int, dim: int, repeats: int, backward: bool) -> dict[str, Any]:
-    """Times in pairs, one primal and one dual after the other; the difference is relative to the largest output."""
+def compare(
+    name: str, mini_batch: int, length: int, dim: int, repeats: int, backward: bool
+) -> dict[str, Any]:
+    """Times in pairs, one primal and one dual after the other; the difference is relative to the largest
+    output."""
     torch.manual_seed(0)
     memory = make(name, dim, mini_batch=mini_batch)
     x = torch.randn(1, length, dim)

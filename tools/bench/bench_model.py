@@ -24,7 +24,10 @@ def main() -> None:
     parser.add_argument("--model", default=".cache/smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument(
-        "--read", type=int, default=2000, help="tokens in the cache when decoding begins; each repeat adds 50 (default: 2000)"
+        "--read",
+        type=int,
+        default=2000,
+        help="tokens in the cache when decoding begins; each repeat adds 50 (default: 2000)",
     )
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--chunk-size", type=int, default=256)
@@ -33,14 +36,32 @@ def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     model = convert(copy.deepcopy(base), InPlaceTTTConfig(chunk_size=args.chunk_size, eta=1e-3))
     for layer in fast_weights(model).values():
-        torch.nn.init.normal_(layer.ttt.conv, std=1e-3)  # as if trained; at its start nothing would be written
-    ids = torch.randint(3, base.config.vocab_size, (1, max(args.read, args.prefill)), generator=torch.Generator().manual_seed(0))
+        # as if trained; at its start nothing would be written
+        torch.nn.init.normal_(layer.ttt.conv, std=1e-3)
+    ids = torch.randint(
+        3,
+        base.config.vocab_size,
+        (1, max(args.read, args.prefill)),
+        generator=torch.Generator().manual_seed(0),
+    )
     with torch.no_grad():
         rows = {
             "decode": paired(*(_decoder(m, ids[:, : args.read]) for m in (model, base)), args.repeats, "cpu"),
-            "prefill": paired(*(_prefiller(m, ids[:, : args.prefill]) for m in (model, base)), args.repeats, "cpu"),
+            "prefill": paired(
+                *(_prefiller(m, ids[:, : args.prefill]) for m in (model, base)), args.repeats, "cpu"
+            ),
         }
-    print(json.dumps({**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads(), "ratio_to_base": rows}, indent=2))
+    print(
+        json.dumps(
+            {
+                **vars(args),
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+                "ratio_to_base": rows,
+            },
+            indent=2,
+        )
+    )
 
 
 def _decoder(model: PreTrainedModel, ids: torch.Tensor, steps: int = 50) -> Callable[[], None]:

@@ -2,8 +2,9 @@
 
 python tools/bench/bench_plan.py --model .cache/smollm2-135m --out plan.json
 
-Each setting is a run through DeepSpeed like any other, whose last step and evaluation are measured. What a process holds
-besides (libraries, threads, the communication's buffers) is measured on the same run with a toy model, and taken off.
+Each setting is a run through DeepSpeed like any other, whose last step and evaluation are measured. What a
+process holds besides (libraries, threads, the communication's buffers) is measured on the same run with a toy
+model, and taken off.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "parallel": {"nproc_per_node": 2},
         "deepspeed": 2,
     },
-    "bfloat16, conv and P alone, two rows, ZeRO 0": {"training": {"trainable": "ttt", "batch_size": 2}, "deepspeed": 0},
+    "bfloat16, conv and P alone, two rows, ZeRO 0": {
+        "training": {"trainable": "ttt", "batch_size": 2},
+        "deepspeed": 0,
+    },
     "float32, every parameter recomputed, ZeRO 3 on two processes": {
         "model": {"dtype": "float32"},
         "training": {"gradient_checkpointing": True},
@@ -57,7 +61,9 @@ TOY = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=".cache/smollm2-135m")
-    parser.add_argument("--text", nargs=2, default=[f".cache/text/shakespeare/{play}.txt" for play in ("hamlet", "macbeth")])
+    parser.add_argument(
+        "--text", nargs=2, default=[f".cache/text/shakespeare/{play}.txt" for play in ("hamlet", "macbeth")]
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="settings whose name holds this")
     parser.add_argument("--measure", metavar="RECIPE", help="be one process of such a run")
@@ -81,13 +87,21 @@ def compare(name: str, values: dict[str, Any], args: argparse.Namespace) -> dict
     for what in ("training", "evaluation"):
         besides = measured[1][what] - planned[1][what]
         found = measured[0][what] - besides
-        row[what] = {"planned": planned[0][what], "measured": found, "ratio": round(planned[0][what] / found, 3), "besides": besides}
+        row[what] = {
+            "planned": planned[0][what],
+            "measured": found,
+            "ratio": round(planned[0][what] / found, 3),
+            "besides": besides,
+        }
     print(json.dumps(row), file=sys.stderr)
     return row
 
 
-def peaks(values: dict[str, Any], args: argparse.Namespace, toy: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Of a run with the model, or with the toy: what is planned, and what the process that took most had at its peaks."""
+def peaks(
+    values: dict[str, Any], args: argparse.Namespace, toy: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Of a run with the model, or with the toy: what is planned, and what the process that took most had at
+    its peaks."""
     from inplace_ttt.training.plan.plan import make_plan
     from inplace_ttt.training.recipe.recipe import load_recipe
 
@@ -95,7 +109,12 @@ def peaks(values: dict[str, Any], args: argparse.Namespace, toy: bool) -> tuple[
         sections: dict[str, Any] = {
             "model": {"path": args.model, "dtype": "bfloat16"},
             "ttt": {"layers": [12, 18, 24], "chunk_size": 128},
-            "data": {"train": args.text[0], "validation": args.text[1], "sequence_length": 1024, "cache": f"{folder}/cache"},
+            "data": {
+                "train": args.text[0],
+                "validation": args.text[1],
+                "sequence_length": 1024,
+                "cache": f"{folder}/cache",
+            },
             "training": {"steps": 3, "learning_rate": 1e-5},
             "monitor": {"logging_steps": 100, "save_steps": 100, "evaluate_rows": 4},
             "audit": {"profile": None},
@@ -103,7 +122,11 @@ def peaks(values: dict[str, Any], args: argparse.Namespace, toy: bool) -> tuple[
         }
         for section, changes in values.items():
             known = sections.get(section, {})
-            sections[section] = {**known, **changes} if isinstance(changes, dict) else {"zero_optimization": {"stage": changes, **ZERO}}
+            sections[section] = (
+                {**known, **changes}
+                if isinstance(changes, dict)
+                else {"zero_optimization": {"stage": changes, **ZERO}}
+            )
         if toy:
             sections["model"] = {**sections["model"], "path": None, "config": TOY, "tokenizer": args.model}
         file = Path(folder) / "recipe.yaml"
@@ -114,8 +137,18 @@ def peaks(values: dict[str, Any], args: argparse.Namespace, toy: bool) -> tuple[
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         world = recipe.parallel.world
-        kept = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        kept = {
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+        }
         runs = [
             subprocess.Popen(
                 [sys.executable, __file__, "--measure", str(file)],

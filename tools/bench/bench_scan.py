@@ -1,4 +1,5 @@
-"""Bytes that the scan across ranks sends, measured on the loopback interface, for 2, 4 and 8 ranks of this machine.
+"""Bytes that the scan across ranks sends, measured on the loopback interface, for 2, 4 and 8 ranks of this
+machine.
 
 python tools/bench/bench_scan.py --json docs/results/cpu-2026-11/scan.json
 """
@@ -25,7 +26,9 @@ CHUNK, TOKENS = 64, 128
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--d", type=int, default=512)
     parser.add_argument("--h", type=int, default=1536)
     parser.add_argument("--repeats", type=int, default=5)
@@ -37,8 +40,14 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, (ranks, folder, args.d, args.h, args.repeats), nprocs=ranks)
             found = json.loads((Path(folder) / "found.json").read_text())
-        # Both all-to-alls, forward and backward; an all-gather of the matrices would send ranks - 1 of them each way.
-        row = {"ranks": ranks, **{name: value / matrix for name, value in found.items()}, "limit": 4.0, "all_gather": 2.0 * (ranks - 1)}
+        # Both all-to-alls, forward and backward; an all-gather of the matrices would send ranks - 1 of them
+        # each way.
+        row = {
+            "ranks": ranks,
+            **{name: value / matrix for name, value in found.items()},
+            "limit": 4.0,
+            "all_gather": 2.0 * (ranks - 1),
+        }
         rows.append(row)
         print(
             f"{ranks} ranks: each sent {row['sent']:.3f} matrices of d x h float32 for forward and backward "
@@ -61,7 +70,9 @@ def _rank(rank: int, ranks: int, folder: str, d: int, h: int, repeats: int) -> N
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     layout = ChunkLayout.from_lengths([[TOKENS * ranks]], CHUNK)
-    z, v, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, TOKENS, h), (1, TOKENS, d), (d, h)))
+    z, v, weight = (
+        torch.randn(*shape, requires_grad=True) for shape in ((1, TOKENS, h), (1, TOKENS, d), (d, h))
+    )
     counted = 0
     original = dist.all_to_all_single
 
@@ -82,14 +93,18 @@ def _rank(rank: int, ranks: int, folder: str, d: int, h: int, repeats: int) -> N
         time.sleep(0.2)
         sent = _loopback() - before
     if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps({"sent": sent / repeats / ranks, "counted": counted / repeats}))
+        (Path(folder) / "found.json").write_text(
+            json.dumps({"sent": sent / repeats / ranks, "counted": counted / repeats})
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _loopback() -> int:
     """Bytes that this machine has sent to itself."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    line = next(
+        line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
+    )
     return int(line.split(":")[1].split()[8])
 
 

@@ -1,9 +1,12 @@
-"""Tokens a second of a recipe's run against transformers' Trainer as it comes, on the same rows under the same ZeRO stage.
+"""Tokens a second of a recipe's run against transformers' Trainer as it comes, on the same rows under the
+same ZeRO stage.
 
 python tools/bench/bench_trainer.py --model .cache/smollm2-135m --pairs 3 --out trainer.json
 
-ours: a run as `train` starts it. trainer: `Trainer` with the same converted model, which shows what our monitors and guards cost.
-base: `Trainer` with the model before its conversion, which shows what TTT costs. Each in a process of its own, in turns.
+ours: a run as `train` starts it. trainer: `Trainer` with the same converted model, which shows what our
+    monitors and guards cost.
+base: `Trainer` with the model before its conversion, which shows what TTT costs. Each in a process of its
+    own, in turns.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def main() -> None:
         **{name: value for name, value in vars(args).items() if name not in ("out", "measure")},
         "torch": torch.__version__,
         "seconds_a_step": seconds,
-        "throughput_to": {form: {"median": statistics.median(values), "pairs": values} for form, values in ratios.items()},
+        "throughput_to": {
+            form: {"median": statistics.median(values), "pairs": values} for form, values in ratios.items()
+        },
     }
     print(json.dumps(result, indent=1))
     if args.out:
@@ -66,14 +71,27 @@ def run(form: str, args: argparse.Namespace, folder: Path) -> float:
         "training": {"steps": args.steps, "learning_rate": 1e-5},
         "monitor": {"logging_steps": 10, "save_steps": 1000},
         "audit": {"profile": None},
-        "deepspeed": {"zero_optimization": {"stage": args.stage, "reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}},
+        "deepspeed": {
+            "zero_optimization": {
+                "stage": args.stage,
+                "reduce_bucket_size": 5_000_000,
+                "allgather_bucket_size": 5_000_000,
+            }
+        },
         "output": f"{folder}/out",
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }
     command = [sys.executable, __file__, "--measure", form, str(folder / "recipe.yaml")]
     done = subprocess.run(command, env={**os.environ, **meeting}, capture_output=True, text=True)
     if done.returncode:
@@ -82,7 +100,8 @@ def run(form: str, args: argparse.Namespace, folder: Path) -> float:
 
 
 def measure(form: str, file: str) -> float:
-    """From the end of one step to the end of the next; on one thread of a CPU in seconds of the processor, which others do not lengthen."""
+    """From the end of one step to the end of the next; on one thread of a CPU in seconds of the processor,
+    which others do not lengthen."""
     import torch
     from transformers import TrainerCallback
 
@@ -90,7 +109,11 @@ def measure(form: str, file: str) -> float:
     from inplace_ttt.training.recipe.recipe import load_recipe
     from inplace_ttt.training.run.worker import meet, prepare
 
-    clock = time.process_time if not torch.cuda.is_available() and torch.get_num_threads() == 1 else time.perf_counter
+    clock = (
+        time.process_time
+        if not torch.cuda.is_available() and torch.get_num_threads() == 1
+        else time.perf_counter
+    )
     ends: list[float] = []
 
     class Ends(TrainerCallback):
@@ -101,7 +124,9 @@ def measure(form: str, file: str) -> float:
     recipe = load_recipe(file)
     if form == "ours":
         meeting = meet(recipe)
-        trainer = prepare(recipe, meeting, agree(recipe, meeting, resume=False), resume=False, audit=False).trainer
+        trainer = prepare(
+            recipe, meeting, agree(recipe, meeting, resume=False), resume=False, audit=False
+        ).trainer
     else:
         trainer = plain(recipe, converted=form == "trainer")
     trainer.add_callback(Ends())
@@ -128,7 +153,9 @@ def plain(recipe: Any, converted: bool) -> Any:
     model = build_model(recipe)
     data = build_data(recipe, AutoTokenizer.from_pretrained(recipe.model.path), config_of(model).chunk_size)
     model = model if converted else revert(model)
-    return Trainer(model=model, args=settings, train_dataset=rows_to_come(data.train, recipe), data_collator=collate)
+    return Trainer(
+        model=model, args=settings, train_dataset=rows_to_come(data.train, recipe), data_collator=collate
+    )
 
 
 if __name__ == "__main__":

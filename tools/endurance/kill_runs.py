@@ -1,11 +1,13 @@
-"""Kill and signal small training runs at random moments, and see that each goes on bit for bit and that no process stays.
+"""Kill and signal small training runs at random moments, and see that each goes on bit for bit and that no
+process stays.
 
     python tools/endurance/kill_runs.py --kills 100 --out docs/results/cpu-2026-11/kills.json
     python tools/endurance/kill_runs.py --signals 20 --out docs/results/cpu-2026-11/signals.json
-    python tools/endurance/kill_runs.py --signals 10 --only SIGUSR1 SIGHUP --out docs/results/cpu-2026-11/signals-schedulers.json
+    python tools/endurance/kill_runs.py --signals 10 --only SIGUSR1 SIGHUP --out
+    docs/results/cpu-2026-11/signals-schedulers.json
 
-A kill (-9) takes one of two processes or both, forked from one that has imported everything, so that a start takes a moment. A signal
-goes to the real command, or to its whole process group, at any moment of its life.
+A kill (-9) takes one of two processes or both, forked from one that has imported everything, so that a start
+takes a moment. A signal goes to the real command, or to its whole process group, at any moment of its life.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ RECIPE: dict[str, Any] = {
         "dtype": "float32",
     },
     "ttt": {"layers": [0], "chunk_size": 16},
-    "data": {"recall": {"pairs": 4, "vocabulary": 64, "rows": 64}, "sequence_length": 64, "validation_documents": 4},
+    "data": {
+        "recall": {"pairs": 4, "vocabulary": 64, "rows": 64},
+        "sequence_length": 64,
+        "validation_documents": 4,
+    },
     "training": {"steps": 40, "learning_rate": 1e-3, "warmup_steps": 2, "eta_warmup_steps": 8},
     "parallel": {"nproc_per_node": 2},
     "monitor": {"logging_steps": 1, "save_steps": 3, "save_total_limit": 2},
@@ -59,7 +65,8 @@ RECIPE: dict[str, Any] = {
 }
 _CONTEXT = multiprocessing.get_context("forkserver")
 _STAY = 15.0
-"""Seconds in which the children of a launcher that is gone have to be gone too; one that still imports takes ten."""
+"""Seconds in which the children of a launcher that is gone have to be gone too; one that still imports takes
+ten."""
 
 
 class Run:
@@ -69,9 +76,18 @@ class Run:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = str(probe.getsockname()[1])
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self.port,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
         self.processes = [
-            _CONTEXT.Process(target=_train, args=({**meeting, "RANK": rank, "LOCAL_RANK": rank}, str(recipe), str(output)), daemon=True)
+            _CONTEXT.Process(
+                target=_train,
+                args=({**meeting, "RANK": rank, "LOCAL_RANK": rank}, str(recipe), str(output)),
+                daemon=True,
+            )
             for rank in "01"
         ]
         for process in self.processes:
@@ -112,8 +128,8 @@ def _train(environment: dict[str, str], recipe: str, output: str) -> None:
 def kill_series(seed: int, recipe: Path, output: Path, whole: str, seconds: float) -> dict[str, Any]:
     """One kill at a moment drawn by the seed, then a start that goes to the end.
 
-    Of five kills one is drawn by time, and most often meets a process that prepares; four by the line of the log, so that they spread
-    over steps, saves and the end, however fast the machine is.
+    Of five kills one is drawn by time, and most often meets a process that prepares; four by the line of the
+    log, so that they spread over steps, saves and the end, however fast the machine is.
     """
     draw = random.Random(seed)
     victims, pause, wait = draw.choice(([0], [1], [0, 1])), draw.uniform(0, 0.3), draw.uniform(0, seconds)
@@ -130,10 +146,19 @@ def kill_series(seed: int, recipe: Path, output: Path, whole: str, seconds: floa
     run.end()
     where = state(output)
     codes = Run(recipe, output).finish()
-    return {"seed": seed, "after": round(wait, 3), "killed": victims, "found": where, "codes": codes, "same": digest(output) == whole}
+    return {
+        "seed": seed,
+        "after": round(wait, 3),
+        "killed": victims,
+        "found": where,
+        "codes": codes,
+        "same": digest(output) == whole,
+    }
 
 
-def signal_series(seed: int, recipe: Path, output: Path, whole: str, seconds: float, names: Sequence[str] = SIGNALS) -> dict[str, Any]:
+def signal_series(
+    seed: int, recipe: Path, output: Path, whole: str, seconds: float, names: Sequence[str] = SIGNALS
+) -> dict[str, Any]:
     """One signal to the command or to its process group, then a start that goes to the end."""
     draw = random.Random(seed)
     number, group = signal.Signals[draw.choice(names)], draw.random() < 0.5
@@ -141,7 +166,8 @@ def signal_series(seed: int, recipe: Path, output: Path, whole: str, seconds: fl
     with open(f"{output}.log", "ab") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     started, wait = time.monotonic(), draw.uniform(0, seconds)
-    if draw.random() < 0.5:  # while it trains, saves and ends; else at any moment, of which most go into imports
+    # while it trains, saves and ends; else at any moment, of which most go into imports
+    if draw.random() < 0.5:
         wait = draw.uniform(0, 3)
         while not has_checkpoint(output) and launcher.poll() is None:
             time.sleep(0.02)
@@ -190,7 +216,13 @@ def state(output: Path) -> str:
         return "finished"
     steps = [int(mark.parent.name.rpartition("-")[2]) for mark in output.glob("checkpoint-*/complete")]
     unfinished = any((output / ".saving").glob("checkpoint-*"))
-    last = "no checkpoint" if not steps else "all steps" if max(steps) == RECIPE["training"]["steps"] else "a checkpoint"
+    last = (
+        "no checkpoint"
+        if not steps
+        else "all steps"
+        if max(steps) == RECIPE["training"]["steps"]
+        else "a checkpoint"
+    )
     return f"{last}, and one half written" if unfinished else last
 
 
@@ -214,25 +246,39 @@ def report(results: dict[str, list[dict[str, Any]]], seconds: int) -> dict[str, 
     """All series so far."""
     about: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "seconds": seconds, "recipe": RECIPE}
     for kind, runs in results.items():
-        ended = {"series": len(runs), "bit_equal": sum(run["same"] for run in runs), "found": dict(Counter(run["found"] for run in runs))}
+        ended = {
+            "series": len(runs),
+            "bit_equal": sum(run["same"] for run in runs),
+            "found": dict(Counter(run["found"] for run in runs)),
+        }
         about[kind] = {**ended, "processes_left": sum(run.get("left", 0) for run in runs), "runs": runs}
     return about
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--signals", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=SIGNALS, default=SIGNALS, help="the signals to choose from")
+    parser.add_argument(
+        "--only", nargs="+", choices=SIGNALS, default=SIGNALS, help="the signals to choose from"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no series after this time")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, would ignore it
+    # a shell's background job, and what it starts, would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _CONTEXT.set_forkserver_preload(
-        ["inplace_ttt.training.run.worker", "accelerate.utils.deepspeed", "datasets", "transformers.models.llama"]
+        [
+            "inplace_ttt.training.run.worker",
+            "accelerate.utils.deepspeed",
+            "datasets",
+            "transformers.models.llama",
+        ]
     )
     began, results, kept = time.monotonic(), {"kills": [], "signals": []}, Results(options.out.parent)
     with tempfile.TemporaryDirectory() as folder:
@@ -246,7 +292,15 @@ def main() -> int:
         assert whole is not None and whole == digest(here / "first")
         start = time.monotonic()
         if options.signals:
-            line = [sys.executable, "-m", "inplace_ttt.cli", "train", str(recipe), "--set", f"output={here}/command"]
+            line = [
+                sys.executable,
+                "-m",
+                "inplace_ttt.cli",
+                "train",
+                str(recipe),
+                "--set",
+                f"output={here}/command",
+            ]
             subprocess.run(line, check=True, capture_output=True)
         one_command = time.monotonic() - start
         for kind, count, series, length in (

@@ -1,10 +1,11 @@
 """A text of 100,000 tokens read in one session, behind a window: does what the process holds stay the same?
 
-    python tools/endurance/long_session.py runs/memory/ridge-0/final --out docs/results/cpu-2026-11/long-session.json
+    python tools/endurance/long_session.py runs/memory/ridge-0/final --out
+    docs/results/cpu-2026-11/long-session.json
 
-Reads the files of --text one after the other as one text, with a cache that keeps a window and its sinks. After every 10,000 tokens: the
-process's largest resident memory since the last ones, bytes of state and cache, tokens a second. The state is compared with that of the
-paper's rule, which is as large as the weight.
+Reads the files of --text one after the other as one text, with a cache that keeps a window and its sinks.
+After every 10,000 tokens: the process's largest resident memory since the last ones, bytes of state and
+cache, tokens a second. The state is compared with that of the paper's rule, which is as large as the weight.
 """
 
 from __future__ import annotations
@@ -32,18 +33,34 @@ TEXT = Path(__file__).resolve().parents[2] / ".cache" / "text"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="converted folder")
-    parser.add_argument("--text", type=Path, default=TEXT, metavar="DIR", help="of .txt files (default: what `make text` fetched)")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=TEXT,
+        metavar="DIR",
+        help="of .txt files (default: what `make text` fetched)",
+    )
     parser.add_argument("--tokens", type=int, default=100_000, metavar="N")
-    parser.add_argument("--every", type=int, default=10_000, metavar="N", help="tokens between two rows of the table")
+    parser.add_argument(
+        "--every", type=int, default=10_000, metavar="N", help="tokens between two rows of the table"
+    )
     parser.add_argument("--window", type=int, default=256, metavar="N")
     parser.add_argument("--out", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     results = Results(args.out and args.out.parent)
     model = inplace_ttt.load(args.model).eval()
     ids = token_ids(args.model, args.text, args.tokens)
-    result = {"model": config_of(model).to_dict(), "tokens": args.tokens, "window": args.window, "dtype": str(model.dtype), **sizes(model)}
+    result = {
+        "model": config_of(model).to_dict(),
+        "tokens": args.tokens,
+        "window": args.window,
+        "dtype": str(model.dtype),
+        **sizes(model),
+    }
     result["rows"] = read(model, ids, args.window, args.every)
     render(result)
     if args.out is not None:
@@ -58,7 +75,10 @@ def token_ids(model: str, folder: Path, tokens: int) -> torch.Tensor:
         found += tokenizer(file.read_text()).input_ids
         if len(found) >= tokens:
             return torch.tensor([found[:tokens]])
-    raise InPlaceTTTError(f"{folder} has {len(found):,} tokens of text, {tokens:,} are to be read; give a longer --text or fewer --tokens.")
+    raise InPlaceTTTError(
+        f"{folder} has {len(found):,} tokens of text, {tokens:,} are to be read; give a longer --text or "
+        "fewer --tokens."
+    )
 
 
 def sizes(model: Any) -> dict[str, int]:
@@ -84,7 +104,9 @@ def read(model: Any, ids: torch.Tensor, window: int, every: int) -> list[dict[st
                     "read": session.tokens.shape[1],
                     "peak_resident_bytes": memory_status("VmHWM"),
                     "state_bytes": session.state_bytes,
-                    "cache_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in session.cache.layers),
+                    "cache_bytes": sum(
+                        layer.keys.nbytes + layer.values.nbytes for layer in session.cache.layers
+                    ),
                     "tokens_per_second": piece.shape[1] / seconds,
                 }
             )
@@ -95,10 +117,16 @@ def read(model: Any, ids: torch.Tensor, window: int, every: int) -> list[dict[st
 def render(result: dict[str, Any]) -> None:
     share = result["state_bytes"] / result["paper_state_bytes"]
     print(f"state {result['state_bytes'] / 1e6:.1f} MB, {share:.2f} of what the paper's rule holds\n")
-    print("| tokens read | largest resident memory, MB | state, MB | keys and values, MB | tokens a second |\n|---|---|---|---|---|")
+    print(
+        "| tokens read | largest resident memory, MB | state, MB | keys and values, MB | tokens a second "
+        "|\n|---|---|---|---|---|"
+    )
     for row in result["rows"]:
         sizes = (row[name] / 1e6 for name in ("peak_resident_bytes", "state_bytes", "cache_bytes"))
-        print(f"| {row['read']:,} | {' | '.join(f'{size:.1f}' for size in sizes)} | {row['tokens_per_second']:.0f} |")
+        print(
+            f"| {row['read']:,} | {' | '.join(f'{size:.1f}' for size in sizes)} | "
+            f"{row['tokens_per_second']:.0f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Does a model answer what it read, once it was trained to? Facts told in books, and asked for beyond the attention window.
+"""Does a model answer what it read, once it was trained to? Facts told in books, and asked for beyond the
+attention window.
 
-python tools/experiments/facts_evidence.py [--model M] [--runs R ...] [--seeds 0 1 2] [--far] [--one-process] [--out OUT]
+python tools/experiments/facts_evidence.py [--model M] [--runs R ...] [--seeds 0 1 2] [--far] [--one-process]
+[--out OUT]
 
-A model learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from statements of other relations
-than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts tell four records each; the questions come 1,024 and 4,096
-tokens later and, with --far, in two texts 16,384 and 65,536 tokens later, for the first seed. "gated" are compact keys with a gate of
-writes, "gate held at 1" the same weights with all tokens counting alike, after it. What is in OUT.json is done, and so is every step kept
-under runs/facts; the next call goes on where the last one stopped. Gemma is there after
-`python tools/fetch/get_model.py --model gemma-3-270m`.
+A model learns by recipes/evidence/smollm2-facts-cpu.yaml, behind a window of 256 tokens and 4 sinks, from
+statements of other relations than those that `inplace-ttt evaluate --facts` asks for. Four held-out texts
+tell four records each; the questions come 1,024 and 4,096 tokens later and, with --far, in two texts 16,384
+and 65,536 tokens later, for the first seed. "gated" are compact keys with a gate of writes, "gate held at 1"
+the same weights with all tokens counting alike, after it. What is in OUT.json is done, and so is every step
+kept under runs/facts; the next call goes on where the last one stopped. Gemma is there after `python
+tools/fetch/get_model.py --model gemma-3-270m`.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ NEAR, FAR = (4, (1024, 4096)), (2, (16384, 65536))
 
 @dataclass(frozen=True)
 class Run:
-    """convert: options beyond the layers; settings: of the recipe. trained: or read as converted, which is the base.
+    """convert: options beyond the layers; settings: of the recipe. trained: or read as converted, which is
+        the base.
 
     without_gate_of: the run whose weights these are, with all writes counting alike.
     """
@@ -68,23 +72,40 @@ RUNS = {
     "paper": Run(RULES["paper"].convert, ("training.conv_learning_rate=1e-3",)),
     "no writes": Run((*RIDGE, "--set", "eta=0")),
     "untrained": Run(GATED, trained=False),
-    **{f"gradient, untrained, {steps} steps": Run((*GRADIENT, "--set", f"steps_per_chunk={steps}"), trained=False) for steps in (1, 4)},
+    **{
+        f"gradient, untrained, {steps} steps": Run(
+            (*GRADIENT, "--set", f"steps_per_chunk={steps}"), trained=False
+        )
+        for steps in (1, 4)
+    },
     "gradient": Run(GRADIENT, ("training.conv_learning_rate=null", "training.proj_learning_rate=null")),
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m", choices=MODELS)
-    parser.add_argument("--runs", nargs="+", default=["gated"], choices=RUNS, metavar="R", help="; ".join(RUNS))
+    parser.add_argument(
+        "--runs", nargs="+", default=["gated"], choices=RUNS, metavar="R", help="; ".join(RUNS)
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--far", action="store_true", help="also to 65,536 tokens, with the first seed")
-    parser.add_argument("--one-process", action="store_true", help="train the same batches in one process: for one core, or little memory")
-    parser.add_argument("--out", type=Path, help="default: docs/results/cpu-2026-11/facts, with the name of another model")
+    parser.add_argument(
+        "--one-process",
+        action="store_true",
+        help="train the same batches in one process: for one core, or little memory",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default: docs/results/cpu-2026-11/facts, with the name of another model"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
     model = MODELS[args.model]
-    out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / "-".join(word for word in ("facts", model.folder) if word)
+    out = args.out or ROOT / "docs" / "results" / "cpu-2026-11" / "-".join(
+        word for word in ("facts", model.folder) if word
+    )
     kept_runs.split_texts()
     protocol = {"window": WINDOW, "records": RECORDS, "near": NEAR, "far": FAR, **kept_runs.digests(RECIPE)}
     for seed, name in [] if args.table else [(seed, name) for seed in args.seeds for name in args.runs]:
@@ -92,10 +113,15 @@ def main() -> int:
         for part, (documents, distances) in asked.items():
             if part in known(out, protocol)[1].get(name, {}).get(str(seed), {}):
                 continue
-            found = measure(model, name, seed, part, documents, distances, ONE_PROCESS if args.one_process else ())
+            found = measure(
+                model, name, seed, part, documents, distances, ONE_PROCESS if args.one_process else ()
+            )
             results, runs = known(out, protocol)  # as it is now: another call may have written
             runs.setdefault(name, {}).setdefault(str(seed), {}).update(found)
-            results.put(out.name, {"command": "python tools/experiments/facts_evidence.py", "protocol": protocol, "runs": runs})
+            results.put(
+                out.name,
+                {"command": "python tools/experiments/facts_evidence.py", "protocol": protocol, "runs": runs},
+            )
     _, runs = known(out, protocol)
     for name, seeds in runs.items():
         print_tables(name, seeds)
@@ -110,13 +136,21 @@ def known(out: Path, protocol: dict[str, Any]) -> tuple[Results, dict[str, dict[
 
 
 def measure(
-    model: Model, name: str, seed: int, part: str, documents: int, distances: tuple[int, ...], settings: tuple[str, ...]
+    model: Model,
+    name: str,
+    seed: int,
+    part: str,
+    documents: int,
+    distances: tuple[int, ...],
+    settings: tuple[str, ...],
 ) -> dict[str, Any]:
     """Convert, train, ask; what is done already is left alone."""
     run, work = RUNS[name], WORK / model.folder
     first = next(other for other in RUNS if RUNS[other].convert == run.convert)
     folder = work / f"{kept_runs.slug(name)}-{seed}"
-    converted = kept_runs.convert(model.base, work / kept_runs.slug(first), "--layers", model.layers, *run.convert)
+    converted = kept_runs.convert(
+        model.base, work / kept_runs.slug(first), "--layers", model.layers, *run.convert
+    )
     read = folder / "final" if run.trained else converted
     if run.without_gate_of:
         trained = work / f"{kept_runs.slug(run.without_gate_of)}-{seed}"
@@ -128,7 +162,9 @@ def measure(
     else:
         kept_runs.leave_untrained(converted, folder)
     texts = ("--documents", str(documents), "--tokens", str(TOKENS), "--window", str(WINDOW))
-    kept_runs.read(folder, read, part, *texts, "--facts", str(RECORDS), "--distances", ",".join(map(str, distances)))
+    kept_runs.read(
+        folder, read, part, *texts, "--facts", str(RECORDS), "--distances", ",".join(map(str, distances))
+    )
     found = json.loads((folder / part / "evaluation.json").read_text())
     text = {key: found[key] for key in ("on", "off", "mismatched", "difference", "document_gain")}
     return {part: {"facts": found["facts"], "text": text}, "seconds": kept_runs.seconds_of(folder)}
@@ -158,26 +194,54 @@ def print_tables(name: str, seeds: dict[str, dict[str, Any]]) -> None:
         for place, row in enumerate(tables[0]["readings"]["on"]):
             for kind in row["kinds"]:
                 cells = [_share(tables, reading, place, kind) for reading in readings]
-                gains = [] if kind == NEVER_TOLD else [_gain(tables, other, place, kind) for other in ("off", "mismatched")]
-                print(f"| {row['distance']:,} | {kind} | {sum(t['readings']['on'][place]['kinds'][kind]['n'] for t in tables)} | ", end="")
+                gains = (
+                    []
+                    if kind == NEVER_TOLD
+                    else [_gain(tables, other, place, kind) for other in ("off", "mismatched")]
+                )
+                print(
+                    f"| {row['distance']:,} | {kind} | "
+                    f"{sum(t['readings']['on'][place]['kinds'][kind]['n'] for t in tables)} | ",
+                    end="",
+                )
                 print(" | ".join([*cells, *gains, *[""] * (2 - len(gains))]) + " |")
     texts = [values["near"]["text"] for values in seeds.values() if "near" in values]
     for key in ("difference", "document_gain") if texts else ():
-        print(f"\n{name}, on text without facts: {key} {', '.join(with_error(text[key]['mean'], text[key]['stderr']) for text in texts)}")
+        print(
+            f"\n{name}, on text without facts: {key} "
+            f"{', '.join(with_error(text[key]['mean'], text[key]['stderr']) for text in texts)}"
+        )
 
 
 def draw(model: str, runs: dict[str, dict[str, Any]], file: Path) -> None:
-    """What is said verbatim by distance, over the seeds, with 95 % intervals over questions, beside what the base says of what it sees."""
+    """What is said verbatim by distance, over the seeds, with 95 % intervals over questions, beside what the
+    base says of what it sees."""
     figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
-    for run, readings, line in (("gated", ("on", "state_only", "mismatched", "off"), "-"), ("untrained", ("bm25", "full"), ":")):
+    for run, readings, line in (
+        ("gated", ("on", "state_only", "mismatched", "off"), "-"),
+        ("untrained", ("bm25", "full"), ":"),
+    ):
         for reading in readings:
             if said := _said_verbatim(runs.get(run, {}).values(), reading):
                 shares = [wilson(answers) for answers in said.values()]
                 ends = [[abs(share[end] - share["share"]) for share in shares] for end in ("low", "high")]
                 label = reading if run == "gated" else f"{reading}, the base"
-                axes.errorbar([*said], [share["share"] for share in shares], yerr=ends, label=label, linestyle=line, marker="o", capsize=3)
+                axes.errorbar(
+                    [*said],
+                    [share["share"] for share in shares],
+                    yerr=ends,
+                    label=label,
+                    linestyle=line,
+                    marker="o",
+                    capsize=3,
+                )
     distances = [distance for _, part in (NEAR, FAR) for distance in part]
-    axes.set(xscale="log", xlabel="tokens between a fact and its question", ylabel="said verbatim", title=f"{model}, a window of {WINDOW}")
+    axes.set(
+        xscale="log",
+        xlabel="tokens between a fact and its question",
+        ylabel="said verbatim",
+        title=f"{model}, a window of {WINDOW}",
+    )
     axes.set_xticks(distances, [f"{distance:,}" for distance in distances])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(-0.02, 1)
@@ -202,7 +266,9 @@ def _share(tables: list[dict[str, Any]], reading: str, place: int, kind: str) ->
         return ""
     shares = [row[place]["kinds"][kind] for row in rows]
     first, *more = (
-        fmean(one[name]["share"] for one in shares) for name in ("exact_match", "multiple_choice", "hallucinated") if name in shares[0]
+        fmean(one[name]["share"] for one in shares)
+        for name in ("exact_match", "multiple_choice", "hallucinated")
+        if name in shares[0]
     )
     return f"{first:.2f}" + (f" ({more[0]:.2f})" if more else "")
 

@@ -1,10 +1,11 @@
-"""Why the target generator's gradient was 50,000 times below W_down's: what a small start and clipping in training each take of it.
+"""Why the target generator's gradient was 50,000 times below W_down's: what a small start and clipping in
+training each take of it.
 
 python tools/experiments/gradient_table.py --model .cache/smollm2-135m --text FILE [--out FILE.json]
 
-Gradient norms of conv, P and W_down, over all TTT layers, on one text; for each start of conv and P (both drawn from
-N(0, 1e-4²); the paper's; the paper's after one step of Adam, when it writes) with and without clipping every delta to 1e-5
-in training. The lines at the end are factors between these cells.
+Gradient norms of conv, P and W_down, over all TTT layers, on one text; for each start of conv and P (both
+drawn from N(0, 1e-4²); the paper's; the paper's after one step of Adam, when it writes) with and without
+clipping every delta to 1e-5 in training. The lines at the end are factors between these cells.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ Start = Mapping[nn.Parameter, Tensor]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=".cache/smollm2-135m")
     parser.add_argument("--text", default=".cache/text/sotu/1995_william_j._clinton_d.txt")
     parser.add_argument("--layers", default="12,18,24")
@@ -48,7 +51,10 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     layers = tuple(int(layer) for layer in args.layers.split(","))
-    model = convert(load_base(args.model, dtype=torch.float32), InPlaceTTTConfig(layers=layers, chunk_size=args.chunk_size))
+    model = convert(
+        load_base(args.model, dtype=torch.float32),
+        InPlaceTTTConfig(layers=layers, chunk_size=args.chunk_size),
+    )
     ids = tokens_of(args.text, AutoTokenizer.from_pretrained(args.model), args.tokens)
     cells = measure(DiagnosedModel.of(model, {"input_ids": ids}))
     result = {
@@ -92,7 +98,11 @@ def measure(model: DiagnosedModel) -> dict[str, dict[str, float | None]]:
 
         paper = cell("the paper's start", {})
         cell("the paper's after one step", first_step(model, paper, rates))
-        small = {p: torch.randn_like(p) * SMALL for (_, name), p in model.parameters().items() if name in ("conv", "proj")}
+        small = {
+            p: torch.randn_like(p) * SMALL
+            for (_, name), p in model.parameters().items()
+            if name in ("conv", "proj")
+        }
         cell("both N(0, 1e-4²)", small)
     return cells
 
@@ -117,7 +127,10 @@ def factors(cells: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]
 def render(cells: Mapping[str, Mapping[str, float | None]]) -> str:
     lines = [f"{'':38} {'conv':>9} {'P':>9} {'W_down':>9} {'conv/W':>9} {'P/W':>9}  clipped"]
     for name, cell in cells.items():
-        numbers = " ".join(f"{cell[key] or 0:9.2e}" for key in ("conv", "proj", "weight", "conv_over_weight", "proj_over_weight"))
+        numbers = " ".join(
+            f"{cell[key] or 0:9.2e}"
+            for key in ("conv", "proj", "weight", "conv_over_weight", "proj_over_weight")
+        )
         lines.append(f"{name:38} {numbers}  {cell['clipped']:.0%}")
     return "\n".join([*lines, *(f"{name}: {value:,.3g}" for name, value in factors(cells).items())])
 

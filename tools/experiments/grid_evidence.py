@@ -1,12 +1,14 @@
-"""A small grid around the paper's rule and around `ridge`: what each choice does to the training loss, to on - off and to memory.
+"""A small grid around the paper's rule and around `ridge`: what each choice does to the training loss, to on
+- off and to memory.
 
 python tools/experiments/grid_evidence.py [--points P ...] [--out docs/results/cpu-2026-11/grid]
 
-The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows for all. One choice
-at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate, the scale that P starts with, a clip in
-training, the target's source, and which parameters learn; then away from `ridge`. Where every parameter learns, the base is a
-model that was trained alike with eta 0; LoRA of as many parameters as the writes have, in float32, is read beside the untouched
-base. What is in OUT.json is done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
+The set-up is that of memory_evidence.py, shorter: 24 steps, 12 held-out documents, one seed, the same rows
+for all. One choice at a time is moved away from the paper's rule with eta 1 and rates of 1e-3: eta, the rate,
+the scale that P starts with, a clip in training, the target's source, and which parameters learn; then away
+from `ridge`. Where every parameter learns, the base is a model that was trained alike with eta 0; LoRA of as
+many parameters as the writes have, in float32, is read beside the untouched base. What is in OUT.json is
+done; so is every step kept under runs/grid. The next call goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -69,8 +71,12 @@ POINTS = {
     "hidden-state target": paper("target=hidden_states"),
     "every parameter, eta 0": every_parameter("0"),
     "every parameter": every_parameter("1", base="every parameter, eta 0"),
-    "LoRA, eta 0, beside the base": Point(rules.RULES["LoRA, eta 0"].trained("model.dtype=float32"), base=UNTOUCHED),
-    "ridge and LoRA": Point(rules.ridge().trained(*rules.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"),
+    "LoRA, eta 0, beside the base": Point(
+        rules.RULES["LoRA, eta 0"].trained("model.dtype=float32"), base=UNTOUCHED
+    ),
+    "ridge and LoRA": Point(
+        rules.ridge().trained(*rules.LORA, "model.dtype=float32"), base="LoRA, eta 0, beside the base"
+    ),
     "ridge": Point(rules.ridge()),
     "ridge, rank 0.25": Point(rules.ridge("whitening.rank=0.25")),
     "ridge, rank 1.0": Point(rules.ridge("whitening.rank=1.0")),
@@ -83,8 +89,17 @@ POINTS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", nargs="+", default=list(POINTS), choices=POINTS, metavar="P", help="; ".join(POINTS).replace("%", "%%"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        default=list(POINTS),
+        choices=POINTS,
+        metavar="P",
+        help="; ".join(POINTS).replace("%", "%%"),
+    )
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "cpu-2026-11" / "grid"))
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
@@ -98,7 +113,12 @@ def main() -> int:
             measure(name)
             rows[name] = found(name)
             results.put(
-                out.name, {"command": "python tools/experiments/grid_evidence.py", "protocol": protocol(), "points": in_order(rows)}
+                out.name,
+                {
+                    "command": "python tools/experiments/grid_evidence.py",
+                    "protocol": protocol(),
+                    "points": in_order(rows),
+                },
             )
     if not rows:
         sys.exit("nothing is measured yet; leave --table out.")
@@ -111,7 +131,14 @@ def in_order(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def protocol() -> dict[str, Any]:
-    how = {"window": evidence.WINDOW, "sinks": 4, "steps": STEPS, "documents": DOCUMENTS, "tokens": TOKENS, "seed": 0}
+    how = {
+        "window": evidence.WINDOW,
+        "sinks": 4,
+        "steps": STEPS,
+        "documents": DOCUMENTS,
+        "tokens": TOKENS,
+        "seed": 0,
+    }
     return {**how, **kept_runs.digests()}
 
 
@@ -122,7 +149,11 @@ def folder_of(name: str) -> Path:
 def measure(name: str) -> None:
     """Train and evaluate; what is done already is left alone."""
     point, run = POINTS[name], train(name)
-    base = () if point.base is None else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else whole(train(point.base))))
+    base = (
+        ()
+        if point.base is None
+        else ("--base", str(evidence.MODEL if point.base == UNTOUCHED else whole(train(point.base))))
+    )
     read = ("--documents", str(DOCUMENTS), "--tokens", str(TOKENS), "--window", str(evidence.WINDOW), *base)
     kept_runs.read(run, run / "final", "evaluation", *read, "--cache", str(rules.WORK / "without-writes"))
 
@@ -154,7 +185,11 @@ def whole(run: Path) -> Path:
 
 def scale_start(file: Path, factor: float) -> None:
     tensors = load_file(file)
-    save_file({name: x * factor if name.endswith(".proj") else x for name, x in tensors.items()}, file, {"format": "pt"})
+    save_file(
+        {name: x * factor if name.endswith(".proj") else x for name, x in tensors.items()},
+        file,
+        {"format": "pt"},
+    )
 
 
 def found(name: str) -> dict[str, Any]:
@@ -168,13 +203,19 @@ def found(name: str) -> dict[str, Any]:
         "point": name,
         "training_loss": {"first": losses[0], "highest": max(losses), "last": losses[-1]},
         "state_ratio": max(layer["state_ratio"] for layer in steps[-1]["layers"]),
-        **{key: read[key] for key in ("on", "off", "base", "difference", "gain", "generic_gain", "document_gain")},
+        **{
+            key: read[key]
+            for key in ("on", "off", "base", "difference", "gain", "generic_gain", "document_gain")
+        },
         "seconds": kept_runs.seconds_of(run),
     }
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("| point | training loss: first, highest, last | ‖ηS‖ / ‖W0‖ at the end | on - off | memory | on - base |")
+    print(
+        "| point | training loss: first, highest, last | ‖ηS‖ / ‖W0‖ at the end | on - off | memory | on - "
+        "base |"
+    )
     print("|---|---|---|---|---|---|")
     for row in rows:
         losses = ", ".join(f"{row['training_loss'][key]:.3f}" for key in ("first", "highest", "last"))

@@ -1,4 +1,5 @@
-"""What the evidence's tools share: texts split in two, and folders of runs that are kept, each with what it was made by beside it."""
+"""What the evidence's tools share: texts split in two, and folders of runs that are kept, each with what it
+was made by beside it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def digests(file: Path = RECIPE) -> dict[str, str]:
     for section, key in (("model", "path"), ("data", "train")):
         del recipe[section][key]
     del recipe["output"]
-    texts = {f"{name}_sha256": _digest(WORK / "text" / folder) for name, folder in (("held_out", "held-out"), ("train", "train"))}
+    texts = {
+        f"{name}_sha256": _digest(WORK / "text" / folder)
+        for name, folder in (("held_out", "held-out"), ("train", "train"))
+    }
     return {**texts, "recipe_sha256": hashlib.sha256(json.dumps(recipe).encode()).hexdigest()}
 
 
@@ -68,10 +72,13 @@ def stamp_of(folder: Path) -> dict[str, Any] | None:
 
 
 def made_by(folder: Path, **question: Any) -> None:
-    """Write beside a folder what makes it, before anything does. Raises InPlaceTTTError where something else made it."""
+    """Write beside a folder what makes it, before anything does. Raises InPlaceTTTError where something else
+    made it."""
     asked, known = json.loads(json.dumps(question)), stamp_of(folder)
     if folder.exists() and known != asked:
-        raise InPlaceTTTError(f"{folder} was made by another recipe, by other settings or from other texts; move it away.")
+        raise InPlaceTTTError(
+            f"{folder} was made by another recipe, by other settings or from other texts; move it away."
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.with_name(f"{folder.name}.made-by.json").write_text(json.dumps(asked, indent=1) + "\n")
 
@@ -90,12 +97,19 @@ def convert(base: Path, converted: Path, *how: str) -> Path:
 
 
 def train(converted: Path, run: Path, seed: int, *settings: str, recipe: Path = RECIPE) -> None:
-    """A run of the recipe on the texts that are not held out; one that is finished is left alone, and another goes on."""
+    """A run of the recipe on the texts that are not held out; one that is finished is left alone, and another
+    goes on."""
     same_in_any = [setting for setting in settings if setting not in ONE_PROCESS]
     made_by(run, model=stamp_of(converted), seed=seed, settings=same_in_any, **digests(recipe))
     if (run / "final").exists():
         return
-    settings = (f"model.path={converted}", f"data.train={TRAIN}", f"output={run}", f"training.seed={seed}", *settings)
+    settings = (
+        f"model.path={converted}",
+        f"data.train={TRAIN}",
+        f"output={run}",
+        f"training.seed={seed}",
+        *settings,
+    )
     words = (word for s in (*settings, f"data.seed={seed}") for word in ("--set", s))
     timed(run / "train.seconds", "train", str(recipe), "--no-audit", *words)
 
@@ -107,7 +121,8 @@ def leave_untrained(converted: Path, run: Path) -> None:
 
 
 def read(run: Path, model: Path, out: str, *how: str) -> None:
-    """What `inplace-ttt evaluate` says of a model on the held-out texts, into a folder of the run; one that is there is left alone."""
+    """What `inplace-ttt evaluate` says of a model on the held-out texts, into a folder of the run; one that
+    is there is left alone."""
     made_by(run / out, how=how)
     if not (run / out).exists():
         timed(run / f"{out}.seconds", "evaluate", str(model), *HELD_OUT, *how, "--out", str(run / out))
@@ -131,4 +146,7 @@ def command(*words: str) -> None:
     print("inplace-ttt", *words, file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, "-m", "inplace_ttt.cli", *words], cwd=ROOT, stdout=sys.stderr)
     if done.returncode:
-        sys.exit(f"`inplace-ttt {words[0]}` failed with exit code {done.returncode}; its message is above, and the same command goes on.")
+        sys.exit(
+            f"`inplace-ttt {words[0]}` failed with exit code {done.returncode}; its message is above, and "
+            "the same command goes on."
+        )

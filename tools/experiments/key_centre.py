@@ -1,12 +1,14 @@
 """What it costs to centre whitened keys by a constant in place of by the length of their input.
 
-python tools/experiments/key_centre.py [--models gemma-3-270m smollm2-135m] [--documents 2] [--out docs/results/cpu-2026-11/key-centre]
+python tools/experiments/key_centre.py [--models gemma-3-270m smollm2-135m] [--documents 2] [--out
+docs/results/cpu-2026-11/key-centre]
 
-Untrained conversions by `ridge`, whose conv is given one tap by hand: every token's target is the next one's, η times the tap is SIZE.
-Held-out documents of 2,048 tokens are read as `memory_evidence.py` reads them (SmolLM2 behind its window, Gemma in its own attention),
-with k = A (z - ‖z‖c) and with k = A (z - ac), a the RMS of ‖z‖ over the tokens that are read at once; nothing else differs. What is said
-is the loss with those writes less the one without. Under it stand the tokens that the constant harms most. A model
-that is in OUT.json is done.
+Untrained conversions by `ridge`, whose conv is given one tap by hand: every token's target is the next one's,
+η times the tap is SIZE. Held-out documents of 2,048 tokens are read as `memory_evidence.py` reads them
+(SmolLM2 behind its window, Gemma in its own attention), with k = A (z - ‖z‖c) and with k = A (z - ac), a the
+RMS of ‖z‖ over the tokens that are read at once; nothing else differs. What is said is the loss with those
+writes less the one without. Under it stand the tokens that the constant harms most. A model that is in
+OUT.json is done.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ NEXT = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(RULE), choices=RULE)
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "key-centre")
@@ -62,7 +66,10 @@ def main() -> int:
             cells = (with_error(row[way]["mean"], row[way]["stderr"]) for way in ("length", "constant"))
             print(f"| {row['layers']} | {row['size']:g} | {' | '.join(cells)} |")
         worst, share = found["worst"], found["worst"]["share"]
-        print(f"\nOf {worst['tokens']} tokens harmed most, layer {worst['layers']} at {worst['size']:g}: {share:.0%}, {worst['read']}")
+        print(
+            f"\nOf {worst['tokens']} tokens harmed most, layer {worst['layers']} at {worst['size']:g}: "
+            f"{share:.0%}, {worst['read']}"
+        )
     return 0
 
 
@@ -70,7 +77,9 @@ def main() -> int:
 def measure(name: str, model: Model, documents: int) -> dict[str, Any]:
     """Every layer alone and all of them, at every size, centred in both ways."""
     rule = RULES[RULE[name]]
-    converted = kept_runs.convert(model.base, model.work / kept_runs.slug(RULE[name]), "--layers", model.layers, *rule.convert)
+    converted = kept_runs.convert(
+        model.base, model.work / kept_runs.slug(RULE[name]), "--layers", model.layers, *rule.convert
+    )
     lm, tokenizer = load(converted, dtype=torch.bfloat16).eval(), tokenizer_of(str(converted))
     files = files_in([WORK / "text" / "held-out"])[:documents]
     rows = [tokens_of(file, tokenizer, TOKENS) for file in files]
@@ -101,7 +110,8 @@ def measure(name: str, model: Model, documents: int) -> dict[str, Any]:
     read_there = torch.cat([ids[0, model.past : -1] for ids in rows])
     return {
         "rows": found,
-        "worst": of_few(harms[worst["layers"], worst["size"]], read_there, tokenizer) | {k: worst[k] for k in ("layers", "size")},
+        "worst": of_few(harms[worst["layers"], worst["size"]], read_there, tokenizer)
+        | {k: worst[k] for k in ("layers", "size")},
     }
 
 
@@ -111,10 +121,15 @@ def centred_by_a_constant(keys: WhitenedKeys, z: Tensor) -> Tensor:
 
 
 def of_few(change: Tensor, read: Tensor, tokenizer: Any) -> dict[str, Any]:
-    """Of a change of the loss by token: what the hundredth harmed most has of all that is lost, and what they read."""
+    """Of a change of the loss by token: what the hundredth harmed most has of all that is lost, and what they
+    read."""
     most = change.argsort(descending=True)[: len(change) // 100]
     words = Counter(tokenizer.decode([token]) for token in read[most].tolist())
-    return {"tokens": len(most), "share": float(change[most].sum() / change.clamp(min=0).sum()), "read": dict(words.most_common(5))}
+    return {
+        "tokens": len(most),
+        "share": float(change[most].sum() / change.clamp(min=0).sum()),
+        "read": dict(words.most_common(5)),
+    }
 
 
 if __name__ == "__main__":

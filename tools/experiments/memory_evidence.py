@@ -1,16 +1,19 @@
-"""Do writes store memory? The paper's rule, the public code's and the `ridge` preset, trained and evaluated alike, over seeds.
+"""Do writes store memory? The paper's rule, the public code's and the `ridge` preset, trained and evaluated
+alike, over seeds.
 
-python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper official] [--seeds 0 1 2]
+python tools/experiments/memory_evidence.py [--model gemma-3-270m] [--rules ridge paper official] [--seeds 0 1
+2]
     [--one-process] [--out docs/results/cpu-2026-11/memory]
 
-SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv and P alone by
-recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out documents of 2,048 tokens with TTT on,
-off, and with a cross-document state, then with a passage that comes again. The first seed's models are read under full attention too,
-on the same documents and, on fewer, to three times the training length; and behind the window to eight times. What is read without
-writes is the base's, and is read once for all. Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own
-attention, windows of 512 tokens and in each sixth layer all of the text, and is read past token 512; its results are memory-gemma-3-270m.
-What is in OUT.json is done; so is every step kept under runs/memory. The next call goes on where the last one stopped. OUT.json, OUT.png
-and the tables have what is there so far.
+SmolLM2-135M sees a window of 256 tokens and 4 sinks. For each rule and seed, `inplace-ttt train` trains conv
+and P alone by recipes/evidence/smollm2-memory-cpu.yaml, and `inplace-ttt evaluate` reads 26 held-out
+documents of 2,048 tokens with TTT on, off, and with a cross-document state, then with a passage that comes
+again. The first seed's models are read under full attention too, on the same documents and, on fewer, to
+three times the training length; and behind the window to eight times. What is read without writes is the
+base's, and is read once for all. Gemma 3 270M (`tools/fetch/get_model.py --model gemma-3-270m`) keeps its own
+attention, windows of 512 tokens and in each sixth layer all of the text, and is read past token 512; its
+results are memory-gemma-3-270m. What is in OUT.json is done; so is every step kept under runs/memory. The
+next call goes on where the last one stopped. OUT.json, OUT.png and the tables have what is there so far.
 """
 
 from __future__ import annotations
@@ -43,17 +46,28 @@ FAR_DOCUMENTS, FAR = 8, 8 * TOKENS
 BESIDES = ("full_attention", "beyond_training", "far_beyond")
 """What seed 0 is read for besides."""
 CHOSEN_ON = 10
-"""The first documents: on them the rates, the start of P and the rank and η of `ridge` were chosen; the others are unseen."""
+"""The first documents: on them the rates, the start of P and the rank and η of `ridge` were chosen; the
+others are unseen."""
 
 LOSSES = ("off", "on", "mismatched")
-COLUMNS = ("difference", "gain", "generic_gain", "document_gain", "document_gain_unseen", "repeated_passage", "between")
+COLUMNS = (
+    "difference",
+    "gain",
+    "generic_gain",
+    "document_gain",
+    "document_gain_unseen",
+    "repeated_passage",
+    "between",
+)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What learns and is read. window: that it is trained and read behind, or its own attention. past: the first tokens that do not count.
+    """What learns and is read. window: that it is trained and read behind, or its own attention. past: the
+    first tokens that do not count.
 
-    folder: of its runs under runs/memory, and of its results' name. settings: of the recipe. besides: what seed 0 is read for.
+    folder: of its runs under runs/memory, and of its results' name. settings: of the recipe. besides: what
+        seed 0 is read for.
     """
 
     base: Path
@@ -72,10 +86,20 @@ class Model:
         attention = {"window": self.window, **({} if self.window is None else {"sinks": SINKS})}
         beyond = {
             "beyond_training": {"number": LONG_DOCUMENTS, "tokens": LONG, "past_token": TOKENS},
-            "far_beyond": {"number": FAR_DOCUMENTS, "tokens": FAR, "past_token": TOKENS, "window": self.window},
+            "far_beyond": {
+                "number": FAR_DOCUMENTS,
+                "tokens": FAR,
+                "past_token": TOKENS,
+                "window": self.window,
+            },
         }
         documents = {"number": DOCUMENTS, "tokens": TOKENS, "past_token": self.past}
-        return {**attention, "documents": documents, **{key: beyond[key] for key in beyond if key in self.besides}, **kept_runs.digests()}
+        return {
+            **attention,
+            "documents": documents,
+            **{key: beyond[key] for key in beyond if key in self.besides},
+            **kept_runs.digests(),
+        }
 
 
 MODELS = {
@@ -92,13 +116,23 @@ MODELS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m", choices=MODELS)
     parser.add_argument("--rules", nargs="+", default=MAIN, choices=RULES, metavar="R", help="; ".join(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
-    parser.add_argument("--one-process", action="store_true", help="train the same batches in one process: for one core, or little memory")
-    parser.add_argument("--besides", nargs="*", choices=BESIDES, help="what seed 0 is read for besides (default: all)")
-    parser.add_argument("--out", type=Path, help="default: docs/results/cpu-2026-11/memory, with the name of another model")
+    parser.add_argument(
+        "--one-process",
+        action="store_true",
+        help="train the same batches in one process: for one core, or little memory",
+    )
+    parser.add_argument(
+        "--besides", nargs="*", choices=BESIDES, help="what seed 0 is read for besides (default: all)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default: docs/results/cpu-2026-11/memory, with the name of another model"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing, print what is there")
     args = parser.parse_args()
     model = MODELS[args.model]
@@ -141,7 +175,15 @@ def measure(model: Model, name: str, seed: int, besides: Iterable[str]) -> None:
 
     def read(out: str, documents: int, tokens: int, *how: str) -> None:
         kept_runs.read(
-            run, run / "final" if rule.trains else converted, out, "--documents", str(documents), "--tokens", str(tokens), *cache, *how
+            run,
+            run / "final" if rule.trains else converted,
+            out,
+            "--documents",
+            str(documents),
+            "--tokens",
+            str(tokens),
+            *cache,
+            *how,
         )
 
     read("evaluation", DOCUMENTS, TOKENS, *window, *past, "--repeated-passage", *base)
@@ -167,31 +209,48 @@ class Record:
     def open(cls, path: Path, model: Model) -> Record:
         results = Results(path.parent, "name another --out, or delete it")
         held = results.get(path.name, protocol=model.protocol()) or {"rules": []}
-        return cls(results, path.name, model, {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]})
+        return cls(
+            results,
+            path.name,
+            model,
+            {(row["rule"], seed["seed"]): seed for row in held["rules"] for seed in row["seeds"]},
+        )
 
     def collect(self) -> None:
         """What lies under runs/memory."""
         for name in RULES:
             for run in self.model.work.glob(f"{kept_runs.slug(name)}-[0-9]*"):
-                if not run.name.removeprefix(f"{kept_runs.slug(name)}-").isdecimal() or not (run / "evaluation").exists():
+                if (
+                    not run.name.removeprefix(f"{kept_runs.slug(name)}-").isdecimal()
+                    or not (run / "evaluation").exists()
+                ):
                     continue
                 if not kept_runs.digests().items() <= (kept_runs.stamp_of(run) or {}).items():
-                    print(f"{run} was trained by another recipe or on other texts, and is left aside", file=sys.stderr)
+                    print(
+                        f"{run} was trained by another recipe or on other texts, and is left aside",
+                        file=sys.stderr,
+                    )
                 else:
                     self.seeds[name, int(run.name.rpartition("-")[2])] = _seed(run)
 
     def rows(self) -> list[dict[str, Any]]:
         """A rule after the other, each over its seeds."""
         found = {name: [self.seeds[key] for key in sorted(self.seeds) if key[0] == name] for name in RULES}
-        return [{"rule": name, **_over_seeds(seeds), "seeds": seeds} for name, seeds in found.items() if seeds]
+        return [
+            {"rule": name, **_over_seeds(seeds), "seeds": seeds} for name, seeds in found.items() if seeds
+        ]
 
     def having(self, *what: str) -> list[tuple[str, dict[str, Any]]]:
         """Rule and values of each seed that was read in one of these ways."""
-        return [(row["rule"], seed) for row in self.rows() for seed in row["seeds"] if seed.keys() & set(what)]
+        return [
+            (row["rule"], seed) for row in self.rows() for seed in row["seeds"] if seed.keys() & set(what)
+        ]
 
     def save(self) -> None:
         command = f"python tools/experiments/memory_evidence.py --model {self.model.base.name}"
-        self.results.put(self.name, {"command": command, "protocol": self.model.protocol(), "rules": self.rows()})
+        self.results.put(
+            self.name, {"command": command, "protocol": self.model.protocol(), "rules": self.rows()}
+        )
 
 
 def print_tables(record: Record) -> None:
@@ -216,15 +275,26 @@ def print_tables(record: Record) -> None:
         return
     full = record.having("full_attention")
     for where, key in (("all documents", "off"), ("the unseen ones", "off_unseen")):
-        gains = [values[key] - values["full_attention"][key] for _, values in full if key in values and key in values["full_attention"]]
+        gains = [
+            values[key] - values["full_attention"][key]
+            for _, values in full
+            if key in values and key in values["full_attention"]
+        ]
         if gains:
             print(f"On {where}, full attention gains {gains[0]:.4f} over the window.")
-    print(f"\nSeed 0, on - off and memory: full attention, at and past {TOKENS} of {LONG} tokens; the window, past {TOKENS} of {FAR}:\n")
+    print(
+        f"\nSeed 0, on - off and memory: full attention, at and past {TOKENS} of {LONG} tokens; the "
+        f"window, past {TOKENS} of {FAR}:\n"
+    )
     print(f"| rule | {'on - off | memory | ' * len(BESIDES)}memory up to {TOKENS}, at the end |")
     print("|---" * (2 + 2 * len(BESIDES)) + "|")
     for name, values in beside:
-        pairs = [values.get(where, {}).get(key) for where in BESIDES for key in ("difference", "document_gain")]
-        cells = ["not read yet" if pair is None else with_error(pair["mean"], pair["stderr"]) for pair in pairs]
+        pairs = [
+            values.get(where, {}).get(key) for where in BESIDES for key in ("difference", "document_gain")
+        ]
+        cells = [
+            "not read yet" if pair is None else with_error(pair["mean"], pair["stderr"]) for pair in pairs
+        ]
         rows = values.get("far_beyond", {}).get("positions", [])
         known = [_memory(row) for row in rows if row["stop"] <= TOKENS]
         cells.append(f"{known[-1]:+.4f}, {_memory(rows[-1]):+.4f}" if known else "not read yet")
@@ -232,10 +302,13 @@ def print_tables(record: Record) -> None:
 
 
 def print_beside_training(rows: list[dict[str, Any]]) -> None:
-    """What the rules gain over what is trained alike without writes; errors as if the two had read other documents, so too large."""
+    """What the rules gain over what is trained alike without writes; errors as if the two had read other
+    documents, so too large."""
     for other in rows:
         if not RULES[other["rule"]].writes:
-            gains = (f"{row['rule']} {_less(row['gain'], other['gain'])}" for row in rows if row["rule"] in MAIN)
+            gains = (
+                f"{row['rule']} {_less(row['gain'], other['gain'])}" for row in rows if row["rule"] in MAIN
+            )
             print(f"Beside {other['rule']}, on - base: {', '.join(gains)}.\n")
 
 
@@ -244,7 +317,8 @@ def _less(value: dict[str, float], other: dict[str, float]) -> str:
 
 
 def draw(record: Record, file: Path) -> None:
-    """On - off and memory by position behind the window, up to and beyond the length of the rows in training."""
+    """On - off and memory by position behind the window, up to and beyond the length of the rows in
+    training."""
     read = record.having("far_beyond")
     if not read:
         return
@@ -252,13 +326,21 @@ def draw(record: Record, file: Path) -> None:
     for name, values in read:
         rows = values["far_beyond"]["positions"]
         middle = [(row["start"] + row["stop"]) / 2 for row in rows]
-        for axes, heights in zip(panels, ([row["difference"] for row in rows], [_memory(row) for row in rows]), strict=True):
+        for axes, heights in zip(
+            panels, ([row["difference"] for row in rows], [_memory(row) for row in rows]), strict=True
+        ):
             axes.plot(middle, heights, marker="o", markersize=3, label=name)
     for axes, title in zip(panels, ("on - off", "document gain: on - mismatched"), strict=True):
         axes.axhline(0, color="#8a8f98", linewidth=1)
-        axes.axvline(TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label=f"rows of {TOKENS:,} tokens end")
+        axes.axvline(
+            TOKENS, color="#8a8f98", linewidth=1, linestyle=":", label=f"rows of {TOKENS:,} tokens end"
+        )
         axes.set_yscale("symlog", linthresh=0.1)
-        axes.set(xlabel="position in the document (tokens)", ylabel="nats a token", title=f"{title}, behind the window, seed 0")
+        axes.set(
+            xlabel="position in the document (tokens)",
+            ylabel="nats a token",
+            title=f"{title}, behind the window, seed 0",
+        )
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3)
     figure.savefig(file, dpi=130)
 
@@ -280,11 +362,16 @@ def _evaluation(folder: Path) -> dict[str, Any]:
 
 
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
-    values = {key: found[key] for key in ("on", "off", "mismatched", "difference", "generic_gain", "document_gain")}
-    values["gain"] = found["gain"] or found["difference"]  # without a base beside it, off is the base: conv and P alone have learnt
+    values = {
+        key: found[key] for key in ("on", "off", "mismatched", "difference", "generic_gain", "document_gain")
+    }
+    # without a base beside it, off is the base: conv and P alone have learnt
+    values["gain"] = found["gain"] or found["difference"]
     if len(found["documents"]) == DOCUMENTS:
         unseen = found["documents"][CHOSEN_ON:]
-        values["document_gain_unseen"] = vars(Mean.of([row["own_minus_mismatched"] for row in unseen], alone=0.0))
+        values["document_gain_unseen"] = vars(
+            Mean.of([row["own_minus_mismatched"] for row in unseen], alone=0.0)
+        )
         if all("off" in row for row in unseen):
             values["off_unseen"] = fmean(row["off"] for row in unseen)
     return values
@@ -304,12 +391,19 @@ def _memory(position: dict[str, Any]) -> float:
 
 
 def _over_seeds(seeds: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**{key: fmean(seed[key] for seed in seeds) for key in LOSSES}, **{key: _over(seeds, key) for key in COLUMNS}}
+    return {
+        **{key: fmean(seed[key] for seed in seeds) for key in LOSSES},
+        **{key: _over(seeds, key) for key in COLUMNS},
+    }
 
 
 def _over(seeds: list[dict[str, Any]], key: str) -> dict[str, float]:
     found = Mean.of((seed[key]["mean"] for seed in seeds), alone=0.0)
-    return {"mean": found.mean, "stderr_documents": fmean(seed[key]["stderr"] for seed in seeds), "stderr_seeds": found.stderr}
+    return {
+        "mean": found.mean,
+        "stderr_documents": fmean(seed[key]["stderr"] for seed in seeds),
+        "stderr_seeds": found.stderr,
+    }
 
 
 def _cell(value: dict[str, float]) -> str:

@@ -15,7 +15,8 @@ ONE_PROCESS = ("parallel.nproc_per_node=1", "training.gradient_accumulation_step
 
 @dataclass(frozen=True)
 class Rule:
-    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in writes' place.
+    """convert: options beyond the layers; settings: of the recipe. writes: or it is what one would train in
+        writes' place.
 
     trains: or it is read as converted, with the layers and η that the conversion chose on the training texts.
     """
@@ -36,7 +37,8 @@ def without_writes(*settings: str) -> Rule:
 
 
 def papers(preset: str, *changed: str, rate: str = "1e-3") -> Rule:
-    """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one learning rate for conv and P."""
+    """A rule of the paper's kind at the same chunk size, with settings of the config changed, and one
+    learning rate for conv and P."""
     rates = (f"training.learning_rate={rate}", f"training.conv_learning_rate={rate}")
     return Rule(("--preset", preset, "--chunk-size", "128", *_set(changed)), rates)
 
@@ -87,7 +89,10 @@ RULES = {
         )
         for steps in (24, 48)
     },
-    **{f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "preserve_row_norms=true") for eta in (1, 3)},
+    **{
+        f"paper, row norms kept, eta {eta}": papers("paper", f"eta={eta}", "preserve_row_norms=true")
+        for eta in (1, 3)
+    },
 }
 MAIN = ("ridge", "paper", "official")
 """What is run where nobody names the rules; the others are one thing changed."""

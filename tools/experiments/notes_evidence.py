@@ -1,11 +1,14 @@
-"""Does an untrained model repeat the facts of a short note? Loss gradients as targets, by η, layers, steps and readings.
+"""Does an untrained model repeat the facts of a short note? Loss gradients as targets, by η, layers, steps
+and readings.
 
-python tools/experiments/notes_evidence.py [--model .cache/smollm2-135m] [--notes 4] [--out docs/results/cpu-2026-11/notes]
+python tools/experiments/notes_evidence.py [--model .cache/smollm2-135m] [--notes 4] [--out
+docs/results/cpu-2026-11/notes]
 
-A note consists of two records of invented facts (`inplace_ttt.tasks.facts`), about 190 tokens. The model reads it 1, 2, 4 or 8
-times; the KV cache is dropped after each reading, so that the answers come from the fast weights alone. Each question is put to a fork of
-the session. "said" is the share of answers that greedy decoding begins with; "mismatched", the same after the next note. "text" is what the
-note's state changes of the loss of another text, 512 tokens of a play, in nats per token. In float32. What is in OUT.json is done.
+A note consists of two records of invented facts (`inplace_ttt.tasks.facts`), about 190 tokens. The model
+reads it 1, 2, 4 or 8 times; the KV cache is dropped after each reading, so that the answers come from the
+fast weights alone. Each question is put to a fork of the session. "said" is the share of answers that greedy
+decoding begins with; "mismatched", the same after the next note. "text" is what the note's state changes of
+the loss of another text, 512 tokens of a play, in nats per token. In float32. What is in OUT.json is done.
 """
 
 from __future__ import annotations
@@ -44,29 +47,49 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2-135m")
     parser.add_argument("--notes", type=int, default=4, metavar="N")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, metavar="S", help="; ".join(SETTINGS))
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=list(SETTINGS),
+        choices=SETTINGS,
+        metavar="S",
+        help="; ".join(SETTINGS),
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "notes")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     play = torch.tensor([tokenizer(PLAY.read_text(encoding="utf-8")).input_ids])
     notes = [invent(RECORDS, f"note {number}") for number in range(args.notes)]
-    protocol = {"model": args.model.name, "notes": args.notes, "records": RECORDS, "chunk_size": CHUNK, "dtype": "float32"}
+    protocol = {
+        "model": args.model.name,
+        "notes": args.notes,
+        "records": RECORDS,
+        "chunk_size": CHUNK,
+        "dtype": "float32",
+    }
     results = Results(args.out.parent, "name another --out, or delete it")
     rows = (results.get(args.out.name, protocol=protocol) or {"rows": {}})["rows"]
     for name in args.settings:
         if name not in rows:
             config = InPlaceTTTConfig(chunk_size=CHUNK, target="gradient", **SETTINGS[name])
             rows[name] = measure(model, tokenizer, config, notes, play)
-            results.put(args.out.name, {"command": "python tools/experiments/notes_evidence.py", "protocol": protocol, "rows": rows})
+            results.put(
+                args.out.name,
+                {"command": "python tools/experiments/notes_evidence.py", "protocol": protocol, "rows": rows},
+            )
         print_rows(name, rows[name])
     return 0
 
 
-def measure(model: Any, tokenizer: Any, config: InPlaceTTTConfig, notes: list[Facts], play: Tensor) -> list[dict[str, Any]]:
+def measure(
+    model: Any, tokenizer: Any, config: InPlaceTTTConfig, notes: list[Facts], play: Tensor
+) -> list[dict[str, Any]]:
     """One row for each number of readings."""
     convert(model, config)
     calibrate(model, [play[:, 8192:9216]])
@@ -84,10 +107,16 @@ def measure(model: Any, tokenizer: Any, config: InPlaceTTTConfig, notes: list[Fa
         if readings not in READINGS:
             continue
         answers = [said(session, facts, tokenizer) for session, facts in zip(sessions, notes, strict=True)]
-        borrowed = [said(session, facts, tokenizer) for session, facts in zip(sessions, [*notes[1:], notes[0]], strict=True)]
+        borrowed = [
+            said(session, facts, tokenizer)
+            for session, facts in zip(sessions, [*notes[1:], notes[0]], strict=True)
+        ]
         row: dict[str, Any] = {"readings": readings, "seconds_a_note": round(seconds / len(notes), 1)}
         for kind in ASKED:
-            row[kind] = {"n": sum(len(one[kind]) for one in answers), **wilson([hit for one in answers for hit in one[kind]])}
+            row[kind] = {
+                "n": sum(len(one[kind]) for one in answers),
+                **wilson([hit for one in answers for hit in one[kind]]),
+            }
             row[f"{kind}, mismatched"] = wilson([hit for one in borrowed for hit in one[kind]])
         row["text"] = fmean(loss_with(session, other) - before for session in sessions)
         rows.append(row)
@@ -129,7 +158,9 @@ def loss_with(session: Session, ids: Tensor) -> float:
 
 def print_rows(name: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        shares = " | ".join(f"{row[kind]['share']:.2f} ({row[f'{kind}, mismatched']['share']:.2f})" for kind in ASKED)
+        shares = " | ".join(
+            f"{row[kind]['share']:.2f} ({row[f'{kind}, mismatched']['share']:.2f})" for kind in ASKED
+        )
         print(f"| {name} | {row['readings']} | {shares} | {row['text']:+.2f} | {row['seconds_a_note']} |")
 
 

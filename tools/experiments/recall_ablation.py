@@ -1,9 +1,12 @@
-"""What recall owes to which part of the method: variants of recipes/recall-cpu.yaml, some seeds each, as a table and a plot.
+"""What recall owes to which part of the method: variants of recipes/recall-cpu.yaml, some seeds each, as a
+table and a plot.
 
-python tools/experiments/recall_ablation.py --runs runs/recall-ablation --out docs/results/cpu-2026-11/recall-ablation
+python tools/experiments/recall_ablation.py --runs runs/recall-ablation --out
+docs/results/cpu-2026-11/recall-ablation
 
-Trains in this process with plain torch: the recipe's model, data, parameter groups and schedule without the launcher, which
-would take longer than the run. One JSON file a run; a run that is there already is not made again.
+Trains in this process with plain torch: the recipe's model, data, parameter groups and schedule without the
+launcher, which would take longer than the run. One JSON file a run; a run that is there already is not made
+again.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "recall-cpu.yaml"
 
 @dataclass(frozen=True)
 class Variant:
-    """The recipe with some settings changed, with conv or P held at the identity, or with the state in another dtype."""
+    """The recipe with some settings changed, with conv or P held at the identity, or with the state in
+    another dtype."""
 
     name: str
     settings: tuple[str, ...] = ()
@@ -65,11 +69,21 @@ VARIANTS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", default="runs/recall-ablation", help="folder of the runs, one JSON file each")
-    parser.add_argument("--out", default="runs/recall-ablation/summary", help="where the table (.json) and the plot (.png) go")
+    parser.add_argument(
+        "--runs", default="runs/recall-ablation", help="folder of the runs, one JSON file each"
+    )
+    parser.add_argument(
+        "--out", default="runs/recall-ablation/summary", help="where the table (.json) and the plot (.png) go"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the recipe, for every variant")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the recipe, for every variant",
+    )
     args = parser.parse_args()
     results = Results(args.runs, "choose another --runs")
     recipe = hashlib.sha256(RECIPE.read_bytes()).hexdigest()
@@ -78,7 +92,13 @@ def main() -> None:
     with tqdm(todo, unit="run", file=sys.stderr, disable=None) as bar:
         for seed, variant in bar:
             bar.set_postfix_str(f"{variant.name}, seed {seed}")
-            asked = {"variant": asdict(variant), "seed": seed, "steps": args.steps, "set": args.set, "recipe_sha256": recipe}
+            asked = {
+                "variant": asdict(variant),
+                "seed": seed,
+                "steps": args.steps,
+                "set": args.set,
+                "recipe_sha256": recipe,
+            }
             name = f"{_slug(variant.name)}-{seed}"
             if results.get(name, asked=asked) is None:
                 results.put(name, {"asked": asked, **_run(variant, seed, args)})
@@ -95,7 +115,10 @@ def main() -> None:
     Results(out.parent).put(out.name, summary)
     _plot(summary, out.with_suffix(".png"))
     for name, row in summary["variants"].items():
-        print(f"{name:28} {row['on']['mean']:6.1%} ({row['on']['min']:.1%} to {row['on']['max']:.1%})   off {row['off']['mean']:.1%}")
+        print(
+            f"{name:28} {row['on']['mean']:6.1%} ({row['on']['min']:.1%} to {row['on']['max']:.1%})   off "
+            f"{row['off']['mean']:.1%}"
+        )
 
 
 def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -104,7 +127,9 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
     recipe = load_recipe(RECIPE, [*args.set, *common, *variant.settings])
     settings, data, task = recipe.training, recipe.data, recipe.data.recall
     assert task is not None
-    make = functools.partial(recall_data, pairs=task.pairs, vocabulary=task.vocabulary, length=data.sequence_length, seed=data.seed)
+    make = functools.partial(
+        recall_data, pairs=task.pairs, vocabulary=task.vocabulary, length=data.sequence_length, seed=data.seed
+    )
     rows, held_out = make(settings.batch_size * args.steps), make(data.validation_documents, held_out=True)
     model = build_model(recipe)
     _hold_at_identity(model, variant.identity)
@@ -112,7 +137,9 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
     for group in groups:
         group["lr"] *= group["name"] not in variant.identity
     optimiser = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, [schedule(settings, args.steps, group["name"]) for group in groups])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, [schedule(settings, args.steps, group["name"]) for group in groups]
+    )
     start, losses = time.perf_counter(), []
     with nullcontext() if variant.state is None else _state_kept_in(getattr(torch, variant.state)):
         model.train()
@@ -128,7 +155,12 @@ def _run(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, Any
         on = recall_accuracy(model, held_out)
     with disable_ttt(model):
         off = recall_accuracy(model, held_out)
-    return {"on": on, "off": off, "loss": statistics.mean(losses[-10:]), "seconds": time.perf_counter() - start}
+    return {
+        "on": on,
+        "off": off,
+        "loss": statistics.mean(losses[-10:]),
+        "seconds": time.perf_counter() - start,
+    }
 
 
 @torch.no_grad()
@@ -147,7 +179,15 @@ def _state_kept_in(dtype: torch.dtype) -> Iterator[None]:
     """Within it, every TTT layer rounds its state to `dtype` after each chunk; rows are one document each."""
 
     def rounded(
-        z: Tensor, v: Tensor, weight: Tensor, *, eta: float, layout: ChunkLayout, clip: Any = None, rule: Rule = PAPER_RULE, **none: Any
+        z: Tensor,
+        v: Tensor,
+        weight: Tensor,
+        *,
+        eta: float,
+        layout: ChunkLayout,
+        clip: Any = None,
+        rule: Rule = PAPER_RULE,
+        **none: Any,
     ) -> Tensor:
         assert rule == PAPER_RULE and not any(value is not None for value in none.values())
         batch, length, _ = z.shape
@@ -155,7 +195,14 @@ def _state_kept_in(dtype: torch.dtype) -> Iterator[None]:
         state, outs = z.new_zeros(batch, *weight.shape), []
         for start, stop in layout.chunks((0, length)):
             chunk = ChunkLayout.from_lengths([[stop - start]] * batch, layout.chunk_size)
-            read = {"eta": eta, "layout": chunk, "initial_state": state, "clip": clip, "backend": "reference", "return_state": True}
+            read = {
+                "eta": eta,
+                "layout": chunk,
+                "initial_state": state,
+                "clip": clip,
+                "backend": "reference",
+                "return_state": True,
+            }
             out, state = fast_weight(z[:, start:stop], v[:, start:stop], weight, **read)
             state = state.to(dtype).to(z.dtype)
             outs.append(out)
@@ -172,7 +219,12 @@ def _spread(runs: list[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for which in ("on", "off"):
         values = [run[which] for run in runs]
-        row[which] = {"mean": statistics.mean(values), "min": min(values), "max": max(values), "seeds": values}
+        row[which] = {
+            "mean": statistics.mean(values),
+            "min": min(values),
+            "max": max(values),
+            "seeds": values,
+        }
     return {**row, "seconds": statistics.mean(run["seconds"] for run in runs)}
 
 
@@ -187,7 +239,11 @@ def _plot(summary: dict[str, Any], path: Path) -> None:
     on = [summary["variants"][name]["on"] for name in names]
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.barh(names, [row["mean"] for row in on], color=["#d9822b" if "recipe" in name else "#2f6db3" for name in names])
+    axes.barh(
+        names,
+        [row["mean"] for row in on],
+        color=["#d9822b" if "recipe" in name else "#2f6db3" for name in names],
+    )
     for place, row in enumerate(on):
         axes.plot(row["seeds"], [place] * len(row["seeds"]), "o", color="#1f2933", markersize=3)
     axes.axvline(summary["chance"], color="#1f2933", linewidth=0.8, linestyle=":", label="chance")

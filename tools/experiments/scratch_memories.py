@@ -1,8 +1,10 @@
 """The memories against each other, from scratch: every system with every seed of a recipe, as one table.
 
-python tools/experiments/scratch_memories.py recipes/memories/scratch-recall-cpu.yaml --json docs/results/cpu-2026-11/scratch-recall.json
+python tools/experiments/scratch_memories.py recipes/memories/scratch-recall-cpu.yaml --json
+docs/results/cpu-2026-11/scratch-recall.json
 
-One JSON file a run; a run that is there already is not made again, so it may be stopped at any time and started anew.
+One JSON file a run; a run that is there already is not made again, so it may be stopped at any time and
+started anew.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ from inplace_ttt.files.settings import read_settings
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's")
-    parser.add_argument("--runs", type=Path, help="folder of the runs, one JSON file each (default: runs/<recipe>)")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's"
+    )
+    parser.add_argument(
+        "--runs", type=Path, help="folder of the runs, one JSON file each (default: runs/<recipe>)"
+    )
     parser.add_argument("--json", type=Path, help="write the table and all figures here as well")
     args = parser.parse_args()
     folder = Path("runs") / args.recipe.stem if args.runs is None else args.runs
@@ -40,7 +48,11 @@ def main() -> int:
         rows = run(settings, task, Results(folder, "name another folder with --runs"))
         lines = table(rows, settings)
         if args.json is not None:
-            about = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "threads": torch.get_num_threads()}
+            about = {
+                "command": " ".join(["python", *sys.argv]),
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+            }
             figures = {"settings": dataclasses.asdict(settings), "sizes": sizes, "table": lines, "rows": rows}
             Results(args.json.parent, "choose another --json").put(args.json.stem, {**about, **figures})
     except InPlaceTTTError as error:
@@ -51,7 +63,8 @@ def main() -> int:
 
 
 def run(settings: Scratch, task: Task, results: Results) -> list[dict[str, Any]]:
-    """Every run, seed by seed, so that what is there early is a whole table. Runs of other settings are refused first.
+    """Every run, seed by seed, so that what is there early is a whole table. Runs of other settings are
+    refused first.
 
     A run that diverges stops no other; it is named at the end.
     """
@@ -63,7 +76,10 @@ def run(settings: Scratch, task: Task, results: Results) -> list[dict[str, Any]]
             found = held[seed, system]
             if found is None:
                 try:
-                    found = {"asked": asked_of(settings, system), "found": train_one(settings, task, system, seed)}
+                    found = {
+                        "asked": asked_of(settings, system),
+                        "found": train_one(settings, task, system, seed),
+                    }
                 except InPlaceTTTError as error:
                     diverged.append(str(error))
                     continue
@@ -76,22 +92,35 @@ def run(settings: Scratch, task: Task, results: Results) -> list[dict[str, Any]]
 
 def asked_of(settings: Scratch, system: str) -> dict[str, Any]:
     """What a run depends on besides its seed: not the other systems."""
-    shared = {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("systems", "seeds")}
+    shared = {
+        name: value
+        for name, value in dataclasses.asdict(settings).items()
+        if name not in ("systems", "seeds")
+    }
     return {**shared, "system": system, "options": settings.systems[system]}
 
 
 def print_sizes(sizes: list[dict[str, Any]]) -> None:
     for line in sizes:
         share = line["parameters"] / line["parameters_of_attention"] - 1
-        print(f"{line['system']:17} MLP {line['width']:4}  {line['parameters']:,} parameters ({share:+.2%})", file=sys.stderr)
+        print(
+            f"{line['system']:17} MLP {line['width']:4}  {line['parameters']:,} parameters ({share:+.2%})",
+            file=sys.stderr,
+        )
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     names = list(lines[0]["scores"])
-    print(f"{'':17} {'seeds':>5} {'parameters':>11} {'state bytes':>12} {'tokens/s':>9} " + " ".join(f"{name:>16}" for name in names))
+    print(
+        f"{'':17} {'seeds':>5} {'parameters':>11} {'state bytes':>12} {'tokens/s':>9} "
+        + " ".join(f"{name:>16}" for name in names)
+    )
     for line in lines:
         scores = " ".join(f"{shown(line['scores'][name]):>16}" for name in names)
-        sizes = f"{line['n']:5} {line['parameters']:11,} {line['state_bytes']:12,} {line['tokens_per_second']:9,.0f}"
+        sizes = (
+            f"{line['n']:5} {line['parameters']:11,} {line['state_bytes']:12,} "
+            f"{line['tokens_per_second']:9,.0f}"
+        )
         print(f"{line['system']:17} {sizes} {scores}")
 
 

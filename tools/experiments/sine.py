@@ -1,7 +1,8 @@
 """The proof of concept of Titans on sine waves: the next element of a noisy wave, with and without a memory.
 
-A window of C elements sees C noisy points; whoever remembers the whole wave knows its frequency and phase better. Models:
-Titans' memory as context with one or two memory layers, attention on the window alone, an LSTM.
+A window of C elements sees C noisy points; whoever remembers the whole wave knows its frequency and phase
+better. Models: Titans' memory as context with one or two memory layers, attention on the window alone, an
+LSTM.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from inplace_ttt.reports.statistics import Mean
 
 @dataclass(frozen=True)
 class Waves:
-    """sin(2πt / period + phase) + noise: periods log-uniform between two bounds, any phase, normal noise of that spread."""
+    """sin(2πt / period + phase) + noise: periods log-uniform between two bounds, any phase, normal noise of
+    that spread."""
 
     length: int = 500
     train: int = 64
@@ -36,14 +38,19 @@ class Waves:
     periods: list[float] = field(default_factory=lambda: [10.0, 100.0])
 
     def __post_init__(self) -> None:
-        require(len(self.periods) == 2 and 0 < self.periods[0] <= self.periods[1], "periods", "give two, the shorter first")
+        require(
+            len(self.periods) == 2 and 0 < self.periods[0] <= self.periods[1],
+            "periods",
+            "give two, the shorter first",
+        )
         for name in ("train", "validation", "test"):
             require(getattr(self, name) >= 1, name, "must be at least 1")
 
 
 @dataclass(frozen=True)
 class Training:
-    """Adam. phases: of the C residues that a position has modulo C, how many a step trains on, drawn anew for each step.
+    """Adam. phases: of the C residues that a position has modulo C, how many a step trains on, drawn anew for
+    each step.
 
     validation_phases: how many the validation error is taken on, always the same.
     """
@@ -76,14 +83,23 @@ class Sine:
     published: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(bool(self.models) and set(self.models) <= set(BUILDERS), "models", f"choose from {', '.join(BUILDERS)}")
+        require(
+            bool(self.models) and set(self.models) <= set(BUILDERS),
+            "models",
+            f"choose from {', '.join(BUILDERS)}",
+        )
         phases = max(self.training.phases, self.training.validation_phases)
-        require(phases <= self.segment, "training", f"phases and validation_phases cannot exceed segment, {self.segment}")
+        require(
+            phases <= self.segment,
+            "training",
+            f"phases and validation_phases cannot exceed segment, {self.segment}",
+        )
         require(self.waves.length > self.segment, "waves", f"length must exceed segment, {self.segment}")
 
 
 class WindowAttention(nn.Module):
-    """The MAC model without memory and persistent tokens: encoder layers on the last C elements, and one linear map."""
+    """The MAC model without memory and persistent tokens: encoder layers on the last C elements, and one
+    linear map."""
 
     def __init__(self, dim: int, segment: int) -> None:
         super().__init__()
@@ -93,7 +109,8 @@ class WindowAttention(nn.Module):
         self.answer = nn.Linear(segment * dim, 1)
 
     def every_next(self, x: Tensor, phases: Tensor) -> Tensor:
-        windows = by_phase(x[:, :-1].unfold(1, self.segment, 1).squeeze(2), self.segment, phases)  # [B, segments, n, C]
+        # [B, segments, n, C]
+        windows = by_phase(x[:, :-1].unfold(1, self.segment, 1).squeeze(2), self.segment, phases)
         y = self.attention(F.silu(self.embed(windows.flatten(0, 2).unsqueeze(-1))))
         return self.answer(y.flatten(1)).view(*windows.shape[:3], 1)
 
@@ -124,7 +141,8 @@ BUILDERS: dict[str, Callable[[Sine], nn.Module]] = {
 
 
 def by_phase(every: Tensor, segment: int, phases: Tensor, fill: float = 0.0) -> Tensor:
-    """What there is for positions C … T − 1, [B, T − C, …], as [B, ⌈(T − C) / C⌉, n, …], filled up behind T."""
+    """What there is for positions C … T − 1, [B, T − C, …], as [B, ⌈(T − C) / C⌉, n, …], filled up behind
+    T."""
     tail = every.new_full((every.shape[0], -every.shape[1] % segment, *every.shape[2:]), fill)
     return torch.cat([every, tail], dim=1).unflatten(1, (-1, segment))[:, :, phases]
 
@@ -147,7 +165,8 @@ def error(model: nn.Module, x: Tensor, segment: int, phases: Tensor) -> Tensor:
 
 
 def train_one(name: str, seed: int, settings: Sine) -> dict[str, Any]:
-    """One model with one seed: trained, chosen by its validation error after an epoch, tested on every position."""
+    """One model with one seed: trained, chosen by its validation error after an epoch, tested on every
+    position."""
     started = time.monotonic()
     training, c = settings.training, settings.segment
     data, held, test = (waves(n, settings.waves, 3 * seed + i) for i, n in enumerate(sizes(settings.waves)))
@@ -158,7 +177,9 @@ def train_one(name: str, seed: int, settings: Sine) -> dict[str, Any]:
     best, kept = math.inf, copy.deepcopy(model.state_dict())
     for _ in tqdm(range(training.epochs), desc=f"{name}, seed {seed}", disable=None):
         for rows in torch.randperm(len(data), generator=order).split(training.batch_size):
-            loss = error(model, data[rows], c, torch.randperm(c, generator=order)[: training.phases].sort().values)
+            loss = error(
+                model, data[rows], c, torch.randperm(c, generator=order)[: training.phases].sort().values
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -167,7 +188,9 @@ def train_one(name: str, seed: int, settings: Sine) -> dict[str, Any]:
         if found < best:
             best, kept = found, copy.deepcopy(model.state_dict())
     if not math.isfinite(best):
-        raise InPlaceTTTError(f"{name} diverged with seed {seed}; lower training.learning_rate, or theta under mac.")
+        raise InPlaceTTTError(
+            f"{name} diverged with seed {seed}; lower training.learning_rate, or theta under mac."
+        )
     model.load_state_dict(kept)
     with torch.no_grad():
         mse = torch.stack([error(model, part, c, torch.arange(c)) for part in test.split(16)]).mean().item()

@@ -1,6 +1,7 @@
 """The sine-wave table of Titans' proof of concept: our test errors, over seeds, beside the published ones.
 
-python tools/experiments/sine_waves.py recipes/memories/sine-cpu.yaml --json docs/results/cpu-2026-11/sine.json
+python tools/experiments/sine_waves.py recipes/memories/sine-cpu.yaml --json
+docs/results/cpu-2026-11/sine.json
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from inplace_ttt.files.settings import read_settings
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's")
-    parser.add_argument("--json", type=Path, help="write the figures here as well; what it holds already is not run again")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="put values over the recipe's"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write the figures here as well; what it holds already is not run again"
+    )
     args = parser.parse_args()
     try:
         settings = read_settings(Sine, args.recipe, args.set)
@@ -36,14 +43,20 @@ def main() -> int:
         published = "" if line["published"] is None else f"{line['published']:.4f}"
         seconds = sum(row["seconds"] for row in of_model) / len(of_model)
         print(
-            f"{line['model']:10} {line['mean']:9.4f} ± {line['stderr']:.4f} {published:>10} {of_model[0]['parameters']:11,} {seconds:8.0f}"
+            f"{line['model']:10} {line['mean']:9.4f} ± {line['stderr']:.4f} {published:>10} "
+            f"{of_model[0]['parameters']:11,} {seconds:8.0f}"
         )
     return 0
 
 
 def run(settings: Sine, file: Path | None) -> list[dict[str, object]]:
-    """Every model with every seed; each result is saved when it is there, so that a run can be taken up again."""
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "settings": dataclasses.asdict(settings)}
+    """Every model with every seed; each result is saved when it is there, so that a run can be taken up
+    again."""
+    about = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "settings": dataclasses.asdict(settings),
+    }
     results, name = Results(file and file.parent, "name another file"), file.stem if file else "sine"
     rows = (results.get(name, settings=about["settings"]) or {"rows": []})["rows"]
     for seed in settings.seeds:

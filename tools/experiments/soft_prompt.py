@@ -1,11 +1,15 @@
-"""What a soft prompt gains: learnt keys and values that every token sees, as many numbers as conv and P have, trained on the same rows.
+"""What a soft prompt gains: learnt keys and values that every token sees, as many numbers as conv and P have,
+trained on the same rows.
 
-python tools/experiments/soft_prompt.py [--rates 3e-3] [--seeds 0 1 2] [--out docs/results/cpu-2026-11/soft-prompt]
+python tools/experiments/soft_prompt.py [--rates 3e-3] [--seeds 0 1 2] [--out
+docs/results/cpu-2026-11/soft-prompt]
 
-SmolLM2-135M behind the window of `memory_evidence.py`, with its recipe's rows, batches, steps and schedule, in one process; in place of
-writes, 87 keys and values in every layer are trained (prefix tuning), which begin as those of the first row's first tokens. The base
-stays as it is. Then the held-out documents of `memory_evidence.py` are read, beside the base, over the tokens that its tables are over. A
-prompt is the same for every document, so that it remembers none. What is in OUT.json is done, and the next call goes on with the others.
+SmolLM2-135M behind the window of `memory_evidence.py`, with its recipe's rows, batches, steps and schedule,
+in one process; in place of writes, 87 keys and values in every layer are trained (prefix tuning), which begin
+as those of the first row's first tokens. The base stays as it is. Then the held-out documents of
+`memory_evidence.py` are read, beside the base, over the tokens that its tables are over. A prompt is the same
+for every document, so that it remembers none. What is in OUT.json is done, and the next call goes on with the
+others.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ CHUNK = 128
 
 
 class SoftPrompt(nn.Module):
-    """Keys and values [layers, 2, 1, H, PREFIX, D], float32, that stand before the first token in every layer's cache."""
+    """Keys and values [layers, 2, 1, H, PREFIX, D], float32, that stand before the first token in every
+    layer's cache."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         super().__init__()
@@ -64,14 +69,31 @@ class SoftPrompt(nn.Module):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3], metavar="LR", help="learning rates to try (default: 3e-3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[3e-3],
+        metavar="LR",
+        help="learning rates to try (default: 3e-3)",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "soft-prompt")
     args = parser.parse_args()
     split_texts()
     results = Results(args.out.parent, "name another --out, or delete it")
-    protocol = {"prefix": PREFIX, "window": WINDOW, "sinks": SINKS, "documents": DOCUMENTS, "tokens": TOKENS, "past": WINDOW, **digests()}
+    protocol = {
+        "prefix": PREFIX,
+        "window": WINDOW,
+        "sinks": SINKS,
+        "documents": DOCUMENTS,
+        "tokens": TOKENS,
+        "past": WINDOW,
+        **digests(),
+    }
     held = results.get(args.out.name, protocol=protocol) or {"protocol": protocol, "runs": []}
     for seed, rate in itertools.product(args.seeds, args.rates):
         if not any((run["seed"], run["rate"]) == (seed, rate) for run in held["runs"]):
@@ -79,7 +101,10 @@ def main() -> int:
             results.put(args.out.name, {"command": "python tools/experiments/soft_prompt.py", **held})
     for run in held["runs"]:
         gain = with_error(run["gain"]["mean"], run["gain"]["stderr"])
-        print(f"seed {run['seed']}, rate {run['rate']:g}: with the prompt {run['with']:.4f}, base {run['base']:.4f}, {gain}")
+        print(
+            f"seed {run['seed']}, rate {run['rate']:g}: with the prompt {run['with']:.4f}, base "
+            f"{run['base']:.4f}, {gain}"
+        )
     return 0
 
 
@@ -88,15 +113,22 @@ def measure(seed: int, rate: float) -> dict[str, Any]:
     began = time.perf_counter()
     settings = (f"data.train={TRAIN}", f"training.seed={seed}", f"data.seed={seed}")
     recipe = load_recipe(RECIPE, [*settings, f"training.learning_rate={rate}"])
-    model, tokenizer = load_base(MODEL, dtype=torch.bfloat16).eval().requires_grad_(False), AutoTokenizer.from_pretrained(MODEL)
+    model, tokenizer = (
+        load_base(MODEL, dtype=torch.bfloat16).eval().requires_grad_(False),
+        AutoTokenizer.from_pretrained(MODEL),
+    )
     prompt, losses = trained(model, recipe, rows_to_come(build_data(recipe, tokenizer, CHUNK).train, recipe))
     between = time.perf_counter()
     files = files_in([WORK / "text" / "held-out"])[:DOCUMENTS]
     baseline, differences, base = BaselineLosses(WORK / "without-writes"), [], []
     for file in tqdm(files, desc="reading", file=sys.stderr):
         ids = tokens_of(file, tokenizer, TOKENS)
-        untouched = baseline.of(model, ids, piece=CHUNK, window=WINDOW, sinks=SINKS, progress=lambda tokens: None)
-        with_it, without = (float(loss[0, WINDOW:].double().mean()) for loss in (read(model, ids, prompt), untouched))
+        untouched = baseline.of(
+            model, ids, piece=CHUNK, window=WINDOW, sinks=SINKS, progress=lambda tokens: None
+        )
+        with_it, without = (
+            float(loss[0, WINDOW:].double().mean()) for loss in (read(model, ids, prompt), untouched)
+        )
         differences.append(with_it - without)
         base.append(without)
     gain = Mean.of(differences)
@@ -109,7 +141,9 @@ def trained(model: PreTrainedModel, recipe: Recipe, rows: Any) -> tuple[SoftProm
     """By AdamW over the recipe's steps, and each step's loss."""
     o, batch = recipe.training, recipe.training.batch_size * recipe.parallel.world
     prompt = SoftPrompt(model, torch.tensor([rows[0]["input_ids"]]))
-    optimizer = torch.optim.AdamW(prompt.parameters(), lr=o.learning_rate, betas=(o.betas[0], o.betas[1]), eps=o.epsilon, weight_decay=0)
+    optimizer = torch.optim.AdamW(
+        prompt.parameters(), lr=o.learning_rate, betas=(o.betas[0], o.betas[1]), eps=o.epsilon, weight_decay=0
+    )
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, recipe.steps, "vectors"))
     losses = []
     for step in tqdm(range(recipe.steps), desc="training", file=sys.stderr):

@@ -1,13 +1,15 @@
-"""What compact keys and least squares do for a layer's recall, before anything is trained, and what they cost.
+"""What compact keys and least squares do for a layer's recall, before anything is trained, and what they
+cost.
 
-python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432] [--ridge 0.1 1] [--seeds 0 1 2]
+python tools/experiments/untrained_recall.py [--layers 6 12] [--ranks 64 288 432] [--ridge 0.1 1] [--seeds 0 1
+2]
     [--out docs/results/cpu-2026-11/untrained-recall.json]
 
-SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A layer's memory is
-written with its own keys and, as values, the centred embedding of the next token: what a convolution with one tap and P = I
-makes. The recall is how often, on the second copy, what is read is nearest to the right one of all 49,152 embeddings. Costs are
-times of keys and op over that of the plain down-projection, forward, one thread, median of pairs. A seed that is in OUT.json is
-done.
+SmolLM2-135M reads held-out documents in which a passage of 512 tokens stands again 1,024 tokens later. A
+layer's memory is written with its own keys and, as values, the centred embedding of the next token: what a
+convolution with one tap and P = I makes. The recall is how often, on the second copy, what is read is nearest
+to the right one of all 49,152 embeddings. Costs are times of keys and op over that of the plain
+down-projection, forward, one thread, median of pairs. A seed that is in OUT.json is done.
 """
 
 from __future__ import annotations
@@ -75,27 +77,48 @@ class Variant:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", nargs="+", type=int, default=[6, 12, 18, 24])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 128, 256, 288, 432, 512, 576, 1024])
     parser.add_argument("--ridge", nargs="+", type=float, default=[0.01, 0.1, 1.0])
-    parser.add_argument("--documents", type=int, default=8, help="to read, and as many again to measure keys on (default: 8)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the documents and the passages' places")
+    parser.add_argument(
+        "--documents", type=int, default=8, help="to read, and as many again to measure keys on (default: 8)"
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the documents and the passages' places"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures here as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    variants = [Variant(rank, ridge) for ridge in (None, *args.ridge) for rank in (None, *args.ranks) if rank or not ridge]
+    variants = [
+        Variant(rank, ridge)
+        for ridge in (None, *args.ridge)
+        for rank in (None, *args.ranks)
+        if rank or not ridge
+    ]
     results = Results(args.out and args.out.parent, "name another --out, or delete it")
     name = args.out.stem if args.out else "untrained-recall"
-    protocol = {"layers": args.layers, "documents": args.documents, "variants": [vars(variant) for variant in variants]}
+    protocol = {
+        "layers": args.layers,
+        "documents": args.documents,
+        "variants": [vars(variant) for variant in variants],
+    }
     seeds = (results.get(name, protocol=protocol) or {"seeds": {}})["seeds"]
     missing = [seed for seed in args.seeds if str(seed) not in seeds]
     if missing:
-        model = convert(load_base(MODEL), InPlaceTTTConfig(layers=tuple(args.layers), chunk_size=CHUNK)).float()
+        model = convert(
+            load_base(MODEL), InPlaceTTTConfig(layers=tuple(args.layers), chunk_size=CHUNK)
+        ).float()
     for seed in missing:
         seeds[str(seed)] = measure(model, seed, variants, args)
-        about = {"command": "python tools/experiments/untrained_recall.py", "torch": torch.__version__, "protocol": protocol}
+        about = {
+            "command": "python tools/experiments/untrained_recall.py",
+            "torch": torch.__version__,
+            "protocol": protocol,
+        }
         results.put(name, {**about, "seeds": seeds})
     print_table(variants, args.layers, list(seeds.values()))
     return 0
@@ -113,7 +136,10 @@ def measure(model: Any, seed: int, variants: list[Variant], args: argparse.Names
     rows = []
     for variant in tqdm(variants, desc=f"seed {seed}", file=sys.stderr):
         keys = {layer: keys_of(directions[layer], variant.rank) for layer in args.layers}
-        recalls = {layer: recall(keys[layer](z[layer]), values, read, starts, table, variant.update_rule) for layer in args.layers}
+        recalls = {
+            layer: recall(keys[layer](z[layer]), values, read, starts, table, variant.update_rule)
+            for layer in args.layers
+        }
         price = cost(z[first][:1], values[:1], weight, keys[first], variant.update_rule, args.repeats)
         rows.append({"numbers": variant.numbers(*weight.shape), "recall": recalls, "cost": price})
     return rows
@@ -132,7 +158,8 @@ def print_table(variants: list[Variant], layers: list[int], seeds: list[list[dic
 
 
 def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Token ids [count, T] to measure on, other ones with their passage twice, and where the passages start."""
+    """Token ids [count, T] to measure on, other ones with their passage twice, and where the passages
+    start."""
     tokenizer, rows = tokenizer_of(str(MODEL)), []
     files = list(files_in([TEXT]))
     random.Random(seed).shuffle(files)
@@ -144,7 +171,11 @@ def documents(count: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
             break
     generator, passage = random.Random(seed), Passage()
     starts = [passage.random_start(TOKENS, generator) for _ in range(count)]
-    return torch.stack(rows[:count]), torch.stack([passage.repeat(row, at) for row, at in zip(rows[count:], starts, strict=True)]), starts
+    return (
+        torch.stack(rows[:count]),
+        torch.stack([passage.repeat(row, at) for row, at in zip(rows[count:], starts, strict=True)]),
+        starts,
+    )
 
 
 @torch.no_grad()
@@ -181,7 +212,9 @@ def keys_of(found: Directions, rank: int | None) -> Keys:
     if rank is None:
         scale = ((1 - float(found.centre.square().sum())) / found.trace) ** 0.5
         return lambda z: z * scale
-    directions = whitened(found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().shrinkage)
+    directions = whitened(
+        found._replace(values=found.values[:rank], vectors=found.vectors[:, :rank]), KeyWhitening().shrinkage
+    )
     keys = WhitenedKeys(directions.shape[1], len(directions))
     keys.directions.copy_(directions)
     keys.centre.copy_(found.centre)
@@ -203,7 +236,8 @@ def recall(keys: Tensor, values: Tensor, rows: Tensor, starts: list[int], table:
 
 @torch.no_grad()
 def cost(z: Tensor, values: Tensor, weight: Tensor, keys: Keys, rule: Rule, repeats: int) -> dict[str, float]:
-    """Plain down-projection, keys and op, over the plain down-projection alone: median and range of paired times."""
+    """Plain down-projection, keys and op, over the plain down-projection alone: median and range of paired
+    times."""
     layout = ChunkLayout.from_lengths([[TOKENS]], CHUNK)
 
     def timed(run: Callable[[], object]) -> float:

@@ -1,10 +1,13 @@
-"""What a model that begins every text with a BOS reads without one, and what writes that were trained on such rows do to either.
+"""What a model that begins every text with a BOS reads without one, and what writes that were trained on such
+rows do to either.
 
-python tools/experiments/without_bos.py RUN/final [RUN/final …] [--documents 4] [--out docs/results/cpu-2026-11/without-bos]
+python tools/experiments/without_bos.py RUN/final [RUN/final …] [--documents 4] [--out
+docs/results/cpu-2026-11/without-bos]
 
-Of held-out documents the 2,048 tokens from token 2,500 on are read as a training row has them, in the model's own attention: as they
-are, and behind the BOS; with the writes of each checkpoint, and with none. Said are the losses of the first 512 tokens and of those after,
-in nats a token. A checkpoint that is in OUT.json is done.
+Of held-out documents the 2,048 tokens from token 2,500 on are read as a training row has them, in the model's
+own attention: as they are, and behind the BOS; with the writes of each checkpoint, and with none. Said are
+the losses of the first 512 tokens and of those after, in nats a token. A checkpoint that is in OUT.json is
+done.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ WAYS = ("with BOS", "without")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "cpu-2026-11" / "without-bos")
@@ -54,12 +59,18 @@ def main() -> int:
         if name not in held["checkpoints"]:
             held["checkpoints"][name] = measure(checkpoint, args.documents)
             results.put(args.out.name, {"command": f"python tools/experiments/without_bos.py {name}", **held})
-    print(f"| checkpoint | | off, first {PAST} | off, after | on - off, first {PAST} | on - off, after |\n{'|---' * 6}|")
+    print(
+        f"| checkpoint | | off, first {PAST} | off, after | on - off, first {PAST} | on - off, after "
+        f"|\n{'|---' * 6}|"
+    )
     for name, found in held["checkpoints"].items():
         for way in WAYS:
             off = (f"{fmean(found[way][f'off {part}']):.2f}" for part in ("first", "after"))
             changes = (Mean.of(found[way][f"on - off {part}"], alone=0.0) for part in ("first", "after"))
-            print(f"| {name} | {way} | {' | '.join((*off, *(with_error(mean.mean, mean.stderr) for mean in changes)))} |")
+            print(
+                f"| {name} | {way} | "
+                f"{' | '.join((*off, *(with_error(mean.mean, mean.stderr) for mean in changes)))} |"
+            )
     return 0
 
 
@@ -70,7 +81,10 @@ def measure(checkpoint: Path, documents: int) -> dict[str, Any]:
     begins = torch.tensor([begins_of(tokenizer)], dtype=torch.int64)
     texts = (tokens_of(file, tokenizer, FROM + TOKENS) for file in files_in([WORK / "text" / "held-out"]))
     rows = [ids[:, FROM:] for ids in texts if ids.shape[1] == FROM + TOKENS][:documents]
-    found = {way: {f"{what} {part}": [] for what in ("off", "on - off") for part in ("first", "after")} for way in WAYS}
+    found = {
+        way: {f"{what} {part}": [] for what in ("off", "on - off") for part in ("first", "after")}
+        for way in WAYS
+    }
 
     def read(ids: Tensor) -> Tensor:
         return token_losses(lm, ids, piece=config_of(lm).chunk_size)[0].double()

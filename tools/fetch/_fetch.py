@@ -116,7 +116,8 @@ def new_folder(out: Path, made_from: Sequence[str]) -> Iterator[Path]:
     strangers = _sizes(out).keys() - _read_marker(out)["files"].keys()
     if strangers or out.is_file():
         raise FetchError(
-            f"{out} is taken: {min(strangers, default=out.name)} was not written by this tool; choose another --out or move it away"
+            f"{out} is taken: {min(strangers, default=out.name)} was not written by this tool; choose "
+            "another --out or move it away"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temp:

@@ -40,7 +40,11 @@ class GGUF:
         from gguf import dequantize
 
         for tensor in self.reader.tensors:
-            yield tensor.name.split(".")[-2], self.hf_name(tensor.name), dequantize(tensor.data, tensor.tensor_type)
+            yield (
+                tensor.name.split(".")[-2],
+                self.hf_name(tensor.name),
+                dequantize(tensor.data, tensor.tensor_type),
+            )
 
     def hf_name(self, name: str) -> str:
         """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``."""

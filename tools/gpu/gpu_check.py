@@ -1,6 +1,8 @@
-"""One call on a machine with a GPU: the kernels are right, how fast they are, what a whole model pays; a short table last.
+"""One call on a machine with a GPU: the kernels are right, how fast they are, what a whole model pays; a
+short table last.
 
-When a check fails the rest goes on, marked as wrong. What the time does not suffice for is named. Run it through tools/gpu/gpu_check.sh.
+When a check fails the rest goes on, marked as wrong. What the time does not suffice for is named. Run it
+through tools/gpu/gpu_check.sh.
 """
 
 from __future__ import annotations
@@ -47,19 +49,26 @@ class Clock:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.5, help="the time there is (default: 8.5)")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, through Triton's interpreter")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes on the CPU, through Triton's interpreter"
+    )
     args = parser.parse_args()
     if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     import torch
 
     if not args.smoke and not torch.cuda.is_available():
-        print("this machine has no CUDA GPU that torch can use; --smoke runs everything in tiny on the CPU.", file=sys.stderr)
+        print(
+            "this machine has no CUDA GPU that torch can use; --smoke runs everything in tiny on the CPU.",
+            file=sys.stderr,
+        )
         return 2
     folder = Path(os.environ.get("OUT") or "gpu-check")
     folder.mkdir(parents=True, exist_ok=True)
     clock, about = Clock(args.minutes), _about(args)
-    table = [f"{about['device']}, torch {about['torch']}, triton {about['triton']}, transformers {about['transformers']}"]
+    table = [
+        f"{about['device']}, torch {about['torch']}, triton {about['triton']}, transformers {about['transformers']}"
+    ]
 
     import bench_kernels
     import check_kernels
@@ -73,14 +82,17 @@ def main() -> int:
     table.append(f"{len(checks) - len(wrong)} of {len(checks)} checks hold")
     table += [f"wrong: {name}" for name in wrong]
     if wrong:
-        table.append("THE KERNELS ARE WRONG HERE: the figures below show what they cost, not what they are worth.")
+        table.append(
+            "THE KERNELS ARE WRONG HERE: the figures below show what they cost, not what they are worth."
+        )
 
     with clock.carries_on("everything that is timed"):
         limits = _record(folder / "ceilings.json", about, bench_kernels.ceilings(args.smoke), say)
         rate = next(row["tflops"] for row in limits if row["name"] == "product")
         copy = next(row["terabytes_per_second"] for row in limits if row["name"] == "copy")
         table.append(f"ceilings: {rate:.0f} TFLOP/s in bf16 products, {copy:.2f} TB/s copied")
-        # the bars first: a model of each rule and the first op shapes; then the rest for as long as the time lasts
+        # the bars first: a model of each rule and the first op shapes; then the rest for as long as the time
+        # lasts
         shapes, tasks = list(_shapes(args.smoke)), list(_model_tasks(args.smoke))
         models = _record(folder / "models.json", about, _models(tasks[:4], clock), say)
         ops = _record(folder / "op.json", about, _ops(shapes[:5], clock, args.smoke), say)
@@ -91,7 +103,9 @@ def main() -> int:
         table += [*_op_table(ops, rate), *_situation_table(others), *_model_table(models)]
     _record(folder / "tiles.json", about, _tiles(), say)
     if not args.smoke and clock.has(situations.SANITIZER_SECONDS, "compute-sanitizer"):
-        found = _record(folder / "checks.json", about, situations.sanitizer(), _say_check, checks)[len(checks) :]
+        found = _record(folder / "checks.json", about, situations.sanitizer(), _say_check, checks)[
+            len(checks) :
+        ]
         table += [f"{'holds' if row['ok'] else 'wrong'}: {row['name']} {row['where']}" for row in found]
         wrong += [row["name"] for row in found if not row["ok"]]
     print("\n".join([*table, *(f"skipped: {line}" for line in clock.skipped)]))
@@ -128,7 +142,9 @@ def _record(
     for row in rows:
         done.append({**row, "clocks": _clocks()})
         say(row)
-        file.write_text(json.dumps({**about, "rows": done}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        file.write_text(
+            json.dumps({**about, "rows": done}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return done
 
 
@@ -145,7 +161,10 @@ def _clocks() -> dict[str, float] | None:
 
 def _say_check(row: dict[str, Any]) -> None:
     if not row["ok"]:
-        print(f"FAIL {row['name']}: {row['where']} is {row['worst']:.1e} off, {row['bound']:.0e} allowed", flush=True)
+        print(
+            f"FAIL {row['name']}: {row['where']} is {row['worst']:.1e} off, {row['bound']:.0e} allowed",
+            flush=True,
+        )
 
 
 def _say(row: dict[str, Any]) -> None:
@@ -167,18 +186,38 @@ def _ops(shapes: list[tuple[str, Any]], clock: Clock, smoke: bool) -> Iterable[d
         # about 30 runs of some ten products each, and what compiling and tuning takes
         seconds = 25 + 400 * shape.product / 400e12
         if smoke:
-            yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 1, "cpu", torch.bfloat16, every_form=False)}
-        elif clock.has(seconds, task := f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"):
+            yield {
+                "model": model,
+                **vars(shape),
+                "rows": benchmark.measure(shape, 1, "cpu", torch.bfloat16, every_form=False),
+            }
+        elif clock.has(
+            seconds, task := f"op at {model}, {shape.tokens} tokens, chunks of {shape.chunk_size}"
+        ):
             every_form = shape.chunk_size in _COMPILED  # else compiling is most of the time
             with clock.carries_on(task):
-                yield {"model": model, **vars(shape), "rows": benchmark.measure(shape, 5, "cuda", torch.bfloat16, every_form)}
+                yield {
+                    "model": model,
+                    **vars(shape),
+                    "rows": benchmark.measure(shape, 5, "cuda", torch.bfloat16, every_form),
+                }
             torch.cuda.empty_cache()
 
 
 def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
     """What to measure of a converted model, and about how many seconds it takes."""
     if smoke:
-        yield {"shape": "tiny", "tokens": 96, "chunk_size": 32, "repeats": 1, "device": "cpu", "dtype": "bfloat16"}, 0
+        yield (
+            {
+                "shape": "tiny",
+                "tokens": 96,
+                "chunk_size": 32,
+                "repeats": 1,
+                "device": "cpu",
+                "dtype": "bfloat16",
+            },
+            0,
+        )
         return
     long, short = 32768, 8192
     uncached = ("prefill", "training step")  # a cache breaks the graph of a compiled model
@@ -187,12 +226,22 @@ def _model_tasks(smoke: bool) -> Iterable[tuple[dict[str, Any], float]]:
         ("Qwen3-4B", long, {"preset": "ridge"}, 45),
         ("Qwen3-4B", long, {"preset": "ridge", "chunk_size": 128, "steps": uncached}, 45),
         ("SmolLM2-135M", short, {"preset": "ridge"}, 30),
-        *(("Qwen3-4B", long, {"preset": "paper", "compiled": mode, "steps": uncached}, 90) for mode in ("default", "reduce-overhead")),
+        *(
+            ("Qwen3-4B", long, {"preset": "paper", "compiled": mode, "steps": uncached}, 90)
+            for mode in ("default", "reduce-overhead")
+        ),
         ("SmolLM2-135M", long, {"preset": "paper"}, 45),
         ("Qwen3-4B", short, {"preset": "paper"}, 20),
         ("SmolLM2-135M", short, {"preset": "paper"}, 20),
     ):
-        settings = {"shape": shape, "tokens": tokens, "chunk_size": 512, "repeats": 5, "device": "cuda", "dtype": "bfloat16"}
+        settings = {
+            "shape": shape,
+            "tokens": tokens,
+            "chunk_size": 512,
+            "repeats": 5,
+            "device": "cuda",
+            "dtype": "bfloat16",
+        }
         yield {**settings, **changed}, seconds
 
 
@@ -235,12 +284,15 @@ def _alone(clock: Clock, smoke: bool) -> Iterable[dict[str, Any]]:
 
 
 def _tiles() -> Iterable[dict[str, Any]]:
-    """Which of its candidates each kernel took, for what, and what every one of them took, in milliseconds."""
+    """Which of its candidates each kernel took, for what, and what every one of them took, in
+    milliseconds."""
     from inplace_ttt.kernels import tuning
 
     for key, tile in tuning._chosen.items():
         kernel, *problem = key
-        took = [{**vars(candidate), "milliseconds": time} for candidate, time in tuning.timed.get(key, {}).items()]
+        took = [
+            {**vars(candidate), "milliseconds": time} for candidate, time in tuning.timed.get(key, {}).items()
+        ]
         yield {"kernel": kernel, "problem": " ".join(map(str, problem)), **vars(tile), "timed": took}
 
 
@@ -259,7 +311,9 @@ def _op_table(results: list[dict[str, Any]], rate: float) -> list[str]:
         def faster(form: str, rows: dict[str, Any] = rows, taken: float = taken) -> str:
             if form not in rows:
                 return "-"
-            return "oom" if "out_of_memory" in rows[form] else f"{rows[form]['seconds']['median'] / taken:.2f}"
+            return (
+                "oom" if "out_of_memory" in rows[form] else f"{rows[form]['seconds']['median'] / taken:.2f}"
+            )
 
         copies = mine["extra_peak_bytes"] / (4 * result["d"] * result["h"])
         lines.append(
@@ -279,7 +333,11 @@ def _situation_table(results: list[dict[str, Any]]) -> list[str]:
 def _model_table(results: list[dict[str, Any]]) -> list[str]:
     return [
         f"{_model_name(result)}, {name}: "
-        + ("out of memory" if "out_of_memory" in row else f"{row['median']:.3f} ({row['min']:.3f}-{row['max']:.3f}) of the base's time")
+        + (
+            "out of memory"
+            if "out_of_memory" in row
+            else f"{row['median']:.3f} ({row['min']:.3f}-{row['max']:.3f}) of the base's time"
+        )
         for result in results
         for name, row in result["ratio_to_base"].items()
     ]

@@ -1,6 +1,8 @@
-"""What else a GPU has to show, beside one long document: packed rows, clips, room for slots, states, CUDA graphs, no waiting host.
+"""What else a GPU has to show, beside one long document: packed rows, clips, room for slots, states, CUDA
+graphs, no waiting host.
 
-Everything here is either a check (ok or not) or a time as a ratio to the plain linear, forward and backward, in paired runs.
+Everything here is either a check (ok or not) or a time as a ratio to the plain linear, forward and backward,
+in paired runs.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def _op(smoke: bool, clipped: bool) -> tuple[Callable[[], list[Tensor]], Tensor]
     layout = ChunkLayout.from_lengths([[chunk // 2, 2 * chunk, 3 * chunk + 3, chunk]], chunk)
     g = torch.Generator(device).manual_seed(0)
     sizes = (1, layout.length, h), (1, layout.length, d), (d, h)
-    z, v, w0 = (torch.randn(*size, generator=g, device=device).to(torch.bfloat16).requires_grad_() for size in sizes)
+    z, v, w0 = (
+        torch.randn(*size, generator=g, device=device).to(torch.bfloat16).requires_grad_() for size in sizes
+    )
     clip = torch.full((), 0.9 * (chunk * d * h) ** 0.5, device=device) if clipped else None
 
     def run() -> list[Tensor]:
@@ -66,7 +70,9 @@ def _op(smoke: bool, clipped: bool) -> tuple[Callable[[], list[Tensor]], Tensor]
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(float((one.float() - other.float()).abs().max()) for one, other in zip(found, expected, strict=True))
+    return max(
+        float((one.float() - other.float()).abs().max()) for one, other in zip(found, expected, strict=True)
+    )
 
 
 def _again(smoke: bool, clipped: bool) -> float:
@@ -104,9 +110,20 @@ def _in_a_graph(clipped: bool) -> float:
 
 def _sanitized() -> float:
     script = Path(__file__).with_name("check_kernels.py")
-    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script), "--few"]
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        str(script),
+        "--few",
+    ]
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=SANITIZER_SECONDS, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=SANITIZER_SECONDS, check=False
+    )
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-200:])
     return 0.0
@@ -115,22 +132,50 @@ def _sanitized() -> float:
 def times(smoke: bool, repeats: int = 5) -> Iterator[tuple[str, float, Callable[[], dict[str, Any]]]]:
     """(name, about how many seconds it takes, the measurement)."""
     shape = ("tiny", 40, 72, 96, 8) if smoke else ("Qwen3-4B", 2560, 9728, 32768, 512)
-    lengths = {"packed with 24": [24] * 4} if smoke else {f"packed with {n}": [n] * (32768 // n) for n in (512, 4096)}
+    lengths = (
+        {"packed with 24": [24] * 4}
+        if smoke
+        else {f"packed with {n}": [n] * (32768 // n) for n in (512, 4096)}
+    )
     for (name, packed), clipped in itertools.product(lengths.items(), (True,) if smoke else (False, True)):
         chunk = shape[4] if smoke else 256
         label = f"{shape[0]}, {name}, chunks of {chunk}{', clipped' if clipped else ''}"
-        yield label, 20, lambda packed=packed, chunk=chunk, clipped=clipped: _paired(shape, [packed], chunk, clipped, None, repeats, smoke)
+        yield (
+            label,
+            20,
+            lambda packed=packed, chunk=chunk, clipped=clipped: _paired(
+                shape, [packed], chunk, clipped, None, repeats, smoke
+            ),
+        )
     if smoke:
         return
-    yield f"{shape[0]}, 8 rows", 20, lambda: _paired(shape, [[4096]] * 8, shape[4], False, None, repeats, smoke)
-    yield f"{shape[0]}, one document, clipped", 20, lambda: _paired(shape, [[shape[3]]], shape[4], True, None, repeats, smoke)
+    yield (
+        f"{shape[0]}, 8 rows",
+        20,
+        lambda: _paired(shape, [[4096]] * 8, shape[4], False, None, repeats, smoke),
+    )
+    yield (
+        f"{shape[0]}, one document, clipped",
+        20,
+        lambda: _paired(shape, [[shape[3]]], shape[4], True, None, repeats, smoke),
+    )
     for mebibytes in (128, 256, 512, 1024, 2048, 4096):
         label = f"{shape[0]}, {mebibytes} MiB of slots"
-        yield label, 12, lambda room=mebibytes << 20: _paired(shape, [[shape[3]]], shape[4], False, room, repeats, smoke)
+        yield (
+            label,
+            12,
+            lambda room=mebibytes << 20: _paired(shape, [[shape[3]]], shape[4], False, room, repeats, smoke),
+        )
 
 
 def _paired(
-    shape: tuple[str, int, int, int, int], lengths: list[list[int]], chunk: int, clipped: bool, room: int | None, repeats: int, smoke: bool
+    shape: tuple[str, int, int, int, int],
+    lengths: list[list[int]],
+    chunk: int,
+    clipped: bool,
+    room: int | None,
+    repeats: int,
+    smoke: bool,
 ) -> dict[str, Any]:
     """The op's time over the plain linear's, with the documents and the room given."""
     from bench_converted import paired
@@ -152,7 +197,9 @@ def _paired(
     clip = 0.01 * (chunk * d * h) ** 0.5 if clipped else None
 
     def ours() -> object:
-        return torch.autograd.grad(fast_weight(z, v, w0, eta=0.1, layout=layout, clip=clip, backend="triton"), (z, v, w0), grad)
+        return torch.autograd.grad(
+            fast_weight(z, v, w0, eta=0.1, layout=layout, clip=clip, backend="triton"), (z, v, w0), grad
+        )
 
     def linear() -> object:
         return torch.autograd.grad(torch.nn.functional.linear(z, w0), (z, w0), grad)

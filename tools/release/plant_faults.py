@@ -2,8 +2,8 @@
 
 python tools/release/plant_faults.py [--only NAME ...] [--list]
 
-Each fault is a change of one line in a copy of the checkout. The tests that should notice it are then run as `make test` runs them.
-Exits with 1 if they pass. Takes about a minute per fault on two cores.
+Each fault is a change of one line in a copy of the checkout. The tests that should notice it are then run as
+`make test` runs them. Exits with 1 if they pass. Takes about a minute per fault on two cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class Fault:
     tests: str
 
 
-_LAWS, _STREAM, _TRAINING = "tests/laws/test_l1_reference.py", "tests/laws/test_l2_streaming.py", "tests/training"
+_LAWS, _STREAM, _TRAINING = (
+    "tests/laws/test_l1_reference.py",
+    "tests/laws/test_l2_streaming.py",
+    "tests/training",
+)
 
 FAULTS = (
     Fault("chunks start at the row, not at the document", "layout.py",
@@ -74,7 +78,8 @@ FAULTS = (
           "self.fast_weight.select(beam_idx.tolist())", "pass", "tests/laws tests/test_hooks.py tests/session"),
     Fault("a forward in a forward takes its context", "layer/hooks.py",
           "this_thread().open = context.outer\n", "this_thread().open = None\n", "tests/test_hooks.py"),
-    Fault("conv does not start at zero", "layer/target.py", "            tensor.zero_()\n", "            tensor.fill_(0.01)\n",
+    Fault("conv does not start at zero", "layer/target.py",
+          "            tensor.zero_()\n        if self.proj_init", "            tensor.fill_(0.01)\n        if self.proj_init",
           "tests/test_surgery.py"),
     Fault("revert forgets the config", "surgery.py",
           "    unmark(lm.config)\n    return model", "    return model", "tests/test_surgery.py"),
@@ -101,8 +106,12 @@ FAULTS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults alone, by a part of their names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="these faults alone, by a part of their names"
+    )
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
     args = parser.parse_args()
     chosen = [fault for fault in FAULTS if not args.only or any(part in fault.name for part in args.only)]
@@ -112,13 +121,21 @@ def main() -> int:
     survived = 0
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "checkout"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", ".cache", "runs", "dist", "__pycache__"))
+        shutil.copytree(
+            ROOT,
+            copy,
+            symlinks=True,
+            ignore=shutil.ignore_patterns(".git", ".venv*", ".cache", "runs", "dist", "__pycache__"),
+        )
         for shared in (".cache", ".venv"):
             (copy / shared).symlink_to(ROOT / shared)
         for fault in chosen:
             caught, seconds = plant(fault, copy)
             survived += caught is None
-            print(f"{'SURVIVED' if caught is None else 'caught'}  {seconds:5.0f} s  {fault.name}: {caught or fault.tests}", flush=True)
+            print(
+                f"{'SURVIVED' if caught is None else 'caught'}  {seconds:5.0f} s  {fault.name}: {caught or fault.tests}",
+                flush=True,
+            )
     print(f"{len(chosen) - survived} of {len(chosen)} faults are caught")
     return 1 if survived else 0
 
@@ -128,16 +145,38 @@ def plant(fault: Fault, copy: Path) -> tuple[str | None, float]:
     file, began = copy / "inplace_ttt" / fault.file, time.perf_counter()
     right = file.read_text(encoding="utf-8")
     if right.count(fault.right) != 1:
-        raise SystemExit(f"{fault.file} has {right.count(fault.right)} places like {fault.right!r}; name one.")
+        raise SystemExit(
+            f"{fault.file} has {right.count(fault.right)} places like {fault.right!r}; name one."
+        )
     file.write_text(right.replace(fault.right, fault.wrong), encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "--gate", "-x", "-q", "--timeout", "200", "-p", "no:cacheprovider", *fault.tests.split()]
-        done = subprocess.run(command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--gate",
+            "-x",
+            "-q",
+            "--timeout",
+            "200",
+            "-p",
+            "no:cacheprovider",
+            *fault.tests.split(),
+        ]
+        done = subprocess.run(
+            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True
+        )
     finally:
         file.write_text(right, encoding="utf-8")
-    failed = [line.split(" ", 1)[1].split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.split(" ", 1)[1].split(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     if done.returncode != 0 and not failed:
-        raise SystemExit(f"the tests of {fault.name!r} did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"the tests of {fault.name!r} did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return (failed[0] if failed else None), time.perf_counter() - began
 
 

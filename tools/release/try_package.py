@@ -2,8 +2,9 @@
 
     python tools/release/try_package.py --dist dist        # after `python -m build`; `make package` does both
 
-For each installer: torch, the wheel, `inplace-ttt --help`, the README's first python block and its block that begins with
-`inplace-ttt convert`, then the source distribution in the wheel's place. Prints one Markdown row each.
+For each installer: torch, the wheel, `inplace-ttt --help`, the README's first python block and its block that
+begins with `inplace-ttt convert`, then the source distribution in the wheel's place. Prints one Markdown row
+each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLERS = {  # how each makes an environment, and installs into it
-    "pip": (["{python}", "-m", "venv", "{env}"], ["{env}/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir"]),
+    "pip": (
+        ["{python}", "-m", "venv", "{env}"],
+        ["{env}/bin/python", "-m", "pip", "install", "--quiet", "--no-cache-dir"],
+    ),
     "uv": (
         ["{python}", "-m", "uv", "venv", "--quiet", "--python", "{python}", "{env}"],
         ["{python}", "-m", "uv", "pip", "install", "--quiet", "--no-cache", "--python", "{env}/bin/python"],
@@ -52,20 +56,36 @@ def try_with(installer: str, dist: Path, torch: str, cache: Path) -> str:
         (work / "docs" / "notes.txt").symlink_to(ROOT / "docs" / "notes.txt")
         play = (cache / "text" / "shakespeare" / "hamlet.txt").read_text(encoding="utf-8")
         (work / "book.txt").write_text(play[:12000], encoding="utf-8")
-        outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+        outside = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+        }
         variables = outside | {"PATH": f"{env / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
 
         def run(*command: str) -> None:
             start = time.monotonic()
             done = subprocess.run(
-                command, cwd=work, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+                command,
+                cwd=work,
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 sys.exit(f"{done.stdout}\n{installer}: `{command[-1].strip()}` exits with {done.returncode}")
             seconds.append(time.monotonic() - start)
-            print(f"{installer}: {seconds[-1]:.0f} s: {command[-1].strip()}\n{done.stdout}", file=sys.stderr, flush=True)
+            print(
+                f"{installer}: {seconds[-1]:.0f} s: {command[-1].strip()}\n{done.stdout}",
+                file=sys.stderr,
+                flush=True,
+            )
 
-        make, install = ([part.format(python=sys.executable, env=env) for part in step] for step in INSTALLERS[installer])
+        make, install = (
+            [part.format(python=sys.executable, env=env) for part in step] for step in INSTALLERS[installer]
+        )
         run(*make)
         run(*install, torch)
         run(*install, wheel)
@@ -81,13 +101,27 @@ def try_with(installer: str, dist: Path, torch: str, cache: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dist", type=Path, default=Path("dist"), help="folder with one wheel and one source distribution")
+    parser.add_argument(
+        "--dist", type=Path, default=Path("dist"), help="folder with one wheel and one source distribution"
+    )
     parser.add_argument("--installer", nargs="+", choices=INSTALLERS, default=[*INSTALLERS])
-    parser.add_argument("--torch", default="torch", help="what is installed first (default: %(default)s, whatever the index gives)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where `make model text` put the model and the texts")
+    parser.add_argument(
+        "--torch",
+        default="torch",
+        help="what is installed first (default: %(default)s, whatever the index gives)",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path(".cache"),
+        help="where `make model text` put the model and the texts",
+    )
     args = parser.parse_args()
     rows = [try_with(installer, args.dist, args.torch, args.cache) for installer in args.installer]
-    print("| seconds | torch | wheel | `--help` | the README's lines | `convert`, `generate` three times | source distribution |")
+    print(
+        "| seconds | torch | wheel | `--help` | the README's lines | `convert`, `generate` three times | "
+        "source distribution |"
+    )
     print("|---|---|---|---|---|---|---|")
     print("\n".join(rows))
 

@@ -1,9 +1,10 @@
-"""Run a part of the tests in a new environment with other versions of what we stand on; the row goes into the table.
+"""Run a part of the tests in a new environment with other versions of what we stand on; the row goes into the
+table.
 
     python tools/release/try_versions.py transformers==5.16.1 torch==2.13.0
 
-pip chooses peft, accelerate, deepspeed and all else that the test extra asks for. A failure leaves a row too, and its tests' names on
-stderr; the exit code is then 1.
+pip chooses peft, accelerate, deepspeed and all else that the test extra asks for. A failure leaves a row too,
+and its tests' names on stderr; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -41,17 +42,38 @@ TESTS = (  # what touches transformers, torch, peft and DeepSpeed, in about five
 
 def run_tests(python: Path, report: Path) -> tuple[int, list[str]]:
     """How many passed, and the names of those that did not."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     variables["PATH"] = f"{python.parent}:{os.environ['PATH']}"
-    variables["TORCH_EXTENSIONS_DIR"] = str(report.parent / "extensions")  # what DeepSpeed compiles is for one torch alone
-    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--timeout", "1200", f"--junitxml={report}", *TESTS]
+    # what DeepSpeed compiles is for one torch alone
+    variables["TORCH_EXTENSIONS_DIR"] = str(report.parent / "extensions")
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "--timeout",
+        "1200",
+        f"--junitxml={report}",
+        *TESTS,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=variables, stdout=sys.stderr)
     if done.returncode not in (0, 1):
         sys.exit(f"pytest ended with {done.returncode}; there is no row")
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
-    return len(cases) - len(failed) - len(skipped), [f"{case.get('classname')}::{case.get('name')}" for case in failed]
+    return len(cases) - len(failed) - len(skipped), [
+        f"{case.get('classname')}::{case.get('name')}" for case in failed
+    ]
 
 
 def add_row(cells: list[str]) -> None:
@@ -71,12 +93,22 @@ def main() -> int:
         python = Path(temporary, "env", "bin", "python")
         subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
         pip = [python, "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--quiet", "--no-cache-dir", *args.requirement, "--editable", f"{ROOT}[test]"], check=True)
+        subprocess.run(
+            [*pip, "install", "--quiet", "--no-cache-dir", *args.requirement, "--editable", f"{ROOT}[test]"],
+            check=True,
+        )
         listed = json.loads(subprocess.check_output([*pip, "list", "--format", "json"]))
         versions = {package["name"]: package["version"].partition("+")[0] for package in listed}
         passed, failed = run_tests(python, Path(temporary, "report.xml"))
     print("\n".join(failed), file=sys.stderr)
-    add_row([*(versions[name] for name in SHOWN), ".".join(map(str, sys.version_info[:2])), str(passed), str(len(failed))])
+    add_row(
+        [
+            *(versions[name] for name in SHOWN),
+            ".".join(map(str, sys.version_info[:2])),
+            str(passed),
+            str(len(failed)),
+        ]
+    )
     return bool(failed)
 
 

@@ -1,7 +1,7 @@
 """What the audit knows of a module and of a converted model: one entry an item, in the order of a report.
 
-Sections, tables and appendices are those of arXiv 2604.06169. "The public code" is its authors' reference code. The items of a
-training recipe are in `inplace_ttt.training.audit`.
+Sections, tables and appendices are those of arXiv 2604.06169. "The public code" is its authors' reference
+code. The items of a training recipe are in `inplace_ttt.training.audit`.
 """
 
 from ..item import Item

@@ -1,4 +1,5 @@
-"""Where the rule has to hold. The other items name what is wrong with a rule; these decide whether anything is."""
+"""Where the rule has to hold. The other items name what is wrong with a rule; these decide whether anything
+is."""
 
 from ..item import Item
 from ..probes import circumstances, through_files
@@ -8,7 +9,16 @@ from .rule import RULE
 from .sequence import SEQUENCE
 from .target import TARGET
 
-_OF_SETTINGS = ("chunk-size", "eta", "target-source", "clip-training", "clip-effect", "start-conv", "start-projection", "start-identity")
+_OF_SETTINGS = (
+    "chunk-size",
+    "eta",
+    "target-source",
+    "clip-training",
+    "clip-effect",
+    "start-conv",
+    "start-projection",
+    "start-identity",
+)
 """Items that a setting may deviate in while the rule is as declared."""
 _OF_THE_RULE = tuple(item.id for item in (*RULE, *TARGET, *CLIP, *SEQUENCE) if item.id not in _OF_SETTINGS)
 

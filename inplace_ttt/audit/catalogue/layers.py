@@ -3,7 +3,12 @@
 from ..item import Item
 from ..probes import model
 
-TTT_NTP = {"conv": "next", "proj_init": "shared_diagonal", "write_norm": "spectral", "preserve_row_norms": True}
+TTT_NTP = {
+    "conv": "next",
+    "proj_init": "shared_diagonal",
+    "write_norm": "spectral",
+    "preserve_row_norms": True,
+}
 """Of the preset, what forwards without a cache compute; the write at a prompt's end is inference's alone."""
 
 LAYERS: tuple[Item, ...] = (

@@ -2,12 +2,14 @@
 
 With the target source X as the only thing that varies, the outputs are linear in what was written:
     O_i(X) - O_i(0) = Σ_j K[i, j] · Z_i Z_jᵀ V_j,  V = generator(X)
-for chunks i, j. The method is K[i, j] = η for j < i in one document, 0 elsewhere; each fault of the rule is a region or a
-property of K, and each fault of the generator one of V. So two measurements carry most of the audit: `reads`, K up to a
-factor, from chunks with equal keys; and `written`, η V, from a chunk that reads another one with the same keys.
+for chunks i, j. The method is K[i, j] = η for j < i in one document, 0 elsewhere; each fault of the rule is a
+region or a property of K, and each fault of the generator one of V. So two measurements carry most of the
+audit: `reads`, K up to a factor, from chunks with equal keys; and `written`, η V, from a chunk that reads
+another one with the same keys.
 
-Least squares (extension) is linear in the targets too. After n chunks with equal keys whose KᵀK has the eigenvalue g it reads
-each of them with 1 / (n g + λ), by which its K is divided here, so that K means the same for both rules.
+Least squares (extension) is linear in the targets too. After n chunks with equal keys whose KᵀK has the
+eigenvalue g it reads each of them with 1 / (n g + λ), by which its K is divided here, so that K means the
+same for both rules.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Bench:
         self.margin = self.kernel - 1  # beyond it, no tap of any padding reaches the chunk's edge
         if module.chunk_size < 2 * self.margin + 2:
             raise InPlaceTTTError(
-                f"{module.name} has chunks of {module.chunk_size} tokens and a kernel of {self.kernel}, too short to tell edges "
+                f"{module.name} has chunks of {module.chunk_size} tokens and a kernel of {self.kernel}, "
+                "too short to tell edges "
                 f"from the middle; audit it with chunks of at least {2 * self.margin + 2}."
             )
         self.neutral()
@@ -56,7 +59,8 @@ class Bench:
     # Runs
 
     def run(self, x: Tensor, target: Tensor, **kwargs: object) -> Tensor:
-        """Outputs [T, d] of one row: inputs [T, input], target source [T, d]. The module's tensors are as before afterwards."""
+        """Outputs [T, d] of one row: inputs [T, input], target source [T, d]. The module's tensors are as
+        before afterwards."""
         return self.run_batch(x[None], target[None], **kwargs)[0]
 
     @torch.no_grad()
@@ -71,12 +75,17 @@ class Bench:
             return self.run(x, target, **kwargs) - self.run(x, torch.zeros_like(target), **kwargs)
 
     @torch.no_grad()
-    def stream(self, x: Tensor, target: Tensor, pieces: Sequence[int], stream: Stream | None = None) -> Tensor:
+    def stream(
+        self, x: Tensor, target: Tensor, pieces: Sequence[int], stream: Stream | None = None
+    ) -> Tensor:
         """Outputs [T, d] of one row that is read in pieces."""
         assert sum(pieces) == len(x)
         with self.module.guarded():
             stream = stream or self.module.stream()
-            parts = [stream(a[None], b[None]) for a, b in zip(x.split(list(pieces)), target.split(list(pieces)), strict=True)]
+            parts = [
+                stream(a[None], b[None])
+                for a, b in zip(x.split(list(pieces)), target.split(list(pieces)), strict=True)
+            ]
             return torch.cat(parts, 1)[0].double().cpu()
 
     def stream_response(self, x: Tensor, target: Tensor, pieces: Sequence[int]) -> Tensor:
@@ -106,7 +115,8 @@ class Bench:
         return self.bank[:1].expand(tokens, -1).clone()
 
     def scattered(self, tokens: int, size: float = 1.0) -> Tensor:
-        """Inputs [tokens, input] of random keys, none orthogonal to another, `size` times as large as those of the bank."""
+        """Inputs [tokens, input] of random keys, none orthogonal to another, `size` times as large as those
+        of the bank."""
         keys = torch.nn.functional.normalize(self.random(tokens, self.module.h), dim=-1)
         return self.module.inputs_of(size * key_size(self.module.ridge) * keys)
 
@@ -115,7 +125,8 @@ class Bench:
         return self.module.keys(x).detach().double().cpu()
 
     def middle(self, tokens: int, *chunks_at: int) -> Tensor:
-        """A target source [tokens, d] in the middle of the chunks that start at the given tokens, and zero elsewhere."""
+        """A target source [tokens, d] in the middle of the chunks that start at the given tokens, and zero
+        elsewhere."""
         target = self.zeros(tokens)
         for start in chunks_at:
             target[start + self.margin : start + self.chunk - self.margin] = self.scale * self._pattern
@@ -179,7 +190,8 @@ class Bench:
         return wanted if knee is None else min(wanted, knee / 10)
 
     def sizes(self, training: bool | None) -> list[float]:
-        """‖what a chunk of targets of each size in `SCALES` changes in the next one‖, in a mode (None: the present one, unclipped)."""
+        """‖what a chunk of targets of each size in `SCALES` changes in the next one‖, in a mode (None: the
+        present one, unclipped)."""
         if training in self._sizes:
             return self._sizes[training]
         chunk = self.module.chunk_size
@@ -188,12 +200,15 @@ class Bench:
         target[:chunk] = torch.nn.functional.normalize(torch.ones(self.module.d, dtype=torch.float64), dim=0)
         with self.mode(training), self.module.bare():
             none = self.run(x, self.zeros(2 * chunk))
-            changes = [float(torch.linalg.vector_norm((self.run(x, s * target) - none)[chunk:])) for s in SCALES]
+            changes = [
+                float(torch.linalg.vector_norm((self.run(x, s * target) - none)[chunk:])) for s in SCALES
+            ]
         return self._sizes.setdefault(training, changes)
 
     @staticmethod
     def knee(sizes: Sequence[float]) -> float | None:
-        """Size of target from which its effect no longer grows with it, the least where it never grows; None where it grows all along."""
+        """Size of target from which its effect no longer grows with it, the least where it never grows; None
+        where it grows all along."""
         slopes = [b / a if a > 0 else float("nan") for a, b in itertools.pairwise(sizes)]
         grows = [8 < slope < 12.5 for slope in slopes]
         if True not in grows:
@@ -215,8 +230,11 @@ class Bench:
 
     @cached_property
     def unit(self) -> Tensor:
-        """What a chunk's writes change in the next chunk with the same keys, [C, d]: the yardstick of one write."""
-        return self.yardstick(self.response(self.tiled(2 * self.chunk), self.middle(2 * self.chunk, 0))[self.chunk :])
+        """What a chunk's writes change in the next chunk with the same keys, [C, d]: the yardstick of one
+        write."""
+        return self.yardstick(
+            self.response(self.tiled(2 * self.chunk), self.middle(2 * self.chunk, 0))[self.chunk :]
+        )
 
     def yardstick(self, effect: Tensor) -> Tensor:
         if float(torch.linalg.vector_norm(effect)) == 0:
@@ -233,7 +251,8 @@ class Bench:
 
     @cached_property
     def reads(self) -> Tensor:
-        """K [chunks, chunks] in units of K[1, 0]: how much of chunk j's write chunk i reads. Whole sequence in one call."""
+        """K [chunks, chunks] in units of K[1, 0]: how much of chunk j's write chunk i reads. Whole sequence
+        in one call."""
         return self._reads(lambda x, target: self.response(x, target))
 
     @cached_property
@@ -246,7 +265,12 @@ class Bench:
         columns = []
         for j in range(CHUNKS):
             effect = response(x, self.middle(len(x), j * self.chunk))
-            columns.append([self.share(part) / self.diluted(max(i, j + 1)) for i, part in enumerate(effect.split(self.chunk))])
+            columns.append(
+                [
+                    self.share(part) / self.diluted(max(i, j + 1))
+                    for i, part in enumerate(effect.split(self.chunk))
+                ]
+            )
         return torch.tensor(columns, dtype=torch.float64).T
 
     def diluted(self, writes: int) -> float:
@@ -258,27 +282,41 @@ class Bench:
         return (one + ridge) / (writes * one + ridge)
 
     def written(self, target: Tensor) -> Tensor:
-        """η V [C, d] of a chunk of target source, each token's on its own: read back by a chunk with the same keys."""
+        """η V [C, d] of a chunk of target source, each token's on its own: read back by a chunk with the same
+        keys."""
         tokens = len(target)
         x = self.bank[:tokens]
         effect = self.response(torch.cat([x, x]), torch.cat([target, self.zeros(tokens)]))[tokens:]
         return self.decode(x, effect)
 
     def decode(self, x: Tensor, effect: Tensor, writes: int = 1) -> Tensor:
-        """η V [n, d] from what n tokens read of n writes under the same keys; `writes`: chunks written so far with these keys."""
+        """η V [n, d] from what n tokens read of n writes under the same keys; `writes`: chunks written so far
+        with these keys."""
         if not self.tells_tokens_apart:
-            raise NotChecked(f"keys of {self.module.h} numbers do not tell the {self.chunk} tokens of the probe's chunk apart")
-        if (self.module.whitening is not None or self.module.ridge is not None) and self.key_error >= TOLERANCE:
-            raise NotChecked("what is read does not follow the keys, so that targets cannot be told from it; `keys` reports it")
+            raise NotChecked(
+                f"keys of {self.module.h} numbers do not tell the {self.chunk} tokens of the probe's chunk "
+                "apart"
+            )
+        if (
+            self.module.whitening is not None or self.module.ridge is not None
+        ) and self.key_error >= TOLERANCE:
+            raise NotChecked(
+                "what is read does not follow the keys, so that targets cannot be told from it; `keys` "
+                "reports it"
+            )
         self.refuse_unlawful()
         z, ridge = self.keys_of(x), self.module.ridge
         of_sum = torch.linalg.solve(z @ z.T, effect)
         return of_sum if ridge is None else writes * effect + ridge * of_sum
 
     def refuse_unlawful(self) -> None:
-        """What is read in one call must be the declared least-squares map, where other things are held against it."""
+        """What is read in one call must be the declared least-squares map, where other things are held
+        against it."""
         if self.module.ridge is not None and self.law_error >= TOLERANCE:
-            raise NotChecked("one call itself does not read the least-squares map that is declared, nothing can be held against it")
+            raise NotChecked(
+                "one call itself does not read the least-squares map that is declared, nothing can be held "
+                "against it"
+            )
 
     @property
     def tells_tokens_apart(self) -> bool:
@@ -301,9 +339,13 @@ class Bench:
 
     @cached_property
     def law_error(self) -> float:
-        """Of what scattered keys read over four chunks and a piece of another, against the least-squares map with the module's λ."""
+        """Of what scattered keys read over four chunks and a piece of another, against the least-squares map
+        with the module's λ."""
         assert self.module.ridge is not None
-        x, target = self.scattered(4 * self.chunk + self.chunk // 2), self.scale * self.units(4 * self.chunk + self.chunk // 2)
+        x, target = (
+            self.scattered(4 * self.chunk + self.chunk // 2),
+            self.scale * self.units(4 * self.chunk + self.chunk // 2),
+        )
         law = least_squares_reads(self.keys_of(x), self.values_of(target), self.chunk, self.module.ridge)
         return error(self.response(x, target), (self.module.eta or 1.0) * law)
 
@@ -313,11 +355,13 @@ class Bench:
         return self.module.targets(target).detach().double().cpu()
 
     def constant(self, row: Tensor, chunk: int) -> Tensor:
-        """η V [n, d] of a chunk whose target source is `row` at every token, in the middle: no edge, any padding."""
+        """η V [n, d] of a chunk whose target source is `row` at every token, in the middle: no edge, any
+        padding."""
         return self.written(row.expand(chunk, -1))[self.margin : chunk - self.margin]
 
     def kappa(self) -> float:
-        """η as measured: ⟨η V, V⟩ / ⟨V, V⟩ with V = X constant and of norm 1, so that normalised targets show elsewhere."""
+        """η as measured: ⟨η V, V⟩ / ⟨V, V⟩ with V = X constant and of norm 1, so that normalised targets show
+        elsewhere."""
         row = min(self.scale, 1.0) * self.units(1)[0]
         return float((self.constant(row, self.chunk) @ row).mean() / (row @ row))
 
@@ -329,11 +373,14 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 def largest_difference(found: Tensor, wanted: Tensor) -> float:
     """The largest |found - wanted|, over the largest |wanted|."""
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30))
+    return float(
+        (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
+    )
 
 
 def measured_chunk(module: AuditedModule, meant: int, x: Tensor) -> int | None:
-    """Tokens a chunk: where the outputs step, when all keys are equal and all targets too. None where they do not.
+    """Tokens a chunk: where the outputs step, when all keys are equal and all targets too. None where they do
+    not.
 
     x [input]: the input that is repeated.
     """

@@ -1,7 +1,9 @@
-"""Probes of where the rule has to hold: in training, in batches, in pieces, over many chunks, in half precision.
+"""Probes of where the rule has to hold: in training, in batches, in pieces, over many chunks, in half
+precision.
 
-A converted model runs as a user runs it, and each TTT layer's outputs are held against what it declares (`DeclaredRule`). The other
-items name what is wrong with a rule; these decide whether anything is, also where nobody thought of a name.
+A converted model runs as a user runs it, and each TTT layer's outputs are held against what it declares
+(`DeclaredRule`). The other items name what is wrong with a rule; these decide whether anything is, also where
+nobody thought of a name.
 """
 
 from __future__ import annotations
@@ -48,13 +50,15 @@ _NARROW = 32
 _FEW, _MANY = 6, 70
 """Chunks after which a state that is rounded with each write is off by more than targets are."""
 _BEYOND_FLOAT16 = {1e-5: (48.0, 20), 1e3: (1.0, 1)}
-"""η at which what is written is above or below what float16 has, how much larger embeddings and keys are then, and how much further off
+"""η at which what is written is above or below what float16 has, how much larger embeddings and keys are
+then, and how much further off
 
 a sound layer may be: large numbers amplify rounding, and what leaves the range is infinite."""
 
 
 def declared_rule(whole: WholeModel, expected: Any) -> Outcome:
-    """A plain reading by the first TTT layer, which `every-layer` holds the others against; what every layer writes at a prompt's end."""
+    """A plain reading by the first TTT layer, which `every-layer` holds the others against; what every layer
+    writes at a prompt's end."""
     errors, settings = whole.once(plain_deviations), whole.config.prompt_write
     first = next(iter(errors))
     readings = {"one row in one call": {first: errors[first]}}
@@ -72,7 +76,9 @@ def in_pieces(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def take_back(whole: WholeModel, expected: Any) -> Outcome:
-    return _held(whole, taken_back, "tokens that are taken back, and a session's branch, leave nothing behind")
+    return _held(
+        whole, taken_back, "tokens that are taken back, and a session's branch, leave nothing behind"
+    )
 
 
 def packed_documents(whole: WholeModel, expected: Any) -> Outcome:
@@ -92,13 +98,18 @@ def called_otherwise(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def at_drawn_sizes(whole: WholeModel, expected: Any) -> Outcome:
-    return _of_a_small_model(whole, drawn_sizes, "rows, chunks, documents and texts of drawn sizes compute it")
+    return _of_a_small_model(
+        whole, drawn_sizes, "rows, chunks, documents and texts of drawn sizes compute it"
+    )
 
 
 def _of_a_small_model(whole: WholeModel, scene: Scene, found: str) -> Outcome:
     """A small model with these settings and of this dtype, which is cheap to read with."""
     limit = limits(whole.lm.dtype).outputs
-    with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as probed:
+    with (
+        twin(_visible(whole.config), width=_NARROW) as model,
+        Probed.of(model.to(whole.lm.dtype), whole.seed) as probed,
+    ):
         (usual,) = probed.deviations(plain).values()
         if max(usual.values()) >= limit:
             raise NotChecked("a plain reading is not what is declared, which other items report")
@@ -107,7 +118,8 @@ def _of_a_small_model(whole: WholeModel, scene: Scene, found: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Trained:
-    """Of packed and padded rows in training: by way and layer how far outputs are off, and by tensor gradients where outputs are not."""
+    """Of packed and padded rows in training: by way and layer how far outputs are off, and by tensor
+    gradients where outputs are not."""
 
     outputs: dict[str, dict[int, float]]
     gradients: dict[str, dict[int, dict[str, float]]]
@@ -123,10 +135,15 @@ def trained(whole: WholeModel) -> Trained:
         if whole.is_small:
             _recompute(small, lawful, found)
     if not whole.is_small:
-        with twin(_visible(whole.config), width=_NARROW) as model, Probed.of(model.to(whole.lm.dtype), whole.seed) as small:
+        with (
+            twin(_visible(whole.config), width=_NARROW) as model,
+            Probed.of(model.to(whole.lm.dtype), whole.seed) as small,
+        ):
             _recompute(small, list(small.layers), found)
     if not found.outputs:
-        raise NotChecked("rows of documents are not what is declared in evaluation either, which other items report")
+        raise NotChecked(
+            "rows of documents are not what is declared in evaluation either, which other items report"
+        )
     return found
 
 
@@ -137,7 +154,9 @@ def _recompute(probed: Probed, lawful: Sequence[int], found: Trained) -> None:
             _train(probed, training_rows, lawful, found, ", recomputed in the backward pass")
 
 
-def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained, how: str = "") -> None:
+def _train(
+    probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[int], found: Trained, how: str = ""
+) -> None:
     """One way of reading, first in evaluation, then in training, with gradients."""
     lm, limit = probed.lm, limits(probed.lm.dtype).outputs
     name, record, rows = scene(probed)
@@ -145,23 +164,33 @@ def _train(probed: Probed, scene: Callable[[Probed], Reading], lawful: Sequence[
     if not known:
         return
     learner = Probed(lm, probed.config, probed.seed, training=True)
-    learning = [lm.get_input_embeddings(), *probed.layers.values()]  # the embeddings, so that every layer's input has a gradient
+    # the embeddings, so that every layer's input has a gradient
+    learning = [lm.get_input_embeddings(), *probed.layers.values()]
     parameters = [p for module in learning for p in module.parameters() if p.is_floating_point()]
-    with overriding(lm.modules(), training=True), overriding(parameters, requires_grad=True), torch.enable_grad():
+    with (
+        overriding(lm.modules(), training=True),
+        overriding(parameters, requires_grad=True),
+        torch.enable_grad(),
+    ):
         name, record, rows = scene(learner)
         name += how
-        found.outputs[name] = outputs = {i: off for i, off in learner.errors(record, rows).items() if i in known}
+        found.outputs[name] = outputs = {
+            i: off for i, off in learner.errors(record, rows).items() if i in known
+        }
         layers = {i: learner.layers[i] for i, off in outputs.items() if off < limit}
         if layers:
             found.gradients[name] = gradient_errors(record, layers, rows, learner.rule)
 
 
 def in_training(whole: WholeModel, expected: Any) -> Outcome:
-    return _judged(whole.once(trained).outputs, limits(whole.lm.dtype).outputs, "training computes what is declared")
+    return _judged(
+        whole.once(trained).outputs, limits(whole.lm.dtype).outputs, "training computes what is declared"
+    )
 
 
 def gradient(whole: WholeModel, expected: Any) -> Outcome:
-    """By conv, P, W0 and the down-projection's input, in training, of rows of up to nine chunks; against the declared rule's."""
+    """By conv, P, W0 and the down-projection's input, in training, of rows of up to nine chunks; against the
+    declared rule's."""
     errors = {
         (name, layer, tensor): off
         for name, layers in whole.once(trained).gradients.items()
@@ -169,18 +198,24 @@ def gradient(whole: WholeModel, expected: Any) -> Outcome:
         for tensor, off in tensors.items()
     }
     if not errors:
-        raise NotChecked("in training the outputs themselves are not what is declared, which `in-training` reports")
+        raise NotChecked(
+            "in training the outputs themselves are not what is declared, which `in-training` reports"
+        )
     limit = gradient_limit(whole.lm.dtype, whole.config)
     worst = max(errors, key=lambda key: errors[key])
     found = "the gradient is that of the whole scan"
     if errors[worst] >= limit:
-        found = f"{worst[0]}: the gradient by {worst[2]} in layer {worst[1]} is {errors[worst]:.0%} off that of what is declared"
+        found = (
+            f"{worst[0]}: the gradient by {worst[2]} in layer {worst[1]} is {errors[worst]:.0%} off "
+            "that of what is declared"
+        )
     numbers = {f"{name}, layer {layer}, {tensor}": off for (name, layer, tensor), off in errors.items()}
     return judged(errors[worst] < limit, found, numbers, limit)
 
 
 def precisions(whole: WholeModel, expected: Any) -> Outcome:
-    """A small model with these settings in each precision, over many chunks in one call and in pieces; what it then holds.
+    """A small model with these settings in each precision, over many chunks in one call and in pieces; what
+    it then holds.
 
     In float16 also by an η at which what is written leaves that precision's range.
     """
@@ -191,14 +226,27 @@ def precisions(whole: WholeModel, expected: Any) -> Outcome:
         except Exception as error:
             if is_the_probes(error):
                 raise
-            found[dtype] = judged(False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {})
-    numbers = {f"{_named(dtype)}, {name}": value for dtype, outcome in found.items() for name, value in outcome.numbers.items()}
+            found[dtype] = judged(
+                False, f"it raises {type(error).__name__}: {one_line(error, kind=False)}", {}
+            )
+    numbers = {
+        f"{_named(dtype)}, {name}": value
+        for dtype, outcome in found.items()
+        for name, value in outcome.numbers.items()
+    }
     failed = [dtype for dtype, outcome in found.items() if outcome.verdict == "deviates"]
     if len(failed) == len(found):
         raise NotChecked("what is declared holds in no precision, which other items report")
     if failed:
-        return judged(False, f"in {_named(failed[0])}, {found[failed[0]].found}", numbers, found[failed[0]].tolerance)
-    return judged(True, f"what is declared holds in {', '.join(map(_named, found))}", numbers, limits(torch.bfloat16).small_model)
+        return judged(
+            False, f"in {_named(failed[0])}, {found[failed[0]].found}", numbers, found[failed[0]].tolerance
+        )
+    return judged(
+        True,
+        f"what is declared holds in {', '.join(map(_named, found))}",
+        numbers,
+        limits(torch.bfloat16).small_model,
+    )
 
 
 def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
@@ -209,8 +257,11 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
         (name, record, texts), off = many_writes(probed, _MANY)
         errors[name] = probed.errors(record, texts)
         if whole.config.write_norm is None:
-            errors[f"what {_MANY} chunks wrote"] = {i: value * limit.small_model / limit.state for i, value in off.items()}
-    if dtype == torch.float16 and whole.config.write_norm is None and whole.config.clip is None:  # which bound what is written
+            errors[f"what {_MANY} chunks wrote"] = {
+                i: value * limit.small_model / limit.state for i, value in off.items()
+            }
+    # which bound what is written
+    if dtype == torch.float16 and whole.config.write_norm is None and whole.config.clip is None:
         for eta, (louder, wider) in _BEYOND_FLOAT16.items():
             with twin(dataclasses.replace(usual, eta=eta), width=_NARROW) as model:
                 model.get_input_embeddings().weight.data.mul_(louder)
@@ -219,7 +270,9 @@ def _in_precision(whole: WholeModel, dtype: torch.dtype) -> Outcome:
                 with Probed.of(model.to(dtype), whole.seed) as probed:
                     share = limit.small_model / (wider * limit.outputs)
                     (name, record, texts), _ = many_writes(probed, _FEW)
-                    errors[f"{name}, η {eta:g}"] = {i: share * value for i, value in probed.errors(record, texts).items()}
+                    errors[f"{name}, η {eta:g}"] = {
+                        i: share * value for i, value in probed.errors(record, texts).items()
+                    }
     return _judged(errors, limit.small_model * room(dtype, whole.config), "")
 
 
@@ -238,17 +291,26 @@ def layer_in_training(bench: Bench, expected: Any) -> Outcome:
     right = bench.response(x, target)
     with bench.mode(True):
         off = error(bench.response(x, target), right)
-    found = "training computes what evaluation does" if off < TOLERANCE else f"training reads something {off:.0%} off"
+    found = (
+        "training computes what evaluation does"
+        if off < TOLERANCE
+        else f"training reads something {off:.0%} off"
+    )
     return judged(off < TOLERANCE, found, {"training against evaluation": off}, TOLERANCE)
 
 
 def layer_over_many_chunks(bench: Bench, expected: Any) -> Outcome:
-    """One layer: what each of fifteen chunks with the same keys reads of the first, by the size of what the second reads."""
+    """One layer: what each of fifteen chunks with the same keys reads of the first, by the size of what the
+    second reads."""
     x = bench.tiled(16 * bench.chunk)
     effect = bench.response(x, bench.middle(len(x), 0)).split(bench.chunk)
     reads = [bench.share(part) / bench.diluted(number) for number, part in enumerate(effect) if number]
     off = max(abs(read - 1) for read in reads)
-    found = "a write is read by fifteen chunks alike" if off < TOLERANCE else f"one of fifteen chunks reads {off:.0%} more or less"
+    found = (
+        "a write is read by fifteen chunks alike"
+        if off < TOLERANCE
+        else f"one of fifteen chunks reads {off:.0%} more or less"
+    )
     return judged(off < TOLERANCE, found, {"read of the first chunk's write, by chunk": reads}, TOLERANCE)
 
 
@@ -272,19 +334,30 @@ def _held(whole: WholeModel, scene: Scene, found: str) -> Outcome:
     lawful = _lawful(whole)
     with Probed.of(whole.lm, whole.seed) as probed:
         try:
-            errors = {name: {i: by_layer[i] for i in lawful} for name, by_layer in probed.deviations(scene).items()}
+            errors = {
+                name: {i: by_layer[i] for i in lawful} for name, by_layer in probed.deviations(scene).items()
+            }
         except Exception as error:  # in one call it ran
             if is_the_probes(error):
                 raise
-            return judged(False, f"the model raises {type(error).__name__}: {one_line(error, kind=False)}", {})
+            return judged(
+                False, f"the model raises {type(error).__name__}: {one_line(error, kind=False)}", {}
+            )
     if not errors:
         raise NotChecked("the model takes no position_ids, so that a row is one document")
     return _judged(errors, limits(whole.lm.dtype).outputs, found)
 
 
 def _judged(errors: dict[str, dict[int, float]], limit: float, found: str) -> Outcome:
-    error, name, layer = max((float("inf") if e != e else e, name, i) for name, by_layer in errors.items() for i, e in by_layer.items())
+    error, name, layer = max(
+        (float("inf") if e != e else e, name, i)
+        for name, by_layer in errors.items()
+        for i, e in by_layer.items()
+    )
     numbers = {name: max(by_layer.values()) for name, by_layer in errors.items()}
     if error >= limit:
-        found = f"{name}, layer {layer} gives outputs that are {error:.2g} of what is read off what its settings declare"
+        found = (
+            f"{name}, layer {layer} gives outputs that are {error:.2g} of what is read off what its "
+            "settings declare"
+        )
     return judged(error < limit, found, numbers, limit)

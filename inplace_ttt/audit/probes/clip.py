@@ -25,7 +25,9 @@ def clip_training(bench: Bench, expected: Any) -> Outcome:
     _alive(sizes)
     knee = bench.knee(sizes)
     found = (
-        "deltas are not clipped in training" if knee is None else f"deltas are clipped in training too (from targets of size {knee:.0e})"
+        "deltas are not clipped in training"
+        if knee is None
+        else f"deltas are clipped in training too (from targets of size {knee:.0e})"
     )
     return judged(knee is None, found, {"clipped from targets of size": knee}, None, _curve(bench, sizes))
 
@@ -34,17 +36,23 @@ def clip_inference(bench: Bench, expected: Any) -> Outcome:
     """The norm that a chunk's delta cannot exceed in evaluation mode, without η."""
     tau = applied_tau(bench)
     if tau is None:
-        return Outcome("unspecified", "no clip: the paper clips in some of its evaluations only", {"tau": None})
+        return Outcome(
+            "unspecified", "no clip: the paper clips in some of its evaluations only", {"tau": None}
+        )
     w0 = float(torch.linalg.vector_norm(bench.module.fast_weight.detach().double()))
     meant = bench.module.tau
     if meant is not None and abs(tau / meant - 1) > 0.05:
-        why = "another norm, or η is counted in" + (", or the clip leaves the Gram out" if bench.module.ridge is not None else "")
+        why = "another norm, or η is counted in" + (
+            ", or the clip leaves the Gram out" if bench.module.ridge is not None else ""
+        )
         found = f"a delta is held to a Frobenius norm of {tau:.3g} where {meant:.3g} is meant: {why}"
         return judged(False, found, {"tau": tau, "meant": meant}, 0.05)
     numbers = {"tau": tau, "tau / ‖W0‖": tau / w0, "the paper's tau": PAPER_TAU}
     if abs(tau / PAPER_TAU - 1) < 0.05:
         return judged(True, f"a chunk's delta is held to a norm of {tau:.2g}", numbers, 0.05)
-    return Outcome("extension", f"a chunk's delta is held to a norm of {tau:.3g}, {tau / w0:.2g} of ‖W0‖", numbers, 0.05)
+    return Outcome(
+        "extension", f"a chunk's delta is held to a norm of {tau:.3g}, {tau / w0:.2g} of ‖W0‖", numbers, 0.05
+    )
 
 
 def clip_scope(bench: Bench, expected: Any) -> Outcome:
@@ -62,7 +70,9 @@ def clip_scope(bench: Bench, expected: Any) -> Outcome:
         effect = bench.response(x, target).split(chunk)
     ratio = float(torch.linalg.vector_norm(effect[4]) / torch.linalg.vector_norm(effect[1]))
     found = (
-        "each chunk's delta is clipped on its own" if ratio > 3.9 else f"four clipped chunks weigh {ratio:.3g} of one: the sum is clipped"
+        "each chunk's delta is clipped on its own"
+        if ratio > 3.9
+        else f"four clipped chunks weigh {ratio:.3g} of one: the sum is clipped"
     )
     return judged(ratio > 3.9, found, {"four clipped chunks, over one": ratio, "expected": 4.0}, 0.1)
 
@@ -73,7 +83,10 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
     if tau is None:
         raise NotChecked("no clip is on")
     if bench.module.ridge is not None:
-        raise NotChecked("under least squares a bound on a delta says how much a chunk counts, not how far the weight moves")
+        raise NotChecked(
+            "under least squares a bound on a delta says how much a chunk counts, not how far the weight "
+            "moves"
+        )
     w0 = bench.module.fast_weight.detach().double()
     norm, size = float(torch.linalg.vector_norm(w0)), abs(bench.module.eta or 1.0)
     step = size * tau / w0.numel() ** 0.5
@@ -91,8 +104,10 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
         f"{_CHUNKS} chunks can move the weight by {drift:.2g} of its norm"
         if holds
         else (
-            f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by {drift:.1e} of its norm, an entry by "
-            f"{step:.1e} a chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 ({typical * 2**-9:.1e})"
+            f"the clip leaves nothing to see: {_CHUNKS} chunks that all agree move the weight by "
+            f"{drift:.1e} of its norm, an entry by "
+            f"{step:.1e} a chunk, {'below' if step < typical * 2**-9 else 'above'} half a step of bfloat16 "
+            f"({typical * 2**-9:.1e})"
         )
     )
     return judged(holds, found, numbers, _SEEN)
@@ -101,7 +116,8 @@ def clip_effect(bench: Bench, expected: Any) -> Outcome:
 def applied_tau(bench: Bench) -> float | None:
     """The norm that a delta is held to in evaluation mode; None where it grows all along.
 
-    Of least squares, targets beyond all bounds leave a Gram that is nothing beside λ, so that λM is the delta.
+    Of least squares, targets beyond all bounds leave a Gram that is nothing beside λ, so that λM is the
+    delta.
     """
     sizes = bench.sizes(training=False)
     _alive(sizes)

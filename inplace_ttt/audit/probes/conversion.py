@@ -1,4 +1,5 @@
-"""A small model right after its conversion, in memory and as a folder: how conv and P start, and what became of the base."""
+"""A small model right after its conversion, in memory and as a folder: how conv and P start, and what became
+of the base."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .twin import base_of_twin, twin, twin_on_disk
 
 @dataclass
 class Fresh:
-    """generators: conv and P of three layers, in memory first. changed: the base's tensors that have other bits than before.
+    """generators: conv and P of three layers, in memory first. changed: the base's tensors that have other
+        bits than before.
 
     frozen: parameters that no training would change.
     """
@@ -30,19 +32,27 @@ def after_conversion(whole: WholeModel) -> Fresh:
     for how, converted in (("in memory", twin), ("in a folder", twin_on_disk)):
         with converted(whole.config, layers=(0, 1, 2)) as model:
             layers = [layer.ttt for layer in fast_weights(model).values()]
-            found.generators += [(t.conv.detach().clone() if t.conv is not None else Tensor(), t.proj.detach().clone()) for t in layers]
+            found.generators += [
+                (t.conv.detach().clone() if t.conv is not None else Tensor(), t.proj.detach().clone())
+                for t in layers
+            ]
             for name, parameter in model.named_parameters():
                 found.frozen += [f"{name}, {how}"] * (not parameter.requires_grad)
-                found.changed += [f"{name}, {how}"] * (name in base and not torch.equal(parameter, base[name]))
+                found.changed += [f"{name}, {how}"] * (
+                    name in base and not torch.equal(parameter, base[name])
+                )
     return found
 
 
 def frozen_beside_trained(whole: WholeModel) -> list[str]:
-    """TTT parameters of this model, W0 among them, that are frozen while every other weight of their MLP is trained."""
+    """TTT parameters of this model, W0 among them, that are frozen while every other weight of their MLP is
+    trained."""
     found, decoder = [], locate(whole.lm)
     for index, layer in whole.layers.items():
         own = [(name, p) for name, p in layer.named_parameters() if p.is_floating_point()]
-        beside = [p for p in decoder.layers[index].mlp.parameters() if all(p is not other for _, other in own)]
+        beside = [
+            p for p in decoder.layers[index].mlp.parameters() if all(p is not other for _, other in own)
+        ]
         if beside and all(p.requires_grad for p in beside):
             found += [f"layer {index}'s {name}" for name, p in own if not p.requires_grad]
     return found

@@ -1,4 +1,5 @@
-"""Probes of a converted model as a whole: its layers, its target source, its start, and what reading and generating change."""
+"""Probes of a converted model as a whole: its layers, its target source, its start, and what reading and
+generating change."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ from .twin import TWIN_RANGE, base_of_twin, twin, twin_on_disk
 
 
 def target_source(whole: WholeModel, expected: Any) -> Outcome:
-    """What the target generators are handed while the model reads, against the embeddings and against the MLP's input."""
+    """What the target generators are handed while the model reads, against the embeddings and against the
+    MLP's input."""
     decoder = locate(whole.lm)
     seen: dict[str, dict[int, Tensor]] = {"source": {}, "mlp": {}}
     embeddings: list[Tensor] = []
     handles = [
         decoder.blocks[0].register_forward_pre_hook(
-            lambda module, args, kwargs: embeddings.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            lambda module, args, kwargs: embeddings.append(args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
         )
     ]
     for index, layer in whole.layers.items():
@@ -68,27 +71,46 @@ def _note(where: dict[int, Tensor], index: int) -> Any:
 
 
 def _alike(a: Tensor, b: Tensor) -> float:
-    return float(cosine_similarity(a.detach().double().flatten(), b.detach().double().flatten(), dim=0)) if a.shape == b.shape else 0.0
+    return (
+        float(cosine_similarity(a.detach().double().flatten(), b.detach().double().flatten(), dim=0))
+        if a.shape == b.shape
+        else 0.0
+    )
 
 
 def start_conv(whole: WholeModel, expected: Any) -> Outcome:
-    """The convolutions of a fresh conversion with these settings, and of this model if it was never trained."""
+    """The convolutions of a fresh conversion with these settings, and of this model if it was never
+    trained."""
     if whole.config.conv == "next":
-        return Outcome("extension", "there is no convolution: the next token's source stands in its place", {"conv": "next"})
+        return Outcome(
+            "extension",
+            "there is no convolution: the next token's source stands in its place",
+            {"conv": "next"},
+        )
     fresh = max(float(conv.abs().max()) for conv, _ in whole.once(after_conversion).generators)
     here = max(float(layer.ttt.conv.detach().abs().max()) for layer in whole.layers.values())
-    found = "a conversion starts with conv = 0" if fresh == 0 else f"a conversion starts with conv up to {fresh:.2g}"
+    found = (
+        "a conversion starts with conv = 0"
+        if fresh == 0
+        else f"a conversion starts with conv up to {fresh:.2g}"
+    )
     found += "; this model's is 0 still" if here == 0 else "; this model's has been trained since"
     return judged(fresh == 0, found, {"largest entry, fresh": fresh, "largest entry, this model": here}, 0)
 
 
 def start_projection(whole: WholeModel, expected: Any) -> Outcome:
-    """P of a fresh conversion: its entries off the diagonal, and the spread on it against the model's initializer range."""
+    """P of a fresh conversion: its entries off the diagonal, and the spread on it against the model's
+    initializer range."""
     if whole.config.proj_init != "random_diagonal":
         measured = "map to the next token that is measured on a text"
-        start = measured if whole.config.proj_init == "calibrated" else whole.config.proj_init.replace("_", " ")
+        start = (
+            measured if whole.config.proj_init == "calibrated" else whole.config.proj_init.replace("_", " ")
+        )
         return Outcome("extension", f"P starts as the {start}", {"proj_init": whole.config.proj_init})
-    fresh, half = [proj for _, proj in whole.once(after_conversion).generators], len(whole.once(after_conversion).generators) // 2
+    fresh, half = (
+        [proj for _, proj in whole.once(after_conversion).generators],
+        len(whole.once(after_conversion).generators) // 2,
+    )
     drawn = [(p, TWIN_RANGE) for p in fresh]
     groups = [fresh[:half], fresh[half:]]
     if untrained(whole):
@@ -98,7 +120,11 @@ def start_projection(whole: WholeModel, expected: Any) -> Outcome:
     off = max(float((p - p.diagonal().diag()).abs().max()) for p, _ in drawn)
     strange = [why for p, wanted in drawn if (why := _unlike_normal(p.diagonal() / wanted))]
     alike = any(torch.equal(a, b) for group in groups for a, b in itertools.combinations(group, 2))
-    found = "P is diagonal, N(0, σ²) with the initializer range" if off == 0 else f"P has entries up to {off:.2g} off its diagonal"
+    found = (
+        "P is diagonal, N(0, σ²) with the initializer range"
+        if off == 0
+        else f"P has entries up to {off:.2g} off its diagonal"
+    )
     found = strange[0] if strange and off == 0 else found
     found += "; the same in two layers" if alike else ""
     spread = [float(p.diagonal().std()) / wanted for p, wanted in drawn]
@@ -119,7 +145,8 @@ def _unlike_normal(x: Tensor) -> str:
 
 
 def start_identity(whole: WholeModel, expected: Any) -> Outcome:
-    """What a conversion makes of the base's weights; with conv = 0, a small model before and after it, and this one with TTT on and off."""
+    """What a conversion makes of the base's weights; with conv = 0, a small model before and after it, and
+    this one with TTT on and off."""
     small = whole.once(after_conversion)
     for found, names in (
         ("a conversion changes the base's", small.changed),
@@ -129,7 +156,11 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
         if names:
             return judged(False, f"{found} {_list(names[:3])}", {"named": names}, 0)
     if not whole.config.starts_as_base:
-        return Outcome("extension", "a fresh conversion writes at once, so that it is not its base", {"conv": whole.config.conv})
+        return Outcome(
+            "extension",
+            "a fresh conversion writes at once, so that it is not its base",
+            {"conv": whole.config.conv},
+        )
     ids = torch.randint(64, (1, 3 * whole.chunk), generator=torch.Generator().manual_seed(whole.seed))
     settings = dataclasses.replace(whole.config, chunk_size=whole.chunk)
     numbers = {}
@@ -142,7 +173,9 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
             with converted(settings, layers=(0, 1)) as model:
                 for layer in surgery.fast_weights(model).values():
                     layer.ttt.conv.zero_()
-                numbers[f"logits of {name} against its base"] = largest_difference(model(ids, use_cache=False).logits, wanted)
+                numbers[f"logits of {name} against its base"] = largest_difference(
+                    model(ids, use_cache=False).logits, wanted
+                )
     if untrained(whole):
         with small_chunks(whole.model, whole.chunk, seed=None), torch.no_grad():
             on = whole.lm(whole.ids, use_cache=False).logits
@@ -152,12 +185,18 @@ def start_identity(whole: WholeModel, expected: Any) -> Outcome:
     worst = max(numbers, key=lambda name: numbers[name])
     limit = limits(whole.lm.dtype if "this model" in worst else torch.float32).start
     off = numbers[worst]
-    found = "the model starts as its base" if off < limit else f"the model starts {off:.2g} of a logit away from its base"
+    found = (
+        "the model starts as its base"
+        if off < limit
+        else f"the model starts {off:.2g} of a logit away from its base"
+    )
     return judged(off < limit, found, numbers, limit)
 
 
 def untrained(whole: WholeModel) -> bool:
-    return whole.config.starts_as_base and not any(bool(layer.ttt.conv.detach().any()) for layer in whole.layers.values())
+    return whole.config.starts_as_base and not any(
+        bool(layer.ttt.conv.detach().any()) for layer in whole.layers.values()
+    )
 
 
 def layer_spacing(whole: WholeModel, expected: Any) -> Outcome:
@@ -179,7 +218,8 @@ def layer_offset(whole: WholeModel, expected: Any) -> Outcome:
 
 
 def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
-    """Layers that the config names and that do not write; and whether a conversion refuses a layer beyond the model."""
+    """Layers that the config names and that do not write; and whether a conversion refuses a layer beyond the
+    model."""
     assert not isinstance(whole.config.layers, str)
     silent = sorted(set(whole.config.layers) - set(whole.after_reading.layers))
     try:
@@ -190,17 +230,31 @@ def layers_in_range(whole: WholeModel, expected: Any) -> Outcome:
     found = (
         "every layer named writes, and one beyond the model is refused"
         if refused and not silent
-        else (f"layers {_list(silent)} are named and do not write" if silent else "a layer beyond the model is accepted and ignored")
+        else (
+            f"layers {_list(silent)} are named and do not write"
+            if silent
+            else "a layer beyond the model is accepted and ignored"
+        )
     )
-    return judged(refused and not silent, found, {"named": list(whole.config.layers), "silent": silent, "refused": refused}, 0)
+    return judged(
+        refused and not silent,
+        found,
+        {"named": list(whole.config.layers), "silent": silent, "refused": refused},
+        0,
+    )
 
 
 def every_layer(whole: WholeModel, expected: Any) -> Outcome:
-    """η as measured over η as set, and own-chunk exposure, in each TTT layer against the first; whether each has tensors of its own."""
+    """η as measured over η as set, and own-chunk exposure, in each TTT layer against the first; whether each
+    has tensors of its own."""
     rows: dict[int, tuple[float, float]] = {}
     apart = _sharing(whole)
     if isinstance(etas := whole.config.eta, tuple):
-        apart += [i for i, eta in zip(whole.layers, etas, strict=True) if whole.layers[i].eta != eta and i not in apart]
+        apart += [
+            i
+            for i, eta in zip(whole.layers, etas, strict=True)
+            if whole.layers[i].eta != eta and i not in apart
+        ]
     for index in () if whole.undrivable else whole.layers:
         with borrowed(whole.model, index) as module, module.unclipped():
             bench = Bench(module, whole.seed)
@@ -209,14 +263,19 @@ def every_layer(whole: WholeModel, expected: Any) -> Outcome:
             except NotChecked:
                 if not rows:
                     raise
-                apart.append(index)  # of the first layer writes can be told from what is read, and of this one not
+                # of the first layer writes can be told from what is read, and of this one not
+                apart.append(index)
                 continue
             rows[index] = row
     errors, limit = whole.once(plain_deviations), limits(whole.lm.dtype).outputs
     if errors[next(iter(errors))] < limit:  # else the first layer itself is off, which other items report
         apart += [i for i, error in errors.items() if error >= limit and i not in apart]
     first = next(iter(rows.values()), ())
-    apart += [i for i, row in rows.items() if i not in apart and max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE]
+    apart += [
+        i
+        for i, row in rows.items()
+        if i not in apart and max(abs(a - b) for a, b in zip(row, first, strict=True)) > TOLERANCE
+    ]
     found = f"all {len(errors)} TTT layers follow one rule"
     if apart:
         found = f"layers {_list(sorted(apart))} differ from layer {next(iter(errors))}"
@@ -255,7 +314,12 @@ def model_slow_weights(whole: WholeModel, expected: Any) -> Outcome:
 
 def _unchanged(whole: WholeModel, wanted: Any, found: str) -> Outcome:
     names = {m: n for n, m in whole.lm.named_modules()}
-    own = {f"{names[layer]}.{n}" for layer in whole.layers.values() for n, _ in layer.named_parameters() if not n.startswith("ttt.")}
+    own = {
+        f"{names[layer]}.{n}"
+        for layer in whole.layers.values()
+        for n, _ in layer.named_parameters()
+        if not n.startswith("ttt.")
+    }
     own |= {name for name, _ in whole.lm.named_buffers()}
     reading = whole.after_reading
     changed = [name for name in reading.changed if wanted(name in own)]
@@ -268,13 +332,21 @@ def extensions(whole: WholeModel, expected: Any) -> Outcome:
     """Settings that the paper's method does not have, and their values."""
     on = whole.config.extensions
     if expected is not None:
-        differs = [name for name, value in expected.items() if on.get(name) != value] + sorted(set(on) - {*expected, "prompt_write"})
-        found = "its options are those of TTT-NTP" if not differs else f"{', '.join(differs)} differ from TTT-NTP's"
+        differs = [name for name, value in expected.items() if on.get(name) != value] + sorted(
+            set(on) - {*expected, "prompt_write"}
+        )
+        found = (
+            "its options are those of TTT-NTP"
+            if not differs
+            else f"{', '.join(differs)} differ from TTT-NTP's"
+        )
         return judged(not differs, found, {name: str(value) for name, value in on.items()})
     if not on:
         return judged(True, "no setting beyond the paper's method is on", {}, None)
     text = ", ".join(f"{name} = {value}" for name, value in on.items())
-    return Outcome("extension", f"on beyond the paper: {text}", {name: str(value) for name, value in on.items()})
+    return Outcome(
+        "extension", f"on beyond the paper: {text}", {name: str(value) for name, value in on.items()}
+    )
 
 
 def _list(values: list[Any]) -> str:
@@ -293,4 +365,9 @@ def eta_by_settings(whole: WholeModel, expected: Any) -> Outcome:
 def chunk_size_by_settings(whole: WholeModel, expected: Any) -> Outcome:
     """Tokens a chunk as the config has them."""
     size = whole.config.chunk_size
-    return judged(min(expected) <= size <= max(expected), f"{size} tokens", {"tokens a chunk": size, "expected": list(expected)}, 0)
+    return judged(
+        min(expected) <= size <= max(expected),
+        f"{size} tokens",
+        {"tokens a chunk": size, "expected": list(expected)},
+        0,
+    )

@@ -18,20 +18,30 @@ def writes(bench: Bench, expected: Any) -> Outcome:
     x, target = bench.tiled(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
     outputs = torch.linalg.vector_norm(bench.run(x, bench.zeros(len(x)))[bench.chunk :])
     size = float(torch.linalg.vector_norm(bench.response(x, target)[bench.chunk :]) / outputs)
-    found = "what a chunk writes is read by the next" if size > 0 else "nothing that is written is ever read: TTT does nothing"
+    found = (
+        "what a chunk writes is read by the next"
+        if size > 0
+        else "nothing that is written is ever read: TTT does nothing"
+    )
     return judged(size > 0, found, {"change of the next chunk's outputs, by strong targets": size})
 
 
 def fast_tensor(bench: Bench, expected: Any) -> Outcome:
-    """Change W0 and see whether the first chunk follows, its bias included; read one write with other keys and see whether it is linear."""
+    """Change W0 and see whether the first chunk follows, its bias included; read one write with other keys
+    and see whether it is linear."""
     module, chunk = bench.module, bench.chunk
     off = follows(bench)
     if (bias := module.bias) is not None:
         x = bench.tiled(chunk)
-        wanted = module.features(x).detach().double().cpu() @ module.fast_weight.detach().double().cpu().T + bias.detach().double().cpu()
+        wanted = (
+            module.features(x).detach().double().cpu() @ module.fast_weight.detach().double().cpu().T
+            + bias.detach().double().cpu()
+        )
         lost = error(bench.run(x, bench.zeros(chunk)), wanted)
         if lost >= TOLERANCE:
-            return judged(False, "the down-projection's bias is left out", {"error of W0 Z + bias": lost}, TOLERANCE)
+            return judged(
+                False, "the down-projection's bias is left out", {"error of W0 Z + bias": lost}, TOLERANCE
+            )
     other = bench.bank[torch.randperm(chunk, generator=bench.generator)]
     effect = bench.response(torch.cat([bench.tiled(chunk), other]), bench.middle(2 * chunk, 0))[chunk:]
     same, new = (module.keys(t).detach().double().cpu() for t in (bench.tiled(chunk), other))
@@ -45,7 +55,12 @@ def fast_tensor(bench: Bench, expected: Any) -> Outcome:
             else "what was written is not read as a matrix on Z"
         )
     )
-    return judged(max(off, linear) < TOLERANCE, found, {"error of following W0": off, "error of reading as a matrix": linear}, TOLERANCE)
+    return judged(
+        max(off, linear) < TOLERANCE,
+        found,
+        {"error of following W0": off, "error of reading as a matrix": linear},
+        TOLERANCE,
+    )
 
 
 def follows(bench: Bench) -> float:
@@ -76,18 +91,31 @@ def causality(bench: Bench, expected: Any) -> Outcome:
         "no output depends on a later token"
         if max(later, moved) < TOLERANCE
         else (
-            f"a chunk reads {later:.3g} of a later chunk's write" if later >= TOLERANCE else "a later token's key changes earlier outputs"
+            f"a chunk reads {later:.3g} of a later chunk's write"
+            if later >= TOLERANCE
+            else "a later token's key changes earlier outputs"
         )
     )
-    return judged(max(later, moved) < TOLERANCE, found, {"read of a later write": later, "moved by a later key": moved}, TOLERANCE)
+    return judged(
+        max(later, moved) < TOLERANCE,
+        found,
+        {"read of a later write": later, "moved by a later key": moved},
+        TOLERANCE,
+    )
 
 
 def apply_then_update(bench: Bench, expected: Any) -> Outcome:
     """The diagonal of K while a sequence streams in chunk by chunk."""
     own = bench.stream_reads.diagonal().abs().max().item()
     if own >= TOLERANCE and abs(own - abs(own_write(bench))) < TOLERANCE:
-        raise NotChecked(f"a chunk reads {own:.3g} of its own write in one call too, which is not a matter of streaming")
-    found = "a chunk is read before it is written" if own < TOLERANCE else f"streaming, a chunk reads {own:.3g} of its own write"
+        raise NotChecked(
+            f"a chunk reads {own:.3g} of its own write in one call too, which is not a matter of streaming"
+        )
+    found = (
+        "a chunk is read before it is written"
+        if own < TOLERANCE
+        else f"streaming, a chunk reads {own:.3g} of its own write"
+    )
     return judged(own < TOLERANCE, found, {"own write read while streaming": own}, TOLERANCE)
 
 
@@ -108,12 +136,18 @@ def own_chunk_exposure(bench: Bench, expected: Any) -> Outcome:
     if bench.module.ridge is not None:
         numbers["moved by a later key of the own chunk"] = moved = own_keys(bench)
         if abs(own) < TOLERANCE <= moved:
-            return judged(False, "what a chunk reads depends on its own keys: they are in the Gram too early", numbers, TOLERANCE)
+            return judged(
+                False,
+                "what a chunk reads depends on its own keys: they are in the Gram too early",
+                numbers,
+                TOLERANCE,
+            )
     return judged(abs(own) < TOLERANCE, f"a chunk reads {own:.3g} of its own write", numbers, TOLERANCE)
 
 
 def own_keys(bench: Bench) -> float:
-    """How far another last key of a chunk moves the outputs before it in the same chunk, which an exclusive Gram does not."""
+    """How far another last key of a chunk moves the outputs before it in the same chunk, which an exclusive
+    Gram does not."""
     chunk = bench.chunk
     x, target = bench.tiled(3 * chunk), bench.zeros(3 * chunk)
     target[:chunk] = bench.scale * bench.units(chunk)
@@ -127,14 +161,20 @@ def sign(bench: Bench, expected: Any) -> Outcome:
     row = bench.scale * bench.units(1)[0]
     target = torch.cat([row.expand(bench.chunk, -1), bench.zeros(bench.chunk)])
     value = float((bench.response(bench.same(len(target)), target)[bench.chunk :] @ row).mean() / (row @ row))
-    found = "outputs move towards the target" if value > 0 else "outputs move away from the target: the sign is wrong"
+    found = (
+        "outputs move towards the target"
+        if value > 0
+        else "outputs move away from the target: the sign is wrong"
+    )
     return judged(value > 0, found, {"⟨write, target⟩ / ‖target‖²": value})
 
 
 def loss_sum(bench: Bench, expected: Any) -> Outcome:
     """The size of one token's write, against η, and in chunks twice as long."""
     if bench.module.ridge is not None:
-        return _instead(bench, "the loss is Σ ‖V - ZMᵀ‖² + λ‖M‖² over all tokens, solved and not stepped down")
+        return _instead(
+            bench, "the loss is Σ ‖V - ZMᵀ‖² + λ‖M‖² over all tokens, solved and not stepped down"
+        )
     size, eta = abs(bench.kappa()), bench.module.eta
     numbers: dict[str, Any] = {"write per token": size}
     ratios = []
@@ -157,7 +197,11 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
     found = (
         "each token writes η VᵀZ, whatever the chunk's length"
         if holds
-        else (f"each token writes {numbers.get('over η', float('nan')):.4g} of η" if eta else "a token writes less in a longer chunk")
+        else (
+            f"each token writes {numbers.get('over η', float('nan')):.4g} of η"
+            if eta
+            else "a token writes less in a longer chunk"
+        )
     )
     if not holds and eta and abs(size / eta * bench.chunk - 1) < 0.05:
         found += f": a mean over the chunk of {bench.chunk}"
@@ -165,7 +209,8 @@ def loss_sum(bench: Bench, expected: Any) -> Outcome:
 
 
 def no_normalisation(bench: Bench, expected: Any) -> Outcome:
-    """How a write grows with the size of its targets (degree 1) and of its keys (degree 1 each, written and read)."""
+    """How a write grows with the size of its targets (degree 1) and of its keys (degree 1 each, written and
+    read)."""
     if bench.module.ridge is not None:
         return _instead(bench, "the sum of VᵀZ is read through the inverse of that of ZᵀZ")
     target = bench.middle(2 * bench.chunk, 0)
@@ -190,11 +235,14 @@ def no_normalisation(bench: Bench, expected: Any) -> Outcome:
             else f"with keys 1.5 times as large, what a key writes is {keys:.3g} of what VᵀZ would be"
         )
     )
-    return judged(holds, found, {"power of the targets": targets, "write at 1.5 Z, over VᵀZ": keys}, TOLERANCE)
+    return judged(
+        holds, found, {"power of the targets": targets, "write at 1.5 Z, over VᵀZ": keys}, TOLERANCE
+    )
 
 
 def plain_sum(bench: Bench, expected: Any) -> Outcome:
-    """K below the diagonal is constant: what was written neither fades, nor grows, nor is corrected by later chunks."""
+    """K below the diagonal is constant: what was written neither fades, nor grows, nor is corrected by later
+    chunks."""
     if bench.module.ridge is not None:
         return _instead(bench, "deltas add up in two sums, and what is read is the least-squares map of both")
     reads = bench.reads
@@ -209,13 +257,17 @@ def plain_sum(bench: Bench, expected: Any) -> Outcome:
         "writes add up and stay"
         if max(spread, drift) < TOLERANCE
         else (
-            f"the first chunk's write is read with weights {', '.join(f'{r:.3g}' for r in series)} by the chunks after it"
+            f"the first chunk's write is read with weights {', '.join(f'{r:.3g}' for r in series)} by the "
+            "chunks after it"
             if spread >= TOLERANCE
             else "the weight changes although nothing is written"
         )
     )
     return judged(
-        max(spread, drift) < TOLERANCE, found, {"weights of the first write": series, "spread": spread, "drift of W0": drift}, TOLERANCE
+        max(spread, drift) < TOLERANCE,
+        found,
+        {"weights of the first write": series, "spread": spread, "drift of W0": drift},
+        TOLERANCE,
     )
 
 
@@ -223,7 +275,12 @@ def eta(bench: Bench, expected: Any) -> Outcome:
     """The size of one token's write; a choice, since the paper gives none."""
     value = abs(bench.kappa())
     if bench.module.ridge is not None:
-        return Outcome("extension", f"η = {value:.4g} multiplies what a least-squares map answers", {"η": value}, TOLERANCE)
+        return Outcome(
+            "extension",
+            f"η = {value:.4g} multiplies what a least-squares map answers",
+            {"η": value},
+            TOLERANCE,
+        )
     if expected is not None:
         holds = any(abs(value / e - 1) < TOLERANCE for e in expected)
         return judged(holds, f"η = {value:.4g}", {"η": value}, TOLERANCE)
@@ -250,7 +307,11 @@ def chunk_size(bench: Bench, expected: Any) -> Outcome:
 
 def _instead(bench: Bench, what: str) -> Outcome:
     """What stands in the place of the paper's rule; `least-squares` holds it against its own law."""
-    return Outcome("extension", f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it", {"λ": bench.module.ridge})
+    return Outcome(
+        "extension",
+        f"{what} (λ = {bench.module.ridge:g}); `least-squares` measures it",
+        {"λ": bench.module.ridge},
+    )
 
 
 def own_write(bench: Bench) -> float:

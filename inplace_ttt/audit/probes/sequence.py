@@ -1,4 +1,5 @@
-"""Probes of what a sequence is: documents, padding, rows, pieces of a stream, ranks (paper §3.4, Algorithm 1 lines 9-14)."""
+"""Probes of what a sequence is: documents, padding, rows, pieces of a stream, ranks (paper §3.4, Algorithm 1
+lines 9-14)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def document_reset(bench: Bench, expected: Any) -> Outcome:
     effect = bench.response(x, target, documents=lengths)
     leaked = bench.size(effect[lengths[0] :])
     bench.yardstick(effect[: lengths[0]])
-    found = "a document starts from W0" if leaked < TOLERANCE else f"a document reads {leaked:.3g} of a write of the one before it"
+    found = (
+        "a document starts from W0"
+        if leaked < TOLERANCE
+        else f"a document reads {leaked:.3g} of a write of the one before it"
+    )
     numbers = {"read of another document": leaked}
     if bench.module.ridge is not None:
         numbers["changed by another document's keys"] = kept = _keys_kept(bench)
@@ -33,9 +38,12 @@ def document_reset(bench: Bench, expected: Any) -> Outcome:
 
 
 def _keys_kept(bench: Bench) -> float:
-    """What a document of whole chunks reads of its own write behind another one that writes nothing, against alone."""
+    """What a document of whole chunks reads of its own write behind another one that writes nothing, against
+    alone."""
     x, target = bench.same(2 * bench.chunk), bench.middle(2 * bench.chunk, 0)
-    packed = bench.response(torch.cat([x, x]), torch.cat([bench.zeros(len(x)), target]), documents=[len(x), len(x)])
+    packed = bench.response(
+        torch.cat([x, x]), torch.cat([bench.zeros(len(x)), target]), documents=[len(x), len(x)]
+    )
     return bench.size(packed[len(x) :] - bench.response(x, target))
 
 
@@ -46,12 +54,17 @@ def document_grid(bench: Bench, expected: Any) -> Outcome:
     x, target = bench.same(second), bench.middle(second, 0, chunk)
     alone = bench.response(x, target)
     packed_x = torch.cat([bench.same(first), x])
-    packed = bench.response(packed_x, torch.cat([bench.zeros(first), target]), documents=[first, second])[first:]
+    packed = bench.response(packed_x, torch.cat([bench.zeros(first), target]), documents=[first, second])[
+        first:
+    ]
     off = bench.size(packed - alone)
     found = (
         "a packed document computes what it computes alone"
         if off < TOLERANCE
-        else (f"packed, a document differs from itself alone by {off:.3g} of a write: its chunks do not start with it")
+        else (
+            f"packed, a document differs from itself alone by {off:.3g} of a write: its chunks do not "
+            "start with it"
+        )
     )
     return judged(off < TOLERANCE, found, {"packed against alone": off}, TOLERANCE)
 
@@ -71,7 +84,9 @@ def padding(bench: Bench, expected: Any) -> Outcome:
     off["padded at the right"] = bench.size(padded - alone)
     worst = max(off, key=lambda name: off[name])
     found = (
-        "padding is in no chunk and writes nothing" if off[worst] < TOLERANCE else f"a row {worst} differs by {off[worst]:.3g} of a write"
+        "padding is in no chunk and writes nothing"
+        if off[worst] < TOLERANCE
+        else f"a row {worst} differs by {off[worst]:.3g} of a write"
     )
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
@@ -79,7 +94,8 @@ def padding(bench: Bench, expected: Any) -> Outcome:
 def rows(bench: Bench, expected: Any) -> Outcome:
     """Two rows with different keys and targets, against each alone."""
     tokens = 2 * bench.chunk + 3
-    other = bench.tiled(tokens, start=5) if bench.module.ridge is None else bench.scattered(tokens)  # one with another Gram
+    # one with another Gram
+    other = bench.tiled(tokens, start=5) if bench.module.ridge is None else bench.scattered(tokens)
     inputs = torch.stack([bench.tiled(tokens), other])
     targets = torch.stack([bench.middle(tokens, 0), bench.scale * bench.units(tokens)])
     try:
@@ -90,7 +106,11 @@ def rows(bench: Bench, expected: Any) -> Outcome:
         return judged(False, f"a batch of two rows raises {type(error).__name__}", {"rows": 2})
     off = [bench.size(together[row] - bench.run(inputs[row], targets[row])) for row in range(2)]
     holds = max(off) < TOLERANCE
-    found = "rows are independent" if holds else f"row {off.index(max(off))} of two differs from itself alone by {max(off):.3g} of a write"
+    found = (
+        "rows are independent"
+        if holds
+        else f"row {off.index(max(off))} of two differs from itself alone by {max(off):.3g} of a write"
+    )
     return judged(holds, found, {"row 0 against alone": off[0], "row 1 against alone": off[1]}, TOLERANCE)
 
 
@@ -125,7 +145,11 @@ def _split(bench: Bench, splits: dict[str, Sequence[int]], how: str) -> Outcome:
         for name, pieces in splits.items():
             off[name] = bench.size(bench.stream_response(x, target, list(pieces))[2 * chunk :] - whole)
     worst = max(off, key=lambda name: off[name])
-    found = f"{how}, as in one call" if off[worst] < TOLERANCE else f"{how} ({worst}), outputs differ by {off[worst]:.3g} of a write"
+    found = (
+        f"{how}, as in one call"
+        if off[worst] < TOLERANCE
+        else f"{how} ({worst}), outputs differ by {off[worst]:.3g} of a write"
+    )
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
 
@@ -137,7 +161,9 @@ def streaming_target(bench: Bench, expected: Any) -> Outcome:
     target = bench.zeros(2 * chunk)
     target[chunk // 2] = bench.scale
     x = bench.tiled(2 * chunk)
-    taps = 0.5 + torch.rand(bench.module.d, bench.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    taps = 0.5 + torch.rand(
+        bench.module.d, bench.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     with bench.generator_of(taps, bench.identity()):
         whole = bench.decode(bench.tiled(chunk), bench.response(x, target)[chunk:])
         stream = bench.decode(bench.tiled(chunk), bench.stream_response(x, target, [1] * len(x))[chunk:])
@@ -150,9 +176,18 @@ def streaming_target(bench: Bench, expected: Any) -> Outcome:
     found = (
         "targets take in the same tokens as in one call"
         if off < TOLERANCE
-        else (f"streaming, targets take in tokens up to t{ahead:+d} only" if ahead <= 0 else "streaming changes the target")
+        else (
+            f"streaming, targets take in tokens up to t{ahead:+d} only"
+            if ahead <= 0
+            else "streaming changes the target"
+        )
     )
-    return judged(off < TOLERANCE, found, {"difference of the targets": off, "taps while streaming": sorted(seen)}, TOLERANCE)
+    return judged(
+        off < TOLERANCE,
+        found,
+        {"difference of the targets": off, "taps while streaming": sorted(seen)},
+        TOLERANCE,
+    )
 
 
 def stream_reset(bench: Bench, expected: Any) -> Outcome:
@@ -167,7 +202,11 @@ def stream_reset(bench: Bench, expected: Any) -> Outcome:
         stream.reset()
         after = bench.stream(x, target, pieces, stream)
     off = bench.size(after - bench.stream(x, target, pieces))
-    found = "a reset leaves nothing of the sequence before" if off < TOLERANCE else f"after a reset, outputs differ by {off:.3g} of a write"
+    found = (
+        "a reset leaves nothing of the sequence before"
+        if off < TOLERANCE
+        else f"after a reset, outputs differ by {off:.3g} of a write"
+    )
     return judged(off < TOLERANCE, found, {"after a reset against fresh": off}, TOLERANCE)
 
 
@@ -181,8 +220,18 @@ def generated_tokens(bench: Bench, expected: Any) -> Outcome:
     numbers = {"write of tokens read alone": share}
     if choice is not None and choice != writes:
         meant = "write" if choice else "write nothing"
-        return judged(False, f"tokens read alone are meant to {meant}, and do {'not ' * (not writes)}write", numbers, TOLERANCE)
-    return Outcome("unspecified", "generated tokens write" if writes else "generated tokens do not write", numbers, TOLERANCE)
+        return judged(
+            False,
+            f"tokens read alone are meant to {meant}, and do {'not ' * (not writes)}write",
+            numbers,
+            TOLERANCE,
+        )
+    return Outcome(
+        "unspecified",
+        "generated tokens write" if writes else "generated tokens do not write",
+        numbers,
+        TOLERANCE,
+    )
 
 
 def refuse_blind_streams(bench: Bench) -> None:
@@ -199,12 +248,17 @@ def open_chunk(bench: Bench, expected: Any) -> Outcome:
     target[chunk : chunk + 3] = bench.scale * bench.units(3)
     pieces = [chunk, *[1] * (chunk - 1)]
     early = bench.size(bench.stream_response(x, target, pieces)[chunk + 3 :])
-    found = "an incomplete chunk is not written" if early < TOLERANCE else f"an incomplete chunk is read early ({early:.3g} of a write)"
+    found = (
+        "an incomplete chunk is not written"
+        if early < TOLERANCE
+        else f"an incomplete chunk is read early ({early:.3g} of a write)"
+    )
     return Outcome("unspecified", found, {"read before the chunk is complete": early}, TOLERANCE)
 
 
 def reset_keeps_training(bench: Bench, expected: Any) -> Outcome:
-    """Another W0, as training leaves it, then a new document or a reset, nothing written: the new W0 must be the one in use."""
+    """Another W0, as training leaves it, then a new document or a reset, nothing written: the new W0 must be
+    the one in use."""
     module, chunk = bench.module, bench.chunk
     x, none = bench.tiled(chunk), bench.zeros(chunk)
     change = bench.random(*module.fast_weight.shape)
@@ -227,14 +281,24 @@ def reset_keeps_training(bench: Bench, expected: Any) -> Outcome:
             moved = ways[name](bench, x, none) - before[name]
         off[name] = float(torch.linalg.vector_norm(moved - wanted) / torch.linalg.vector_norm(wanted))
     worst = max(off, key=lambda name: off[name])
-    found = "a new document reads the trained W0" if off[worst] < TOLERANCE else f"{worst}, another W0 than the trained one is read"
-    return judged(off[worst] < TOLERANCE, found, {f"error {name}": error for name, error in off.items()}, TOLERANCE)
+    found = (
+        "a new document reads the trained W0"
+        if off[worst] < TOLERANCE
+        else f"{worst}, another W0 than the trained one is read"
+    )
+    return judged(
+        off[worst] < TOLERANCE, found, {f"error {name}": error for name, error in off.items()}, TOLERANCE
+    )
 
 
 def _after_boundary(bench: Bench, x: Tensor, none: Tensor) -> Tensor:
     """Outputs [C, d] of the second of two packed documents."""
     two = torch.cat([x, x])[None]
-    return bench.module.forward(two, torch.cat([none, none])[None], documents=[len(x), len(x)])[0, len(x) :].double().cpu()
+    return (
+        bench.module.forward(two, torch.cat([none, none])[None], documents=[len(x), len(x)])[0, len(x) :]
+        .double()
+        .cpu()
+    )
 
 
 def _after_reset(bench: Bench, x: Tensor, none: Tensor) -> Tensor:
@@ -246,7 +310,8 @@ def _after_reset(bench: Bench, x: Tensor, none: Tensor) -> Tensor:
 
 
 def context_parallel(bench: Bench, expected: Any) -> Outcome:
-    """Algorithm 1 over three ranks in one process: own sums, sums of those before, reads; against one call."""
+    """Algorithm 1 over three ranks in one process: own sums, sums of those before, reads; against one
+    call."""
     bench.refuse_unlawful()
     x = bench.tiled(6 * bench.chunk)
     target = bench.middle(len(x), *range(0, len(x), bench.chunk))
@@ -254,12 +319,19 @@ def context_parallel(bench: Bench, expected: Any) -> Outcome:
         ranks = bench.module.ranks(x[None], target[None], 3)[0].double().cpu()
         none = bench.module.ranks(x[None], 0 * target[None], 3)[0].double().cpu()
     off = error(ranks - none, bench.response(x, target))
-    found = "three ranks compute what one does" if off < TOLERANCE else f"three ranks differ from one by {off:.3g} of all that is read"
-    return judged(off < TOLERANCE, found + " (emulated in one process)", {"three ranks against one": off}, TOLERANCE)
+    found = (
+        "three ranks compute what one does"
+        if off < TOLERANCE
+        else f"three ranks differ from one by {off:.3g} of all that is read"
+    )
+    return judged(
+        off < TOLERANCE, found + " (emulated in one process)", {"three ranks against one": off}, TOLERANCE
+    )
 
 
 def _writes_alone(bench: Bench) -> float:
-    """What a later chunk reads of tokens that were read one at a time into a stream that holds some already."""
+    """What a later chunk reads of tokens that were read one at a time into a stream that holds some
+    already."""
     chunk = bench.chunk
     x, target = bench.tiled(2 * chunk), bench.middle(2 * chunk, 0)
     start = max(1, bench.margin)

@@ -27,12 +27,17 @@ def take_back(bench: Bench, expected: Any) -> Outcome:
             stream.take_back(chunk)
         off[name] = bench.size(bench.stream(x[known:], target[known:], pieces, stream) - right)
     worst = max(off, key=lambda name: off[name])
-    found = "tokens taken back leave nothing" if off[worst] < TOLERANCE else f"tokens taken back {worst} leave {off[worst]:.3g} of a write"
+    found = (
+        "tokens taken back leave nothing"
+        if off[worst] < TOLERANCE
+        else f"tokens taken back {worst} leave {off[worst]:.3g} of a write"
+    )
     return judged(off[worst] < TOLERANCE, found, off, TOLERANCE)
 
 
 def saved_session(bench: Bench, expected: Any) -> Outcome:
-    """A stream that goes on from what it saves in the middle of a chunk, against one that was never interrupted."""
+    """A stream that goes on from what it saves in the middle of a chunk, against one that was never
+    interrupted."""
     stream: Any = bench.module.stream()
     if not hasattr(stream, "saved"):
         raise NotChecked("the module has no way to save a stream")
@@ -43,5 +48,9 @@ def saved_session(bench: Bench, expected: Any) -> Outcome:
     right = bench.stream(x, target, [known, chunk, chunk])[known:]
     bench.stream(x[:known], target[:known], [known], stream)
     off = bench.size(bench.stream(x[known:], target[known:], [chunk, chunk], stream.saved()) - right)
-    found = "a saved stream goes on as it was" if off < TOLERANCE else f"a saved stream goes on {off:.3g} of a write away"
+    found = (
+        "a saved stream goes on as it was"
+        if off < TOLERANCE
+        else f"a saved stream goes on {off:.3g} of a write away"
+    )
     return judged(off < TOLERANCE, found, {"saved against uninterrupted": off}, TOLERANCE)

@@ -22,11 +22,13 @@ _DIRECTIONS = 3
 
 
 def state_precision(bench: Bench, expected: Any) -> Outcome:
-    """In float32 arithmetic: do many writes add up, and does one write of 0.03 % of ‖W0‖ count as much as a large one?
+    """In float32 arithmetic: do many writes add up, and does one write of 0.03 % of ‖W0‖ count as much as a
+    large one?
 
-    A state in half precision fails the first, a running weight in half precision the second. Of least squares, also whether
-    scattered keys read what they should, where they do in float64, which a Gram in half precision fails. A layer that is used
-    in half precision is asked there, too: what arrives of many small writes that agree.
+    A state in half precision fails the first, a running weight in half precision the second. Of least
+    squares, also whether scattered keys read what they should, where they do in float64, which a Gram in half
+    precision fails. A layer that is used in half precision is asked there, too: what arrives of many small
+    writes that agree.
     """
     arrived = _arrived(bench)
     with bench.module.single_precision() as module, module.unclipped():
@@ -52,7 +54,8 @@ def state_precision(bench: Bench, expected: Any) -> Outcome:
 
 
 def _arrived(bench: Bench) -> dict[str, float]:
-    """What arrives of writes that agree, each small beside W0, over their sum, in the precision that the layer is used in."""
+    """What arrives of writes that agree, each small beside W0, over their sum, in the precision that the
+    layer is used in."""
     try:
         with bench.module.deployed() as module, module.unclipped():
             half = Bench(module, 0)
@@ -63,7 +66,9 @@ def _arrived(bench: Bench) -> dict[str, float]:
             x = half.tiled((_WRITES + 1) * half.chunk)
             one = half.middle(2 * half.chunk, 0)
             large = half.response(half.tiled(len(one)), one)[half.chunk :]
-            delta = torch.linalg.vector_norm(torch.linalg.lstsq(half.keys_of(half.tiled(half.chunk)), large).solution)
+            delta = torch.linalg.vector_norm(
+                torch.linalg.lstsq(half.keys_of(half.tiled(half.chunk)), large).solution
+            )
             factor = float(_SMALL * torch.linalg.vector_norm(module.fast_weight.detach().double()) / delta)
             target = factor * half.middle(len(x), *range(0, _WRITES * half.chunk, half.chunk))
             read = half.response(x, target)[-half.chunk :] / (_WRITES * factor)
@@ -74,7 +79,8 @@ def _arrived(bench: Bench) -> dict[str, float]:
 
 
 def _additivity(bench: Bench, writes: int) -> float:
-    """‖read of all - (read of even chunks + read of odd chunks)‖ / ‖read of all‖, with other targets in each chunk."""
+    """‖read of all - (read of even chunks + read of odd chunks)‖ / ‖read of all‖, with other targets in each
+    chunk."""
     chunk = bench.chunk
     x = bench.tiled((writes + 1) * chunk)
     target = bench.scale * bench.units(len(x))
@@ -117,7 +123,11 @@ def _state_dtype(bench: Bench) -> str | None:
 def state_place(bench: Bench, expected: Any) -> Outcome:
     """W0 and every buffer, before and after reading three chunks."""
     changed = [name for name in _changed(bench) if bench.module.is_fast(name)]
-    found = "the state is in no parameter and no buffer" if not changed else f"reading changes {', '.join(changed)}"
+    found = (
+        "the state is in no parameter and no buffer"
+        if not changed
+        else f"reading changes {', '.join(changed)}"
+    )
     return judged(not changed, found, {"changed": changed}, 0)
 
 
@@ -143,7 +153,11 @@ def _changed(bench: Bench) -> list[str]:
             return changed
         stream(x[None], target[None])
         tensors = getattr(stream, "tensors", module.tensors)()
-        return changed + [name for name, t in tensors.items() if name not in changed and not torch.equal(t.detach(), before[name])]
+        return changed + [
+            name
+            for name, t in tensors.items()
+            if name not in changed and not torch.equal(t.detach(), before[name])
+        ]
 
 
 def gradient(bench: Bench, expected: Any) -> Outcome:
@@ -159,22 +173,39 @@ def gradient(bench: Bench, expected: Any) -> Outcome:
         if errors[worst] < _GRADIENT
         else (f"the gradient by {worst} misses {errors[worst]:.0%} of what the outputs do")
     )
-    return judged(errors[worst] < _GRADIENT, found, {f"error of the derivative by {name}": e for name, e in errors.items()}, _GRADIENT)
+    return judged(
+        errors[worst] < _GRADIENT,
+        found,
+        {f"error of the derivative by {name}": e for name, e in errors.items()},
+        _GRADIENT,
+    )
 
 
 def target_gradient(bench: Bench, expected: Any) -> Outcome:
-    """Whether the targets' source gets a gradient from what later chunks read; a choice, since the paper says nothing."""
+    """Whether the targets' source gets a gradient from what later chunks read; a choice, since the paper says
+    nothing."""
     errors = _gradient_errors(bench)
     error = errors.pop("targets")
     flows, meant = error < _GRADIENT, bench.module.detaches_target
-    found = "the gradient flows through the target into its source" if flows else "the target is detached from its source"
-    if meant is not None and flows == meant and max(errors.values()) < _GRADIENT:  # else `gradient` reports what all of it has lost
-        return judged(False, f"{found}, and its settings say otherwise", {"error of the derivative by targets": error}, _GRADIENT)
+    found = (
+        "the gradient flows through the target into its source"
+        if flows
+        else "the target is detached from its source"
+    )
+    # else `gradient` reports what all of it has lost
+    if meant is not None and flows == meant and max(errors.values()) < _GRADIENT:
+        return judged(
+            False,
+            f"{found}, and its settings say otherwise",
+            {"error of the derivative by targets": error},
+            _GRADIENT,
+        )
     return Outcome("unspecified", found, {"error of the derivative by targets": error}, _GRADIENT)
 
 
 def _gradient_errors(bench: Bench) -> dict[str, float]:
-    """For conv, P, the keys and the targets: ‖autograd - differences‖ / ‖differences‖ over some directions."""
+    """For conv, P, the keys and the targets: ‖autograd - differences‖ / ‖differences‖ over some
+    directions."""
     module, chunk = bench.module, bench.chunk
     x, target = bench.tiled(3 * chunk), bench.scale * bench.units(3 * chunk)
     weights = bench.random(chunk, module.d)
@@ -183,7 +214,9 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
         out = module.forward(x[None], target[None])[0, 2 * chunk :]
         return (out * weights.to(out)).sum()
 
-    leaves = {"conv": module.conv, "keys": x, "targets": target} | ({} if module.proj is None else {"P": module.proj})
+    leaves = {"conv": module.conv, "keys": x, "targets": target} | (
+        {} if module.proj is None else {"P": module.proj}
+    )
     flags = [(tensor, tensor.requires_grad) for tensor in leaves.values()]
     errors = {}
     try:
@@ -202,7 +235,10 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
                 a, short, twice, long = torch.tensor(pairs, dtype=torch.float64).T
                 errors[name] = min(error(a, b) for b in (short, long))
                 if errors[name] >= _GRADIENT <= error(short, twice):
-                    raise NotChecked(f"outputs move in steps with {name}, too coarse to take differences of; see `state-precision`")
+                    raise NotChecked(
+                        f"outputs move in steps with {name}, too coarse to take differences of; see "
+                        "`state-precision`"
+                    )
     finally:
         for tensor, flag in flags:
             tensor.requires_grad_(flag)
@@ -210,8 +246,11 @@ def _gradient_errors(bench: Bench) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _differences(value: Callable[[], Tensor], tensor: Tensor, direction: Tensor) -> tuple[float, float, float]:
-    """Derivatives of `value` as `tensor` moves along `direction`, from short steps, from twice these, and from long ones.
+def _differences(
+    value: Callable[[], Tensor], tensor: Tensor, direction: Tensor
+) -> tuple[float, float, float]:
+    """Derivatives of `value` as `tensor` moves along `direction`, from short steps, from twice these, and
+    from long ones.
 
     The long ones are exact for polynomials up to the fourth degree, and rounding plays no part in them.
     """

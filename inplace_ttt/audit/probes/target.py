@@ -1,7 +1,7 @@
 """Probes of the target generator V = Conv(X) · P (paper §3.2, §3.4, Algorithm 1 line 6).
 
-An impulse in X at one token shows which tokens' targets take it in; a constant X leaves padding out of play, so that P and
-the order of the two maps show alone.
+An impulse in X at one token shows which tokens' targets take it in; a constant X leaves padding out of play,
+so that P and the order of the two maps show alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _VISIBLE = 0.02
 
 
 def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
-    """An impulse in one channel: how much of the response is in other channels, under the kernel's own full shape."""
+    """An impulse in one channel: how much of the response is in other channels, under the kernel's own full
+    shape."""
     conv = bench.module.conv
     with torch.no_grad():
         bench.generate(_taps(bench), bench.identity())
@@ -35,8 +36,17 @@ def conv_depthwise(bench: Bench, expected: Any) -> Outcome:
     if total == 0:
         raise NotChecked("an impulse in the target source has no effect")
     across = float(((total**2 - inside**2).clamp(min=0)).sqrt() / total)
-    found = "each channel has its own kernel" if across < TOLERANCE else f"{across:.0%} of a channel's response is in other channels"
-    return judged(across < TOLERANCE, found, {"response in other channels": across, "kernel": list(conv.shape)}, TOLERANCE)
+    found = (
+        "each channel has its own kernel"
+        if across < TOLERANCE
+        else f"{across:.0%} of a channel's response is in other channels"
+    )
+    return judged(
+        across < TOLERANCE,
+        found,
+        {"response in other channels": across, "kernel": list(conv.shape)},
+        TOLERANCE,
+    )
 
 
 def conv_size(bench: Bench, expected: Any) -> Outcome:
@@ -65,7 +75,11 @@ def conv_bias(bench: Bench, expected: Any) -> Outcome:
         none = bench.run(x, bench.zeros(tokens))
     # A bias does not grow with the targets, so it is held against a write of targets of norm 1.
     size = bench.size((written - none)[bench.chunk :]) * bench.scale
-    found = "nothing is written where the target source is zero" if size < TOLERANCE else f"a zero source writes {size:.3g} of a write"
+    found = (
+        "nothing is written where the target source is zero"
+        if size < TOLERANCE
+        else f"a zero source writes {size:.3g} of a write"
+    )
     return judged(size < TOLERANCE, found, {"write of a zero source": size}, TOLERANCE)
 
 
@@ -73,7 +87,9 @@ def conv_lookahead(bench: Bench, expected: Any) -> Outcome:
     """Which tokens the target of a token takes in."""
     taps = sorted(_offsets(bench))
     ahead = [o for o in taps if o > 0]
-    found = f"taps from t{taps[0]:+d} to t{taps[-1]:+d}" + ("" if ahead else ": no future token is in the target")
+    found = f"taps from t{taps[0]:+d} to t{taps[-1]:+d}" + (
+        "" if ahead else ": no future token is in the target"
+    )
     return judged(bool(ahead), found, {"taps": taps}, 0)
 
 
@@ -81,16 +97,21 @@ def conv_isolation(bench: Bench, expected: Any) -> Outcome:
     """Impulses at both sides of a chunk's edge, and what the edge's tokens take from outside: zero."""
     chunk = bench.chunk
     sides = {}
-    # All chunks have equal keys, so a read shows at which place in a chunk something was written: what an impulse at one
-    # side of the edge writes at the other side stands at the other end.
+    # All chunks have equal keys, so a read shows at which place in a chunk something was written: what an
+    # impulse at one side of the edge writes at the other side stands at the other end.
     start, end = slice(0, chunk // 2), slice(chunk // 2, None)
     x = bench.tiled(3 * chunk)
     with bench.generator_of(_taps(bench), bench.identity()):
-        for name, at, reader, there in (("into the next chunk", chunk - 1, 2, start), ("into the chunk before", chunk, 1, end)):
+        for name, at, reader, there in (
+            ("into the next chunk", chunk - 1, 2, start),
+            ("into the chunk before", chunk, 1, end),
+        ):
             target = bench.zeros(len(x))
             target[at] = bench.scale
             effect = bench.response(x, target).split(chunk)
-            sides[name] = _norm(bench.decode(x[:chunk], effect[reader], reader)[there]) / _norm(bench.decode(x[:chunk], effect[2], 2))
+            sides[name] = _norm(bench.decode(x[:chunk], effect[reader], reader)[there]) / _norm(
+                bench.decode(x[:chunk], effect[2], 2)
+            )
     # With all taps 1 and a constant source, a target counts its taps inside the chunk.
     row = bench.scale * bench.units(1)[0]
     with bench.generator_of(torch.ones_like(_taps(bench)), bench.identity()):
@@ -103,13 +124,18 @@ def conv_isolation(bench: Bench, expected: Any) -> Outcome:
     found = (
         "the convolution ends at the chunk's edges, with zeros beyond"
         if sides[worst] < TOLERANCE
-        else (f"the convolution reaches {worst}" if "chunk" in worst else "tokens at the edge take in something from beyond it")
+        else (
+            f"the convolution reaches {worst}"
+            if "chunk" in worst
+            else "tokens at the edge take in something from beyond it"
+        )
     )
     return judged(sides[worst] < TOLERANCE, found, sides, TOLERANCE)
 
 
 def conv_before_projection(bench: Bench, expected: Any) -> Outcome:
-    """Kernels that differ by channel, with a symmetric P: the order of the two shows, transposition does not."""
+    """Kernels that differ by channel, with a symmetric P: the order of the two shows, transposition does
+    not."""
     d = bench.module.d
     p = bench.random(d, d)
     p = p + p.T
@@ -137,13 +163,21 @@ def projection_untransposed(bench: Bench, expected: Any) -> Outcome:
     straight, transposed = _cosine(found, row @ p), _cosine(found, row @ p.T)
     if max(straight, transposed) < 0.9:
         raise NotChecked(f"the target is neither X P nor X Pᵀ (cosines {straight:.3g}, {transposed:.3g})")
-    text = "P from the right, as stored" if straight >= transposed else "P is applied transposed, as an ordinary linear layer would"
-    return judged(straight >= transposed, text, {"cosine with X P": straight, "cosine with X Pᵀ": transposed}, TOLERANCE)
+    text = (
+        "P from the right, as stored"
+        if straight >= transposed
+        else "P is applied transposed, as an ordinary linear layer would"
+    )
+    return judged(
+        straight >= transposed, text, {"cosine with X P": straight, "cosine with X Pᵀ": transposed}, TOLERANCE
+    )
 
 
 def _taps(bench: Bench) -> Tensor:
     """A kernel of its own for each channel, [d, k], no entry near 0."""
-    return 0.5 + torch.rand(bench.module.d, bench.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return 0.5 + torch.rand(
+        bench.module.d, bench.kernel, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def _offsets(bench: Bench) -> dict[int, float]:
@@ -155,7 +189,9 @@ def _offsets(bench: Bench) -> dict[int, float]:
         sizes = torch.linalg.vector_norm(bench.written(target), dim=-1)
     if sizes.max() == 0:
         raise NotChecked("an impulse in the target source has no effect")
-    return {at - t: float(size / sizes.max()) for t, size in enumerate(sizes) if size > _VISIBLE * sizes.max()}
+    return {
+        at - t: float(size / sizes.max()) for t, size in enumerate(sizes) if size > _VISIBLE * sizes.max()
+    }
 
 
 def zero_tap(bench: Bench) -> int:

@@ -1,4 +1,5 @@
-"""What comes back from a file: checkpoints, adapters, the public format, sessions. On a small model with the same settings."""
+"""What comes back from a file: checkpoints, adapters, the public format, sessions. On a small model with the
+same settings."""
 
 from __future__ import annotations
 
@@ -33,17 +34,29 @@ _OFF = 1e-5
 @torch.no_grad()
 def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
     """This model's tensors as its state dict has them; of a small one, what each kind of file gives back."""
-    with small_chunks(whole.model, whole.chunk, whole.seed):  # which draws conv and P, of which a start shows little
+    # which draws conv and P, of which a start shows little
+    with small_chunks(whole.model, whole.chunk, whole.seed):
         whole.lm(whole.ids, use_cache=False)  # what is written must not be saved
         changed = [f"layer {i}'s {name}" for i, layer in whole.layers.items() for name in _not_as_held(layer)]
     if changed:
-        return judged(False, f"a state dict has {changed[0]} otherwise than the model", {"changed": changed}, 0)
-    single = dataclasses.replace(whole.config, eta=whole.config.eta_of(0))  # a list of them is no setting of the public format
-    with twin(single) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder:
+        return judged(
+            False, f"a state dict has {changed[0]} otherwise than the model", {"changed": changed}, 0
+        )
+    # a list of them is no setting of the public format
+    single = dataclasses.replace(whole.config, eta=whole.config.eta_of(0))
+    with (
+        twin(single) as model,
+        Probed.of(model, whole.seed) as probed,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         model.config.inplace_ttt["config"] = probed.config.to_dict()
         wrong: list[str] = []
         numbers: dict[str, Any] = {}
-        for name, file in (("a checkpoint", _checkpoint), ("an adapter", _adapter), ("the public format", _official)):
+        for name, file in (
+            ("a checkpoint", _checkpoint),
+            ("an adapter", _adapter),
+            ("the public format", _official),
+        ):
             changed = file(model, probed, Path(folder))
             numbers[f"{name}: changed"] = changed
             wrong += [f"{name} does not give back {what}" for what in changed]
@@ -54,18 +67,31 @@ def through_a_file(whole: WholeModel, expected: Any) -> Outcome:
             wrong.append(f"a session that was saved does not load: {refusal}")
     etas = tuple(factor * (whole.config.eta_of(0) or 1.0) for factor in (1.0, 0.5, 2.0))
     several = dataclasses.replace(whole.config, layers=(0, 1, 2), eta=etas)
-    with twin(several, (0, 1, 2)) as model, Probed.of(model, whole.seed) as probed, tempfile.TemporaryDirectory() as folder:
+    with (
+        twin(several, (0, 1, 2)) as model,
+        Probed.of(model, whole.seed) as probed,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         model.config.inplace_ttt["config"] = probed.config.to_dict()
         for name, file in (("a checkpoint", _checkpoint), ("an adapter", _adapter)):
             changed = numbers[f"{name} with an η per layer: changed"] = file(model, probed, Path(folder))
             wrong += [f"{name} with an η per layer does not give back {what}" for what in changed]
-    return judged(not wrong, wrong[0] if wrong else "what is saved comes back as it was, checkpoint, adapter and session", numbers, _OFF)
+    return judged(
+        not wrong,
+        wrong[0] if wrong else "what is saved comes back as it was, checkpoint, adapter and session",
+        numbers,
+        _OFF,
+    )
 
 
 def _not_as_held(layer: nn.Module) -> list[str]:
     """Names of a layer's tensors that its state dict lacks, or has with other values."""
     saved, held = layer.state_dict(), {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    return [name for name, tensor in held.items() if name not in saved or not torch.equal(saved[name], tensor.detach())]
+    return [
+        name
+        for name, tensor in held.items()
+        if name not in saved or not torch.equal(saved[name], tensor.detach())
+    ]
 
 
 def _checkpoint(model: Any, probed: Probed, folder: Path) -> list[str]:
@@ -89,8 +115,16 @@ def _official(model: Any, probed: Probed, folder: Path) -> list[str]:
         return []
     read = read_official(Checkpoint.open(theirs))
     own = {i: {"conv": layer.ttt.conv, "proj": layer.ttt.proj} for i, layer in fast_weights(model).items()}
-    changed = [f"layer {i}'s {kind}" for i, kinds in own.items() for kind, t in kinds.items() if not torch.equal(read.tensors[i][kind], t)]
-    same = (read.plan.config.eta, read.plan.config.chunk_size) == (probed.config.eta, probed.config.chunk_size)
+    changed = [
+        f"layer {i}'s {kind}"
+        for i, kinds in own.items()
+        for kind, t in kinds.items()
+        if not torch.equal(read.tensors[i][kind], t)
+    ]
+    same = (read.plan.config.eta, read.plan.config.chunk_size) == (
+        probed.config.eta,
+        probed.config.chunk_size,
+    )
     return changed if same else [*changed, "η and the chunk size"]
 
 
@@ -101,13 +135,18 @@ def _unlike(loaded: Any, model: Any, probed: Probed) -> list[str]:
     if config_of(loaded) != probed.config:
         changed.append("its settings")
     ids = probed.ids(1, 3 * probed.chunk + 2)
-    if not changed and largest_difference(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits) >= _OFF:
+    if (
+        not changed
+        and largest_difference(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+        >= _OFF
+    ):
         changed.append("its logits")
     return changed
 
 
 def _session(model: Any, probed: Probed, folder: Path) -> float:
-    """Two rows, saved in the middle of a chunk: how far what is read after it is from a session that was not."""
+    """Two rows, saved in the middle of a chunk: how far what is read after it is from a session that was
+    not."""
     known, later = probed.ids(2, 5 * probed.chunk).split([2 * probed.chunk + 5, 3 * probed.chunk - 5], 1)
     state = Session(model)
     state.read(known)

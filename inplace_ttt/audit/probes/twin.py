@@ -1,4 +1,5 @@
-"""A small model that this package converts with the settings of the one under audit, for what is seen on a fresh conversion."""
+"""A small model that this package converts with the settings of the one under audit, for what is seen on a
+fresh conversion."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def twin_on_disk(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> Iterator[
         plan = writing.plan_conversion(checkpoint, _settings(config, layers))
         out = Path(folder) / "converted"
         out.mkdir()
-        writing.write_full(out, checkpoint, plan, writing.initial_tensors(checkpoint, plan), writing.describe_base(checkpoint, plan))
+        writing.write_full(
+            out,
+            checkpoint,
+            plan,
+            writing.initial_tensors(checkpoint, plan),
+            writing.describe_base(checkpoint, plan),
+        )
         yield load(out)
 
 
@@ -73,7 +80,8 @@ def _settings(config: InPlaceTTTConfig, layers: tuple[int, ...]) -> InPlaceTTTCo
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Without what a conversion warns of, and transformers' bars, which would stand in the middle of the audit's own."""
+    """Without what a conversion warns of, and transformers' bars, which would stand in the middle of the
+    audit's own."""
     logger = logging.getLogger("inplace_ttt.surgery")
     level, shown = logger.level, is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)

@@ -1,1 +1,2 @@
-"""The arguments of each verb. Nothing here imports torch or transformers, so that --help and refused arguments are fast."""
+"""The arguments of each verb. Nothing here imports torch or transformers, so that --help and refused
+arguments are fast."""

@@ -22,18 +22,34 @@ _FORMATS = ("md", "html", "json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", type=path, metavar="PATH_OR_RECIPE", help="converted checkpoint, adapter folder, of PEFT too, or a training recipe (YAML)"
+        "path",
+        type=path,
+        metavar="PATH_OR_RECIPE",
+        help="converted checkpoint, adapter folder, of PEFT too, or a training recipe (YAML)",
     )
     parser.add_argument(
-        "--profile", metavar="P", help="what it is held against: paper, official or ttt_ntp (default: paper, or the recipe's)"
+        "--profile",
+        metavar="P",
+        help="what it is held against: paper, official or ttt_ntp (default: paper, or the recipe's)",
     )
-    parser.add_argument("--format", default="md", metavar="F", help=f"of the report: {', '.join(_FORMATS)} (default: md)")
-    parser.add_argument("--out", type=path, metavar="F", help="file to write the report to, instead of printing it")
     parser.add_argument(
-        "--compare", type=path, metavar="B", help="another checkpoint or recipe; say where the two differ (the exit code is the first's)"
+        "--format", default="md", metavar="F", help=f"of the report: {', '.join(_FORMATS)} (default: md)"
     )
-    parser.add_argument("--card", action="store_true", help="also put the verdict into the checkpoint's model card")
-    parser.add_argument("--seed", type=seed(), default=0, metavar="N", help="of the random inputs (default: 0)")
+    parser.add_argument(
+        "--out", type=path, metavar="F", help="file to write the report to, instead of printing it"
+    )
+    parser.add_argument(
+        "--compare",
+        type=path,
+        metavar="B",
+        help="another checkpoint or recipe; say where the two differ (the exit code is the first's)",
+    )
+    parser.add_argument(
+        "--card", action="store_true", help="also put the verdict into the checkpoint's model card"
+    )
+    parser.add_argument(
+        "--seed", type=seed(), default=0, metavar="N", help="of the random inputs (default: 0)"
+    )
     parser.set_defaults(check=check)
 
 

@@ -29,13 +29,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _number(op, name, most, meaning, _OP, least)
     op.add_argument("--device", type=device, help="cpu or cuda (default: cpu)")
     serving = parser.add_argument_group("serving by vLLM")
-    serving.add_argument("--serving", type=path, metavar="PATH", help="a converted checkpoint, against its base and against generate")
-    serving.add_argument("--base", type=path, metavar="B", help="the base (default: the one that the checkpoint names)")
+    serving.add_argument(
+        "--serving",
+        type=path,
+        metavar="PATH",
+        help="a converted checkpoint, against its base and against generate",
+    )
+    serving.add_argument(
+        "--base", type=path, metavar="B", help="the base (default: the one that the checkpoint names)"
+    )
     _number(serving, "--requests", 4096, "requests at once", _SERVING)
-    _number(serving, "--prompt-tokens", MOST_TOKENS, "tokens of the longest prompt, the shortest has a sixteenth", _SERVING)
+    _number(
+        serving,
+        "--prompt-tokens",
+        MOST_TOKENS,
+        "tokens of the longest prompt, the shortest has a sixteenth",
+        _SERVING,
+    )
     _number(serving, "--new-tokens", MOST_TOKENS, "tokens that each generates", _SERVING)
-    parser.add_argument("--repeats", type=whole(1, 10_000), default=5, metavar="N", help="paired runs (default: 5)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)")
+    parser.add_argument(
+        "--repeats", type=whole(1, 10_000), default=5, metavar="N", help="paired runs (default: 5)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)"
+    )
     parser.set_defaults(check=check)
 
 
@@ -44,11 +61,20 @@ def check(args: argparse.Namespace) -> None:
     mine, others = (_OP, _SERVING) if args.serving is None else (_SERVING, _OP)
     if idle := [name for name in others if getattr(args, name) is not None]:
         with_or_without = "without" if args.serving is None else "with"
-        raise InPlaceTTTError(f"--{idle[0].replace('_', '-')} has no effect {with_or_without} --serving; leave it out.")
+        raise InPlaceTTTError(
+            f"--{idle[0].replace('_', '-')} has no effect {with_or_without} --serving; leave it out."
+        )
     for name, default in mine.items():
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
 
 
-def _number(group: argparse._ArgumentGroup, name: str, most: int, meaning: str, defaults: dict[str, Any], least: int = 1) -> None:
+def _number(
+    group: argparse._ArgumentGroup,
+    name: str,
+    most: int,
+    meaning: str,
+    defaults: dict[str, Any],
+    least: int = 1,
+) -> None:
     default = defaults[name.removeprefix("--").replace("-", "_")]
     group.add_argument(name, type=whole(least, most), metavar="N", help=f"{meaning} (default: {default})")

@@ -21,13 +21,24 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", type=path, metavar="SRC", help="model folder or hub id")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
-    parser.add_argument("--preset", default="paper", metavar="P", help=f"starting point: {', '.join(PRESETS)} (default: paper)")
+    parser.add_argument(
+        "--preset",
+        default="paper",
+        metavar="P",
+        help=f"starting point: {', '.join(PRESETS)} (default: paper)",
+    )
     parser.add_argument("--layers", metavar="L", help="every:N, upper:N, or indices like 0,6,12")
     parser.add_argument("--chunk-size", type=whole(), metavar="C", help="tokens a chunk")
     parser.add_argument("--eta", type=float, metavar="E", help="size of a write, η")
-    parser.add_argument("--target", metavar="X", help="what the target is made from: embeddings or hidden_states")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, as kernel_size=3 or whitening.rank=256"
+        "--target", metavar="X", help="what the target is made from: embeddings or hidden_states"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting, as kernel_size=3 or whitening.rank=256",
     )
     parser.add_argument(
         "--calibrate",
@@ -42,8 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how much of them to read (default: 32768)",
     )
-    parser.add_argument("--adapter-only", action="store_true", help="write only the new tensors, to load onto the base")
-    parser.add_argument("--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice")
+    parser.add_argument(
+        "--adapter-only", action="store_true", help="write only the new tensors, to load onto the base"
+    )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="skip the proof of identity, which loads the model twice"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     add_push(parser)
     parser.set_defaults(check=check)
@@ -55,25 +70,36 @@ def check(args: argparse.Namespace) -> None:
 
 
 def chosen_config(args: argparse.Namespace) -> InPlaceTTTConfig:
-    """Returns the preset with the given options. Raises InPlaceTTTError if one is invalid or contradicts another."""
-    options = {"chunk_size": args.chunk_size, "eta": args.eta, "target": args.target, "layers": _layers(args.layers)}
+    """Returns the preset with the given options. Raises InPlaceTTTError if one is invalid or contradicts
+    another."""
+    options = {
+        "chunk_size": args.chunk_size,
+        "eta": args.eta,
+        "target": args.target,
+        "layers": _layers(args.layers),
+    }
     given = {name: value for name, value in options.items() if value is not None}
     values = InPlaceTTTConfig.preset(args.preset, **given).to_dict()
     for text in args.set:
         if (name := text.partition("=")[0].strip()) in given:
-            raise InPlaceTTTError(f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out.")
+            raise InPlaceTTTError(
+                f"--{name.replace('_', '-')} has no effect beside --set {text}; leave one of the two out."
+            )
         override(values, text)
     return InPlaceTTTConfig.from_dict(values)
 
 
 def open_choices(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns what a choice of layers and η is held to, as arguments of `choose`; None if the preset or the options have both."""
+    """Returns what a choice of layers and η is held to, as arguments of `choose`; None if the preset or the
+    options have both."""
     named = {text.partition("=")[0].strip() for text in args.set}
     config = chosen_config(args)
     is_given = {name: getattr(args, name) is not None or name in named for name in ("layers", "eta")}
     if args.preset != "gradient" or all(is_given.values()) or isinstance(config.eta, tuple):
         return None
-    return ({"layers": [config.layers]} if is_given["layers"] else {}) | ({"etas": [config.eta]} if is_given["eta"] else {})
+    return ({"layers": [config.layers]} if is_given["layers"] else {}) | (
+        {"etas": [config.eta]} if is_given["eta"] else {}
+    )
 
 
 def _layers(text: str | None) -> str | list[int] | None:
@@ -82,4 +108,6 @@ def _layers(text: str | None) -> str | list[int] | None:
     try:
         return [int(index) for index in text.split(",")]
     except ValueError:
-        raise InPlaceTTTError(f"--layers must be every:N, upper:N or indices like 0,6,12, got {text!r}.") from None
+        raise InPlaceTTTError(
+            f"--layers must be every:N, upper:N or indices like 0,6,12, got {text!r}."
+        ) from None

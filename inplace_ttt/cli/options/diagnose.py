@@ -17,18 +17,43 @@ TOKENS = 2048
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
-    parser.add_argument("--text", type=path, required=True, metavar="F", help="UTF-8 text, read as one document from its start")
-    parser.add_argument("--out", type=path, required=True, metavar="DIR", help="new folder for report.html, diagnose.json and the plots")
     parser.add_argument(
-        "--tokens", type=whole(1, MOST_TOKENS), metavar="N", help=f"tokens of the text to read (default: {TOKENS}, at least two chunks)"
+        "--text",
+        type=path,
+        required=True,
+        metavar="F",
+        help="UTF-8 text, read as one document from its start",
     )
-    parser.add_argument("--train", choices=("all", "ttt"), default="all", help="what counts as trained (default: all)")
+    parser.add_argument(
+        "--out",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="new folder for report.html, diagnose.json and the plots",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=whole(1, MOST_TOKENS),
+        metavar="N",
+        help=f"tokens of the text to read (default: {TOKENS}, at least two chunks)",
+    )
+    parser.add_argument(
+        "--train", choices=("all", "ttt"), default="all", help="what counts as trained (default: all)"
+    )
     parser.add_argument(
         "--learning-rate",
         type=number(most=1e3, above=0),
         metavar="R",
         help="for Adam's first step (default: 5e-6, the paper's)",
     )
-    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
-    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument(
+        "--base", type=path, metavar="B", help="where an adapter's base is, if not where it was"
+    )
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default="auto",
+        metavar="D",
+        help="float32, bfloat16, … (default: the checkpoint's)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")

@@ -28,44 +28,101 @@ BLOCK = 512
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint or adapter folder")
     parser.add_argument(
-        "--text", type=path, required=True, nargs="+", metavar="F", help="UTF-8 text files, or folders of .txt; one file is one document"
+        "--text",
+        type=path,
+        required=True,
+        nargs="+",
+        metavar="F",
+        help="UTF-8 text files, or folders of .txt; one file is one document",
     )
     parser.add_argument(
-        "--base", type=path, metavar="B", help="model to compare with: the untouched base, or one trained as long without TTT"
+        "--base",
+        type=path,
+        metavar="B",
+        help="model to compare with: the untouched base, or one trained as long without TTT",
     )
     parser.add_argument(
-        "--documents", type=whole(1), metavar="N", help="read the first N that are long enough (default: all, which must be)"
+        "--documents",
+        type=whole(1),
+        metavar="N",
+        help="read the first N that are long enough (default: all, which must be)",
     )
-    parser.add_argument("--tokens", type=whole(1, MOST_TOKENS), metavar="N", help="tokens to read of each (default: the model's context)")
     parser.add_argument(
-        "--window", type=whole(1), metavar="W", help="attend to the last W tokens and the sinks only (default: as the model does)"
+        "--tokens",
+        type=whole(1, MOST_TOKENS),
+        metavar="N",
+        help="tokens to read of each (default: the model's context)",
     )
-    parser.add_argument("--sinks", type=whole(0), metavar="S", help="first tokens that stay visible (default: 4)")
     parser.add_argument(
-        "--skip", type=whole(0), metavar="N", help="first tokens that do not count (default: a chunk, or the window if longer)"
+        "--window",
+        type=whole(1),
+        metavar="W",
+        help="attend to the last W tokens and the sinks only (default: as the model does)",
     )
-    parser.add_argument("--repeated-passage", action="store_true", help="also the probe: a passage repeated beyond the window")
-    parser.add_argument("--passage", type=numbers, metavar="L,G", help="its length and the gap between the copies (default: 512,1024)")
     parser.add_argument(
-        "--contexts", type=numbers, metavar="N,…", help="also the loss on a fixed last block after so many tokens of context"
+        "--sinks", type=whole(0), metavar="S", help="first tokens that stay visible (default: 4)"
     )
-    parser.add_argument("--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)")
+    parser.add_argument(
+        "--skip",
+        type=whole(0),
+        metavar="N",
+        help="first tokens that do not count (default: a chunk, or the window if longer)",
+    )
+    parser.add_argument(
+        "--repeated-passage", action="store_true", help="also the probe: a passage repeated beyond the window"
+    )
+    parser.add_argument(
+        "--passage",
+        type=numbers,
+        metavar="L,G",
+        help="its length and the gap between the copies (default: 512,1024)",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=numbers,
+        metavar="N,…",
+        help="also the loss on a fixed last block after so many tokens of context",
+    )
+    parser.add_argument(
+        "--block", type=whole(1, MOST_TOKENS), metavar="N", help="tokens of that block (default: 512)"
+    )
     parser.add_argument(
         "--facts",
         type=whole(1, MOST_RECORDS),
         metavar="N",
-        help="also the questions: N records of invented facts told in each document, and asked for later (try 6)",
+        help="also the questions: N records of invented facts told in each document, and asked for later "
+        "(try 6)",
     )
-    parser.add_argument("--distances", type=numbers, metavar="N,…", help="tokens between facts and questions (default: 1024,4096)")
-    parser.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="documents at once (default: 4)")
-    parser.add_argument("--seed", type=seed(), metavar="N", help="of the passages' places and of the facts (default: 0)")
     parser.add_argument(
-        "--cache", type=path, metavar="DIR", help="keep what was read without writes here, and do not read it again for the next model"
+        "--distances",
+        type=numbers,
+        metavar="N,…",
+        help="tokens between facts and questions (default: 1024,4096)",
     )
-    parser.add_argument("--out", type=path, metavar="DIR", help="new folder for evaluation.json and the plots")
+    parser.add_argument(
+        "--batch-size", type=whole(1), default=4, metavar="N", help="documents at once (default: 4)"
+    )
+    parser.add_argument(
+        "--seed", type=seed(), metavar="N", help="of the passages' places and of the facts (default: 0)"
+    )
+    parser.add_argument(
+        "--cache",
+        type=path,
+        metavar="DIR",
+        help="keep what was read without writes here, and do not read it again for the next model",
+    )
+    parser.add_argument(
+        "--out", type=path, metavar="DIR", help="new folder for evaluation.json and the plots"
+    )
     parser.add_argument("--card", action="store_true", help="also put the result into PATH's model card")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
-    parser.add_argument("--dtype", type=dtype, default="auto", metavar="D", help="float32, bfloat16, … (default: the checkpoint's)")
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default="auto",
+        metavar="D",
+        help="float32, bfloat16, … (default: the checkpoint's)",
+    )
     parser.set_defaults(check=check)
 
 

@@ -14,9 +14,15 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too")
+    parser.add_argument(
+        "path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too"
+    )
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
-    parser.add_argument("--format", required=True, choices=("official", "adapter", "full"), help="form to write")
-    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument(
+        "--format", required=True, choices=("official", "adapter", "full"), help="form to write"
+    )
+    parser.add_argument(
+        "--base", type=path, metavar="B", help="where an adapter's base is, if not where it was"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     add_push(parser)

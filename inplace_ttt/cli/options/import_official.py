@@ -12,6 +12,8 @@ EXAMPLES = """example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="checkpoint of the public code of In-Place TTT or TTT-NTP")
+    parser.add_argument(
+        "path", type=path, metavar="PATH", help="checkpoint of the public code of In-Place TTT or TTT-NTP"
+    )
     parser.add_argument("out", type=path, metavar="OUT", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")

@@ -12,5 +12,9 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too")
-    parser.add_argument("--base", type=path, metavar="B", help="where an adapter's base is, if not where it was")
+    parser.add_argument(
+        "path", type=path, metavar="PATH", help="converted checkpoint, or adapter folder, of PEFT too"
+    )
+    parser.add_argument(
+        "--base", type=path, metavar="B", help="where an adapter's base is, if not where it was"
+    )

@@ -15,11 +15,32 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=path, metavar="RECIPE", help="YAML file, see recipes/README.md")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
-    parser.add_argument("--device-memory", type=_bytes, metavar="SIZE", help="device memory, such as 80GB; says whether the run fits")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a setting, as section.key=value",
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="device memory, such as 80GB; says whether the run fits",
+    )
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def _bytes(text: str) -> int:

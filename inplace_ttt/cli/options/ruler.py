@@ -16,8 +16,18 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = "RULER's names (default: all, qa_1 and qa_2 where --qa gives their files)"
     long_context.add_samples(parser, tasks, "the benchmark's own: 500")
-    parser.add_argument("--haystack", type=path, metavar="F", help="UTF-8 text to hide needles in; RULER has Paul Graham's essays")
     parser.add_argument(
-        "--qa", nargs="+", type=path, default=[], metavar="F", help="questions of qa_1, then of qa_2 (see docs/evaluate.md)"
+        "--haystack",
+        type=path,
+        metavar="F",
+        help="UTF-8 text to hide needles in; RULER has Paul Graham's essays",
+    )
+    parser.add_argument(
+        "--qa",
+        nargs="+",
+        type=path,
+        default=[],
+        metavar="F",
+        help="questions of qa_1, then of qa_2 (see docs/evaluate.md)",
     )
     long_context.add_run(parser)

@@ -21,7 +21,12 @@ _MOST = 2**50
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=path, metavar="PATH", help="converted checkpoint")
-    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen at (default: 127.0.0.1; 0.0.0.0 is all)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="H",
+        help="address to listen at (default: 127.0.0.1; 0.0.0.0 is all)",
+    )
     parser.add_argument("--port", type=whole(1, 65535), default=8000, metavar="N", help="default: 8000")
     parser.add_argument(
         "--api-key",
@@ -31,20 +36,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="who may ask, repeatable; memories belong to a key (default: anyone)",
     )
-    parser.add_argument("--memories", type=path, default="memories", metavar="DIR", help="where memories are saved (default: memories)")
-    parser.add_argument("--per-key", type=whole(1, 10**6), default=64, metavar="N", help="most memories of one key (default: 64)")
+    parser.add_argument(
+        "--memories",
+        type=path,
+        default="memories",
+        metavar="DIR",
+        help="where memories are saved (default: memories)",
+    )
+    parser.add_argument(
+        "--per-key",
+        type=whole(1, 10**6),
+        default=64,
+        metavar="N",
+        help="most memories of one key (default: 64)",
+    )
     parser.add_argument(
         "--memory-bytes",
         type=whole(1, _MOST),
         default=4 << 30,
         metavar="N",
-        help="bytes of all memories that are not on disk; beyond, the least recently used go there (default: 4 GiB)",
+        help="bytes of all memories that are not on disk; beyond, the least recently used go there "
+        "(default: 4 GiB)",
     )
-    parser.add_argument("--vllm", nargs=argparse.REMAINDER, default=[], help="arguments for vLLM: all that follows")
+    parser.add_argument(
+        "--vllm", nargs=argparse.REMAINDER, default=[], help="arguments for vLLM: all that follows"
+    )
 
 
 def _key(text: str) -> str:
     """vLLM would take an empty one, as of a variable that is not set, for none, and let everyone in."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty, by which anyone would be let in; give a key, or leave it out")
+        raise argparse.ArgumentTypeError(
+            "must not be empty, by which anyone would be let in; give a key, or leave it out"
+        )
     return text

@@ -18,9 +18,22 @@ The same without this command, for a launcher of your own:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=path, help="YAML file, see recipes/README.md")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a setting, as section.key=value")
     parser.add_argument(
-        "--num-processes", type=whole(1, 65536), metavar="N", help="processes on each node (default: parallel.nproc_per_node)"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a setting, as section.key=value",
     )
-    parser.add_argument("--from-scratch", action="store_true", help="start anew although the output has checkpoints")
-    parser.add_argument("--no-audit", action="store_true", help="start although the run deviates from the paper undeclared")
+    parser.add_argument(
+        "--num-processes",
+        type=whole(1, 65536),
+        metavar="N",
+        help="processes on each node (default: parallel.nproc_per_node)",
+    )
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="start anew although the output has checkpoints"
+    )
+    parser.add_argument(
+        "--no-audit", action="store_true", help="start although the run deviates from the paper undeclared"
+    )

@@ -15,13 +15,16 @@ from .world import PEOPLE, ROOMS, THINGS
 _SENTENCE = re.compile(r"""(?<=[.!?]) |(?<=[.!?]["'”’)]) """)
 _NAMES = {name.lower() for name in (*PEOPLE, *ROOMS, *THINGS)}
 _LONGEST = 200
-"""Words of a sentence. A longer one is a table or a text without full stops, and would keep facts together."""
+"""Words of a sentence. A longer one is a table or a text without full stops, and would keep facts
+together."""
 
 
 class Filler:
-    """The sentences of UTF-8 text files, read as one text: those of up to 200 words that name one of the world's words at the most.
+    """The sentences of UTF-8 text files, read as one text: those of up to 200 words that name one of the
+    world's words at the most.
 
-    One with two of its people, rooms and things might answer a question. Raises InPlaceTTTError where nothing is left.
+    One with two of its people, rooms and things might answer a question. Raises InPlaceTTTError where nothing
+    is left.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -30,7 +33,8 @@ class Filler:
         self.sentences = [sentence for sentence in _SENTENCE.split(text) if sentence and _fits(sentence)]
         if not self.sentences:
             raise InPlaceTTTError(
-                f"{', '.join(map(str, files[:3]))} holds no sentences of up to {_LONGEST} words to hide facts among; give a long text."
+                f"{', '.join(map(str, files[:3]))} holds no sentences of up to {_LONGEST} words to hide "
+                "facts among; give a long text."
             )
 
     @cached_property
@@ -42,7 +46,8 @@ class Filler:
         return [sentence.count(" ") + 1 for sentence in self.sentences]
 
     def sentences_from(self, start: float, words: int) -> list[str]:
-        """So many words from `start` (0 to 1) on, which begin again where the text ends; the last sentence may be cut off."""
+        """So many words from `start` (0 to 1) on, which begin again where the text ends; the last sentence
+        may be cut off."""
         taken: list[str] = []
         for place in count(int(start * len(self.sentences))):
             if words <= 0:
@@ -55,4 +60,6 @@ class Filler:
 
 
 def _fits(sentence: str) -> bool:
-    return sentence.count(" ") < _LONGEST and len(_NAMES.intersection(re.findall(r"\w+", sentence.lower()))) < 2
+    return (
+        sentence.count(" ") < _LONGEST and len(_NAMES.intersection(re.findall(r"\w+", sentence.lower()))) < 2
+    )

@@ -1,4 +1,5 @@
-"""Stories with a question, as bAbI's first five tasks have them: facts in order, and the one word that answers by what they tell."""
+"""Stories with a question, as bAbI's first five tasks have them: facts in order, and the one word that
+answers by what they tell."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _OF_A_GIFT = (
 
 @dataclass(frozen=True)
 class Story:
-    """options: the words of the answer's kind that the facts tell and the question does not; the answer among them."""
+    """options: the words of the answer's kind that the facts tell and the question does not; the answer among
+    them."""
 
     facts: tuple[str, ...]
     question: str
@@ -35,7 +37,8 @@ class Story:
 
 @dataclass(frozen=True)
 class Kind:
-    """One of bAbI's tasks. hint: what a reader must know of it; facts: of a story; example: of a solved example."""
+    """One of bAbI's tasks. hint: what a reader must know of it; facts: of a story; example: of a solved
+    example."""
 
     hint: str
     facts: int
@@ -43,11 +46,15 @@ class Kind:
     tell: Callable[[Random, int], tuple[Sequence[str], _Asked]]
 
     def story(self, random: Random, facts: int) -> Story:
-        """A story of so many facts, and of what can be asked of it one question that has a single answer among two or more options."""
+        """A story of so many facts, and of what can be asked of it one question that has a single answer
+        among two or more options."""
         while True:
             told, asked = self.tell(random, facts)
             known = set(_words(" ".join(told)))
-            stories = [Story(tuple(told), question, answer, _options(known, question, answer)) for question, answer in asked]
+            stories = [
+                Story(tuple(told), question, answer, _options(known, question, answer))
+                for question, answer in asked
+            ]
             if possible := [story for story in stories if len(story.options) > 1]:
                 return random.choice(possible)
 
@@ -84,14 +91,18 @@ def _where_was_a_thing(random: Random, facts: int) -> tuple[Sequence[str], _Aske
 
 
 def _what_lies_where(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
-    """Rooms on different sides of one in the middle, which each question names: so no answer hangs on what lies beyond a room."""
+    """Rooms on different sides of one in the middle, which each question names: so no answer hangs on what
+    lies beyond a room."""
     middle, *around = random.sample(ROOMS, facts + 1)
     told: list[str] = []
     asked: _Asked = []
     for room, side in zip(around, random.sample(list(OPPOSITE), facts), strict=True):
         ways = f"The {room} is {side} of the {middle}.", f"The {middle} is {OPPOSITE[side]} of the {room}."
         told.append(random.choice(ways))
-        asked += [(f"What is {side} of the {middle}?", room), (f"What is the {middle} {OPPOSITE[side]} of?", room)]
+        asked += [
+            (f"What is {side} of the {middle}?", room),
+            (f"What is the {middle} {OPPOSITE[side]} of?", room),
+        ]
     return told, asked
 
 
@@ -105,9 +116,14 @@ def _who_gave_what(random: Random, facts: int) -> tuple[Sequence[str], _Asked]:
     return world.told, [(question, right.pop()) for question, right in answers.items() if len(right) == 1]
 
 
-_CARRIED = "People walk between rooms. A thing that somebody took goes where they go, and stays where they put it down."
+_CARRIED = (
+    "People walk between rooms. A thing that somebody took goes where they go, and stays where they "
+    "put it down."
+)
 KINDS = {
-    "qa1": Kind("People walk between rooms, and everybody is where they went last.", 10, 4, _where_is_somebody),
+    "qa1": Kind(
+        "People walk between rooms, and everybody is where they went last.", 10, 4, _where_is_somebody
+    ),
     "qa2": Kind(_CARRIED, 12, 5, _where_is_a_thing),
     "qa3": Kind(_CARRIED, 16, 7, _where_was_a_thing),
     "qa4": Kind("Rooms lie north, south, east or west of each other.", 2, 2, _what_lies_where),

@@ -1,4 +1,5 @@
-"""BABILong's table: the share of right answers with its Wilson interval, by task and length, beside what a guess would give."""
+"""BABILong's table: the share of right answers with its Wilson interval, by task and length, beside what a
+guess would give."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from ..long_context.answers import Settings
 def table(settings: Settings, names: Sequence[str], results: Results) -> dict[str, Any]:
     """{rows: task by task, averages: length by length, of all tasks' samples alike}.
 
-    A variant's column is {share, low, high, n}; `chance`: of drawing the answer from the words that could be it; `shallow`: what always
-    saying the one told first, or last, or most often would give, whichever is best; `difference`: on - off, paired by sample,
-    {mean, stderr, n}.
+    A variant's column is {share, low, high, n}; `chance`: of drawing the answer from the words that could be
+    it; `shallow`: what always saying the one told first, or last, or most often would give, whichever is
+    best; `difference`: on - off, paired by sample, {mean, stderr, n}.
     """
     rows: list[dict[str, Any]] = []
     pools: dict[int, list[dict[str, dict[str, Any]]]] = {length: [] for length in settings.lengths}
     for task, length, kept in tables.cells(settings, names, results):
-        rows.append({"task": task.name, "length": length, "tokens": kept["on"]["tokens"], **_columns([kept], names)})
+        rows.append(
+            {"task": task.name, "length": length, "tokens": kept["on"]["tokens"], **_columns([kept], names)}
+        )
         pools[length].append(kept)
     averages = [{"length": length, **_columns(pool, names)} for length, pool in pools.items()]
     return {"rows": rows, "averages": averages}
@@ -30,13 +33,21 @@ def table(settings: Settings, names: Sequence[str], results: Results) -> dict[st
 
 def _columns(cells: Sequence[dict[str, dict[str, Any]]], names: Sequence[str]) -> dict[str, Any]:
     """Of all the samples of some cells."""
-    columns: dict[str, Any] = {"chance": mean(1 / len(options) for kept in cells for options in kept["on"]["options"])}
-    answers = [(answer, guesses) for kept in cells for (answer,), guesses in zip(kept["on"]["answers"], kept["on"]["guesses"], strict=True)]
+    columns: dict[str, Any] = {
+        "chance": mean(1 / len(options) for kept in cells for options in kept["on"]["options"])
+    }
+    answers = [
+        (answer, guesses)
+        for kept in cells
+        for (answer,), guesses in zip(kept["on"]["answers"], kept["on"]["guesses"], strict=True)
+    ]
     columns["shallow"] = max(mean(rule == answer for rule, answer in picks) for picks in _by_rule(answers))
     for name in names:
         hits = [score > 0 for kept in cells for score in kept[name]["scores"]]
         columns[name] = {**wilson(hits), "n": len(hits)}
-    columns["difference"] = vars(Mean.of(difference / 100 for kept in cells for difference in tables.differences(kept)))
+    columns["difference"] = vars(
+        Mean.of(difference / 100 for kept in cells for difference in tables.differences(kept))
+    )
     return columns
 
 
@@ -48,7 +59,8 @@ def _by_rule(answers: Sequence[tuple[str, Sequence[str]]]) -> list[list[tuple[st
 def render(result: dict[str, Any]) -> str:
     """The table in plain text, in per cent."""
     legend = (
-        f"right answers in %, with Wilson's 95 % intervals, of {result['samples']} samples a task, seed {result['seed']}; "
+        f"right answers in %, with Wilson's 95 % intervals, of {result['samples']} samples a task, seed "
+        f"{result['seed']}; "
         "on - off with its standard error"
     )
     return tables.render(result, _cell, ("chance", "shallow"), legend)

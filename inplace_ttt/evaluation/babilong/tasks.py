@@ -1,4 +1,5 @@
-"""BABILong's tasks qa1 to qa5: the facts of a story scattered in order among the sentences of a text, then the question."""
+"""BABILong's tasks qa1 to qa5: the facts of a story scattered in order among the sentences of a text, then
+the question."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .filler import Filler
 from .stories import KINDS, Kind, Story
 
 _TEMPLATE = (
-    "{hint} Facts of this kind are told in a text, one sentence each, in the order in which they became true, between sentences that have "
+    "{hint} Facts of this kind are told in a text, one sentence each, in the order in which they became "
+    "true, between sentences that have "
     "nothing to do with them. Answer the question after the text with one word.\n\n{examples}{text}"
 )
 _TEXT = "Text: {context}\nQuestion: {question}"
@@ -38,10 +40,14 @@ class BabiTask(Task):
 
 
 def puzzle(kind: Kind, random: Random, material: Filler, length: int, index: int, count: Count) -> Puzzle:
-    """A story after two solved ones without other text. Sizes: words of the text, from a place of its own on."""
+    """A story after two solved ones without other text. Sizes: words of the text, from a place of its own
+    on."""
     solved = [kind.story(random, kind.example) for _ in range(_EXAMPLES)]
     story = kind.story(random, kind.facts)
-    shown = [f"{_TEXT.format(context=' '.join(e.facts), question=e.question)}{_PREFIX} {e.answer}\n\n" for e in solved]
+    shown = [
+        f"{_TEXT.format(context=' '.join(e.facts), question=e.question)}{_PREFIX} {e.answer}\n\n"
+        for e in solved
+    ]
     guesses = _guesses(story)
     start, depths = random.random(), sorted(random.random() for _ in story.facts)
 
@@ -61,7 +67,8 @@ def _guesses(story: Story) -> tuple[str, ...]:
 
 
 def _scattered(facts: Sequence[str], depths: Sequence[float], sentences: Sequence[str]) -> list[str]:
-    """Each fact before the sentence at its depth (0 to 1, in order), so that none follows the last one, which may be cut off."""
+    """Each fact before the sentence at its depth (0 to 1, in order), so that none follows the last one, which
+    may be cut off."""
     pieces, last = [], 0
     for fact, depth in zip(facts, depths, strict=True):
         place = int(depth * len(sentences))

@@ -1,7 +1,8 @@
-"""A world of people who walk between rooms, take things, put them down and hand them over; each event is told in one sentence.
+"""A world of people who walk between rooms, take things, put them down and hand them over; each event is told
+in one sentence.
 
-Where somebody is known only once it was told. A thing that is first taken lay in the room of whoever takes it; from then on it is where its
-holder is, or where it was put down.
+Where somebody is known only once it was told. A thing that is first taken lay in the room of whoever takes
+it; from then on it is where its holder is, or where it was put down.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ GIVE = ("{} gave the {} to {}.", "{} handed the {} to {}.")
 class World:
     """What holds after the events so far.
 
-    places: who is in which room; holders: which thing is held by whom; trails: the rooms a thing was in since it was first taken, the
+    places: who is in which room; holders: which thing is held by whom; trails: the rooms a thing was in since
+        it was first taken, the
     last one being where it is; gifts: (giver, thing, receiver); told: the sentences.
     """
 
@@ -41,14 +43,22 @@ class World:
     def takes(self) -> Iterator[tuple[str, ...]]:
         free = [thing for thing in THINGS if thing not in self.holders]
         for person, room in self.places.items():
-            yield from ((person, thing) for thing in free if thing not in self.trails or self.trails[thing][-1] == room)
+            yield from (
+                (person, thing)
+                for thing in free
+                if thing not in self.trails or self.trails[thing][-1] == room
+            )
 
     def drops(self) -> Iterator[tuple[str, ...]]:
         yield from ((person, thing) for thing, person in self.holders.items())
 
     def gives(self) -> Iterator[tuple[str, ...]]:
         for thing, giver in self.holders.items():
-            beside = [person for person, room in self.places.items() if person != giver and room == self.places[giver]]
+            beside = [
+                person
+                for person, room in self.places.items()
+                if person != giver and room == self.places[giver]
+            ]
             yield from ((giver, thing, person) for person in beside)
 
     def move(self, person: str, room: str) -> None:
@@ -79,7 +89,8 @@ _KINDS: Mapping[str, tuple[_Acts, Callable[..., None], tuple[str, ...]]] = {
 
 
 def live(random: Random, kinds: Sequence[str], events: int) -> World:
-    """A world in which so many events of these kinds ("move" among them) have happened, each kind as likely as any that can happen."""
+    """A world in which so many events of these kinds ("move" among them) have happened, each kind as likely
+    as any that can happen."""
     world = World()
     while len(world.told) < events:
         possible = {kind: acts for kind in kinds if (acts := list(_KINDS[kind][0](world)))}

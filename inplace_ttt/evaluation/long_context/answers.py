@@ -50,7 +50,9 @@ class Variant:
     switch: Callable[[], AbstractContextManager[Any]]
 
 
-def asked(task: Task, length: int, settings: Settings, variant: Variant, material: Any, prompter: Prompter) -> dict[str, Any]:
+def asked(
+    task: Task, length: int, settings: Settings, variant: Variant, material: Any, prompter: Prompter
+) -> dict[str, Any]:
     """What a result depends on, up to rounding."""
     return {
         "task": task.name,
@@ -78,11 +80,18 @@ def run_cells(
 ) -> None:
     """Fill in the results that are missing, cell by cell, one batch of samples in memory at a time.
 
-    progress: is told of samples as they are answered, or found. ready: is called once every task is known to be possible. Raises
+    progress: is told of samples as they are answered, or found. ready: is called once every task is known to
+        be possible. Raises
     InPlaceTTTError before that for a task that is not.
     """
     questions = [
-        (task, length, variant, f"{variant.name}-{task.name}-{length}", asked(task, length, settings, variant, material, prompter))
+        (
+            task,
+            length,
+            variant,
+            f"{variant.name}-{task.name}-{length}",
+            asked(task, length, settings, variant, material, prompter),
+        )
         for task, length in settings.cells()
         for variant in variants
     ]
@@ -119,13 +128,19 @@ def run_cells(
 
 @torch.no_grad()
 def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budget: int) -> list[str]:
-    """Greedy answers of up to `budget` tokens to prompts of about one length, padded at the left, read in pieces."""
+    """Greedy answers of up to `budget` tokens to prompts of about one length, padded at the left, read in
+    pieces."""
     width = max(len(sample.ids) for sample in batch)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    ids = torch.tensor([[pad] * (width - len(sample.ids)) + sample.ids for sample in batch], device=model.device)
-    mask = torch.tensor([[0] * (width - len(sample.ids)) + [1] * len(sample.ids) for sample in batch], device=model.device)
+    ids = torch.tensor(
+        [[pad] * (width - len(sample.ids)) + sample.ids for sample in batch], device=model.device
+    )
+    mask = torch.tensor(
+        [[0] * (width - len(sample.ids)) + [1] * len(sample.ids) for sample in batch], device=model.device
+    )
     own = model.generation_config
-    writes = is_converted(model) and config_of(model).prompt_write is not None  # then one token is left for generate, and no pieces
+    # then one token is left for generate, and no pieces
+    writes = is_converted(model) and config_of(model).prompt_write is not None
     config = GenerationConfig(
         max_new_tokens=budget,
         do_sample=False,
@@ -137,7 +152,8 @@ def answer(model: PreTrainedModel, tokenizer: Any, batch: Sequence[Sample], budg
         if writes
         else -(-width // -(-width // _PREFILL)),  # even: a last piece of one token would count as generated
     )
-    kept, model.generation_config = own, config  # what a checkpoint sets for chatting (penalties, temperatures) is no part of a benchmark
+    # what a checkpoint sets for chatting (penalties, temperatures) is no part of a benchmark
+    kept, model.generation_config = own, config
     try:
         cache = {CACHE: _written(model, ids, mask)} if writes else {}
         new = model.generate(ids, attention_mask=mask, **cache)[:, width:]
@@ -153,7 +169,8 @@ def _ends(model: PreTrainedModel, tokenizer: Any) -> int | list[int] | None:
 
 
 def _written(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> DynamicCache:
-    """A cache that has read prompts but for their last token, and holds what was written of them; with TTT off, nothing."""
+    """A cache that has read prompts but for their last token, and holds what was written of them; with TTT
+    off, nothing."""
     cache = DynamicCache(config=model.config.get_text_config())
     cache.activate_past_recording()
     model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=1)

@@ -29,7 +29,8 @@ Count = Callable[[str], int]
 class Draft:
     """A prompt, the beginning of the answer that the model is given, and what it is to go on with.
 
-    options: where the answer is one of a few words, these words. guesses: what rules say that follow no sense, rule by rule.
+    options: where the answer is one of a few words, these words. guesses: what rules say that follow no
+        sense, rule by rule.
     """
 
     prompt: str
@@ -41,7 +42,8 @@ class Draft:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """One question in a text of any size: `draft(size)` for least <= size <= most, longer with the size; short: why not more."""
+    """One question in a text of any size: `draft(size)` for least <= size <= most, longer with the size;
+    short: why not more."""
 
     least: int
     most: int
@@ -51,11 +53,13 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One task of a benchmark. budget: tokens of an answer; material: the texts that the benchmark is made of."""
+    """One task of a benchmark. budget: tokens of an answer; material: the texts that the benchmark is made
+    of."""
 
     name: str
     budget: int
-    puzzle: Callable[[Random, Any, int, int, Count], Puzzle]  # random numbers, material, length in tokens, number of the sample
+    # random numbers, material, length in tokens, number of the sample
+    puzzle: Callable[[Random, Any, int, int, Count], Puzzle]
 
     @abstractmethod
     def score(self, prediction: str, answers: Sequence[str], options: Sequence[str]) -> float:
@@ -87,14 +91,18 @@ class Prompter:
         probe = "grass 0123456789 abcdef-ABCDEF"
         written = tokenizer.decode(tokenizer(probe).input_ids, skip_special_tokens=True)
         if "".join(written.split()) != "".join(probe.split()):
-            raise InPlaceTTTError(f"the tokenizer turns {probe!r} into {written!r} and could not write the answers; use the model's own.")
+            raise InPlaceTTTError(
+                f"the tokenizer turns {probe!r} into {written!r} and could not write the answers; use the "
+                "model's own."
+            )
 
     @cached_property
     def digest(self) -> str:
         """Of what makes text into tokens, and of the chat template."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         how = self.tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-        how = {key: value for key, value in how.items() if key not in ("padding", "truncation")}  # as the last call left them
+        # as the last call left them
+        how = {key: value for key, value in how.items() if key not in ("padding", "truncation")}
         parts = [how, self._begins, self.tokenizer.chat_template if self.chat else None]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -112,14 +120,20 @@ class Prompter:
         return refuse_beyond(ids, self.tokenizer, "the text of a task")
 
 
-def samples(task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter) -> Iterator[Sample]:
-    """The first `count` samples of a task: the same for the same seed, texts and tokenizer, and the first of any larger count.
+def samples(
+    task: Task, length: int, count: int, seed: int, material: Any, prompter: Prompter
+) -> Iterator[Sample]:
+    """The first `count` samples of a task: the same for the same seed, texts and tokenizer, and the first of
+    any larger count.
 
-    Raises InPlaceTTTError when no prompt of the task ends within 2 % below `length` tokens, the answer's budget included.
+    Raises InPlaceTTTError when no prompt of the task ends within 2 % below `length` tokens, the answer's
+    budget included.
     """
     guess = None
     for index in range(count):
-        puzzle = task.puzzle(Random(f"{seed}/{task.name}/{length}/{index}"), material, length, index, prompter.count)
+        puzzle = task.puzzle(
+            Random(f"{seed}/{task.name}/{length}/{index}"), material, length, index, prompter.count
+        )
         size, draft, ids = _fit(puzzle, prompter, length - task.budget, task, length, guess)
         guess = size if guess is None else guess
         yield Sample(task.name, length, index, draft, ids)
@@ -131,14 +145,18 @@ def check(task: Task, length: int, count: int, seed: int, material: Any, prompte
     task.puzzle(Random(0), material, length, count - 1, prompter.count)
 
 
-def _fit(puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None) -> tuple[int, Draft, list[int]]:
-    """The size whose prompt fills `room` tokens best without exceeding it: secants inside a shrinking bracket."""
+def _fit(
+    puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int, guess: int | None
+) -> tuple[int, Draft, list[int]]:
+    """The size whose prompt fills `room` tokens best without exceeding it: secants inside a shrinking
+    bracket."""
     first = puzzle.draft(puzzle.least)
     best = puzzle.least, first, prompter.ids(first)
     tokens = least_tokens = len(best[2])
     if tokens > room:
         raise InPlaceTTTError(
-            f"{task.name} takes at least {tokens + task.budget} tokens with this tokenizer, {task.budget} of them for the answer, "
+            f"{task.name} takes at least {tokens + task.budget} tokens with this tokenizer, {task.budget} "
+            "of them for the answer, "
             f"and is asked to fit {length}; raise --lengths or leave it out of --tasks."
         )
     low, high = puzzle.least, puzzle.most + 1
@@ -158,9 +176,12 @@ def _fit(puzzle: Puzzle, prompter: Prompter, room: int, task: Task, length: int,
     filled = tokens + task.budget
     if filled < (1 - SHORTFALL) * length:
         if low == puzzle.most:
-            raise InPlaceTTTError(f"{puzzle.short}, which makes {task.name} {filled} tokens long, not {length}.")
+            raise InPlaceTTTError(
+                f"{puzzle.short}, which makes {task.name} {filled} tokens long, not {length}."
+            )
         raise InPlaceTTTError(
-            f"{task.name} comes no closer to {length} tokens than {filled} with this tokenizer, since one piece of its text is longer "
+            f"{task.name} comes no closer to {length} tokens than {filled} with this tokenizer, since one "
+            "piece of its text is longer "
             "than 2 % of them; raise --lengths or leave it out of --tasks."
         )
     return best

@@ -12,7 +12,9 @@ from .prompt import Task
 VARIANTS = ("on", "off", "base")
 
 
-def cells(settings: Settings, names: Sequence[str], results: Results) -> Iterator[tuple[Task, int, dict[str, dict[str, Any]]]]:
+def cells(
+    settings: Settings, names: Sequence[str], results: Results
+) -> Iterator[tuple[Task, int, dict[str, dict[str, Any]]]]:
     """Each task at each length, with what was kept of each variant in `names`."""
     for task, length in settings.cells():
         yield task, length, {name: results.known[f"{name}-{task.name}-{length}"] for name in names}
@@ -23,8 +25,11 @@ def differences(kept: dict[str, dict[str, Any]]) -> list[float]:
     return [on - off for on, off in zip(kept["on"]["scores"], kept["off"]["scores"], strict=True)]
 
 
-def render(result: dict[str, Any], cell: Callable[[Any, str], str], beside: Sequence[str], legend: str) -> str:
-    """The table in plain text. result: rows and averages by column; beside: columns before the variants; cell: writes a value."""
+def render(
+    result: dict[str, Any], cell: Callable[[Any, str], str], beside: Sequence[str], legend: str
+) -> str:
+    """The table in plain text. result: rows and averages by column; beside: columns before the variants;
+    cell: writes a value."""
 
     def line(name: str, values: dict[str, Any]) -> str:
         return name.ljust(20) + "".join(cell(values[column], column).rjust(16) for column in columns)

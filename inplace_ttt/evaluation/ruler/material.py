@@ -14,12 +14,19 @@ from ...errors import InPlaceTTTError, how_to_install, one_line
 from ...files.json_files import parse_json
 from ...files.text import read_text
 
-NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
 
 
 @dataclass(frozen=True)
 class Question:
-    """answers: each of them right alone; documents: the texts that hold the answer; related: the others of their article."""
+    """answers: each of them right alone; documents: the texts that hold the answer; related: the others of
+    their article."""
 
     question: str
     answers: tuple[str, ...]
@@ -85,29 +92,48 @@ def _listed(category: str) -> list[str]:
     try:
         from wonderwords import RandomWord
     except ImportError:
-        raise InPlaceTTTError(f"RULER's words come from the package wonderwords; {how_to_install('eval')}.") from None
+        raise InPlaceTTTError(
+            f"RULER's words come from the package wonderwords; {how_to_install('eval')}."
+        ) from None
     return sorted(set(RandomWord().filter(include_categories=[category])))
 
 
 def read_questions(path: str) -> QuestionBook:
-    """Questions from SQuAD's or HotpotQA's own JSON file, or from {"question", "answers", "documents"} as JSON or JSON lines."""
+    """Questions from SQuAD's or HotpotQA's own JSON file, or from {"question", "answers", "documents"} as
+    JSON or JSON lines."""
     text = read_text(path)
     try:
-        values = [parse_json(line) for line in text.split("\n") if line.strip()] if path.endswith(".jsonl") else parse_json(text)
+        values = (
+            [parse_json(line) for line in text.split("\n") if line.strip()]
+            if path.endswith(".jsonl")
+            else parse_json(text)
+        )
     except ValueError as error:
-        raise InPlaceTTTError(f"{path} is not JSON ({one_line(error)}); name a file of JSON lines .jsonl.") from None
+        raise InPlaceTTTError(
+            f"{path} is not JSON ({one_line(error)}); name a file of JSON lines .jsonl."
+        ) from None
     try:
         questions, documents = _squad(values) if isinstance(values, dict) else _listed_questions(values)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InPlaceTTTError(
-            f"{path} does not hold questions as docs/evaluate.md says: {type(error).__name__} at {one_line(error)!r}."
+            f"{path} does not hold questions as docs/evaluate.md says: {type(error).__name__} at "
+            f"{one_line(error)!r}."
         ) from None
     for question in questions:
-        if not question.answers or not all(answer.strip() for answer in question.answers) or not question.documents:
-            raise InPlaceTTTError(f"{path} has no answer or no document to the question {question.question!r}; give both or leave it out.")
+        if (
+            not question.answers
+            or not all(answer.strip() for answer in question.answers)
+            or not question.documents
+        ):
+            raise InPlaceTTTError(
+                f"{path} has no answer or no document to the question {question.question!r}; give both or "
+                "leave it out."
+            )
     if not questions:
         raise InPlaceTTTError(f"{path} holds no questions.")
-    return QuestionBook(path, hashlib.sha256(text.encode()).hexdigest(), tuple(questions), tuple(dict.fromkeys(documents)))
+    return QuestionBook(
+        path, hashlib.sha256(text.encode()).hexdigest(), tuple(questions), tuple(dict.fromkeys(documents))
+    )
 
 
 def _squad(values: dict[str, Any]) -> tuple[list[Question], list[str]]:
@@ -121,7 +147,14 @@ def _squad(values: dict[str, Any]) -> tuple[list[Question], list[str]]:
             for qa in paragraph["qas"]:
                 if not qa.get("is_impossible", False):
                     answers = tuple(dict.fromkeys(answer["text"] for answer in qa["answers"]))
-                    questions.append(Question(qa["question"], answers, (context,), tuple(text for text in own if text != context)))
+                    questions.append(
+                        Question(
+                            qa["question"],
+                            answers,
+                            (context,),
+                            tuple(text for text in own if text != context),
+                        )
+                    )
     return questions, documents
 
 

@@ -1,4 +1,5 @@
-"""Needles in a haystack: sentences with a magic value each, in noise, in a text, or among other such sentences."""
+"""Needles in a haystack: sentences with a magic value each, in noise, in a text, or among other such
+sentences."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ from .material import NOISE, Material
 
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _MANY = (
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} "
-    "afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz "
+    "you about the {kind} "
+    "afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
+    "text?"
 )
 _ONE = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} "
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you "
+    "about the {kind} "
     "afterwards.\n{context}\nWhat is the special magic {kind} for {query} mentioned in the provided text?"
 )
 _PREFIX = " The special magic {kind} for {query} mentioned in the provided text {be}"
@@ -28,7 +32,8 @@ _DEPTHS = tuple(round(100 * i / 39) for i in range(40))
 
 @dataclass(frozen=True)
 class Needles:
-    """A kind of needle task. keys: needles' keys, `values` of each; `queries` of the keys are asked for, all their values wanted."""
+    """A kind of needle task. keys: needles' keys, `values` of each; `queries` of the keys are asked for, all
+    their values wanted."""
 
     haystack: Literal["noise", "essay", "needles"]
     key: Literal["words", "uuids"] = "words"
@@ -40,15 +45,24 @@ class Needles:
     def puzzle(self, random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
         """Sizes: sentences of noise, words of the text, or needles that nobody asks for."""
         draw = _Draw(random, material, avoid_text=self.haystack == "essay")
-        told = {draw.new(self.key): [draw.new(self.value) for _ in range(self.values)] for _ in range(self.keys)}
-        needles = [_NEEDLE.format(kind=self.value, key=key, value=value) for key, values in told.items() for value in values]
+        told = {
+            draw.new(self.key): [draw.new(self.value) for _ in range(self.values)] for _ in range(self.keys)
+        }
+        needles = [
+            _NEEDLE.format(kind=self.value, key=key, value=value)
+            for key, values in told.items()
+            for value in values
+        ]
         random.shuffle(needles)
         asked = random.sample(list(told), self.queries)
         answers = tuple(value for key in asked for value in told[key])
         query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
         many = len(answers) > 1
         kind = self.value if many else self.value.removesuffix("s")
-        template, prefix = _MANY if many else _ONE, _PREFIX.format(kind=kind, query=query, be="are" if many else "is")
+        template, prefix = (
+            _MANY if many else _ONE,
+            _PREFIX.format(kind=kind, query=query, be="are" if many else "is"),
+        )
         places = [random.random() for _ in needles]
         depths = sorted(random.sample(_DEPTHS, len(needles)))
         others: list[str] = []
@@ -58,8 +72,12 @@ class Needles:
                 context = _in_text(material.essay(size), needles, depths)
             else:
                 while self.haystack == "needles" and len(others) < size:
-                    others.append(_NEEDLE.format(kind=self.value, key=draw.new(self.key), value=draw.new(self.value)))
-                context = "\n".join(_among(noise(size) if self.haystack == "noise" else others[:size], needles, places))
+                    others.append(
+                        _NEEDLE.format(kind=self.value, key=draw.new(self.key), value=draw.new(self.value))
+                    )
+                context = "\n".join(
+                    _among(noise(size) if self.haystack == "noise" else others[:size], needles, places)
+                )
             return Draft(template.format(kind=kind, context=context, query=query), prefix, answers)
 
         return Puzzle(1, 10 * length, draft)

@@ -10,29 +10,37 @@ from ..long_context.prompt import Count, Draft, Puzzle
 from .material import Material
 
 _TEMPLATE = (
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words.\n\n"
     "The following are given documents.\n\n{context}\n\n"
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words.\n\n"
     "Question: {question}"
 )
 _PREFIX = " Answer:"
 
 
 def puzzle(number: int, random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """Question `index` of a file, its documents whole; then the rest of their article, then others, again and again where they end.
+    """Question `index` of a file, its documents whole; then the rest of their article, then others, again and
+    again where they end.
 
     Sizes: words of other documents; the last of these may be cut off.
     """
     book = material.questions[number]
     if index >= len(book.questions):
-        raise InPlaceTTTError(f"{book.name} has {len(book.questions)} questions, --samples asks for more; lower it.")
+        raise InPlaceTTTError(
+            f"{book.name} has {len(book.questions)} questions, --samples asks for more; lower it."
+        )
     question = book.questions[index]
     own, related = set(question.documents), set(question.related)
     beside = [text for text in question.related if text not in own]
     foreign = [text for text in book.documents if text not in own | related]
     others = random.sample(beside, len(beside)) + random.sample(foreign, len(foreign))
     if not others:
-        raise InPlaceTTTError(f"{book.name} has no document but those of question {index + 1} to hide them among; give more questions.")
+        raise InPlaceTTTError(
+            f"{book.name} has no document but those of question {index + 1} to hide them among; give more "
+            "questions."
+        )
     lengths = [len(text.split()) for text in others]
     order = random.random()
 

@@ -15,7 +15,8 @@ from .scoring import score
 
 @dataclass(frozen=True)
 class RulerTask(Task):
-    """any_answer: one of the answers is enough (QA); haystack: needs the haystack file; questions: which file of questions it needs."""
+    """any_answer: one of the answers is enough (QA); haystack: needs the haystack file; questions: which file
+    of questions it needs."""
 
     any_answer: bool = False
     haystack: bool = False
@@ -47,7 +48,10 @@ _NEEDLES = {
 TASKS = {
     task.name: task
     for task in (
-        *(RulerTask(name, 128, kind.puzzle, haystack=kind.haystack == "essay") for name, kind in _NEEDLES.items()),
+        *(
+            RulerTask(name, 128, kind.puzzle, haystack=kind.haystack == "essay")
+            for name, kind in _NEEDLES.items()
+        ),
         RulerTask("vt", 30, tracking.puzzle),
         RulerTask("cwe", 120, words.common),
         RulerTask("fwe", 50, words.frequent),

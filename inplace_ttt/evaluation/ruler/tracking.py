@@ -15,7 +15,8 @@ _TEMPLATE = (
     "Question: Find all variables that are assigned the value {value} in the text above."
 )
 _PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the value {value}, "
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
+    "assigned the value {value}, "
     "they are: "
 )
 _HOPS = 4
@@ -24,7 +25,8 @@ _LEAST = 5 * (_HOPS + 1)
 
 
 def puzzle(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """One chain of 4 hops; a solved example with shorter names, of 500 tokens, comes before it. Sizes: sentences of noise."""
+    """One chain of 4 hops; a solved example with shorter names, of 500 tokens, comes before it. Sizes:
+    sentences of noise."""
     taken: set[str] = set()
     shown, names = _names(random, 3, taken), _names(random, 5, taken)
     shown_value, value = random.sample(range(10000, 100000), 2)
@@ -73,4 +75,6 @@ def _question(lines: list[str], names: tuple[str, ...], value: int, random: Rand
     for done, (place, assignment) in enumerate(zip(places, chain, strict=True)):
         lines.insert(place + done, assignment)
     context = "\n".join(lines)
-    return Draft(_TEMPLATE.format(context=context, value=value), _PREFIX.format(count=len(names), value=value), names)
+    return Draft(
+        _TEMPLATE.format(context=context, value=value), _PREFIX.format(count=len(names), value=value), names
+    )

@@ -10,13 +10,16 @@ from ..long_context.prompt import Count, Draft, Puzzle
 from .material import Material
 
 _COMMON = (
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n"
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
+    "ones that appear most often.\n"
     "{context}\nQuestion: What are the 10 most common words in the above list?"
 )
 _COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 _FREQUENT = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. "
-    "{context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared "
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. "
+    "{context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
+    "three most frequently appeared "
     "words in the above coded text?"
 )
 _FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
@@ -28,11 +31,13 @@ _ZETA_2 = math.pi**2 / 6
 
 
 def common(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """Ten words stand 30 times in the list, the others 3 times (6 and 1 below 4096 tokens). Sizes: words in the list."""
+    """Ten words stand 30 times in the list, the others 3 times (6 and 1 below 4096 tokens). Sizes: words in
+    the list."""
     often, seldom = (30, 3) if length >= _LONG else (6, 1)
     example_words, example_often, example_seldom = (40, 10, 3) if length >= _LONG else (20, 3, 1)
     vocabulary = random.sample(material.words, len(material.words))
-    vocabulary += random.sample(material.further_words, len(material.further_words))  # at 256k tokens the first ones run out
+    # at 256k tokens the first ones run out
+    vocabulary += random.sample(material.further_words, len(material.further_words))
     example, vocabulary = vocabulary[:example_words], vocabulary[example_words:]
     solved = (
         _COMMON.format(context=_numbered(example, example_often, example_seldom, random))
@@ -44,14 +49,17 @@ def common(random: Random, material: Material, length: int, index: int, count: C
 
     def draft(size: int) -> Draft:
         context = _numbered(vocabulary[:size], often, seldom, Random(order))
-        return Draft(f"{solved}\n{_COMMON.format(context=context)}", _COMMON_PREFIX, tuple(vocabulary[:_COMMON_WORDS]))
+        return Draft(
+            f"{solved}\n{_COMMON.format(context=context)}", _COMMON_PREFIX, tuple(vocabulary[:_COMMON_WORDS])
+        )
 
     lacks = f"there are {len(vocabulary):,} words to list (a --haystack of more different words adds to them)"
     return Puzzle(_COMMON_WORDS + 1, len(vocabulary), draft, lacks)
 
 
 def frequent(random: Random, material: Material, length: int, index: int, count: Count) -> Puzzle:
-    """Random words of six letters, the k-th of them n / (ζ(2) k²) times, dots in the place of the first. Sizes: n."""
+    """Random words of six letters, the k-th of them n / (ζ(2) k²) times, dots in the place of the first.
+    Sizes: n."""
     wanted = max(length // 50, 5)
     vocabulary: dict[str, None] = {"...": None}
     while len(vocabulary) < wanted:
@@ -64,11 +72,13 @@ def frequent(random: Random, material: Material, length: int, index: int, count:
         Random(order).shuffle(text)
         return Draft(_FREQUENT.format(context=" ".join(text)), _FREQUENT_PREFIX, tuple(words[1:4]))
 
-    return Puzzle(74, 10 * length, draft)  # from here on the third word stands more often than the fourth, whatever the rounding
+    # from here on the third word stands more often than the fourth, whatever the rounding
+    return Puzzle(74, 10 * length, draft)
 
 
 def _numbered(words: list[str], often: int, seldom: int, random: Random) -> str:
-    """The first ten words `often` times, the others `seldom` times, in random order, as "1. word 2. word …"."""
+    """The first ten words `often` times, the others `seldom` times, in random order, as "1. word 2. word
+    …"."""
     listed = words[:_COMMON_WORDS] * often + words[_COMMON_WORDS:] * seldom
     random.shuffle(listed)
     return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))

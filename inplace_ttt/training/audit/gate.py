@@ -31,7 +31,8 @@ def audit_recipe(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Audit a recipe: its method on a narrow model of the same kind (`small_model`), and what it sets, its data too where that is here.
+    """Audit a recipe: its method on a narrow model of the same kind (`small_model`), and what it sets, its
+    data too where that is here.
 
     data: the run's rows, where they were built already. profile: the recipe's own, without one.
     """
@@ -40,13 +41,22 @@ def audit_recipe(
     whole, why = meta_model(recipe), ""
     if data is None:
         data, why = measured_data(recipe, config_of(whole).chunk_size)
-    return _audit(small_model(recipe), Run(recipe, whole, data, why), profile or recipe.audit.profile or "paper", seed, progress)
+    return _audit(
+        small_model(recipe),
+        Run(recipe, whole, data, why),
+        profile or recipe.audit.profile or "paper",
+        seed,
+        progress,
+    )
 
 
-def gate(model: nn.Module, recipe: Recipe, *, data: TrainingData | None = None, progress: Progress | None = None) -> Report:
+def gate(
+    model: nn.Module, recipe: Recipe, *, data: TrainingData | None = None, progress: Progress | None = None
+) -> Report:
     """The audit of a model in memory and the recipe that trains it, held against `recipe.audit`.
 
-    data: the run's rows, where they are known. The caller decides what an undeclared deviation means; `write_report` puts the
+    data: the run's rows, where they are known. The caller decides what an undeclared deviation means;
+        `write_report` puts the
     report beside the run.
     """
     return _audit(model, Run(recipe, model, data), recipe.audit.profile or "paper", 0, progress)

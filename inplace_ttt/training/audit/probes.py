@@ -1,4 +1,5 @@
-"""What a training recipe sets, against the paper's runs; what is trained and what documents are like are measured."""
+"""What a training recipe sets, against the paper's runs; what is trained and what documents are like are
+measured."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ _NEAR = 0.2
 """How far a token budget may be from the paper's "about"."""
 _GROUPS = ("conv", "proj", "matrices", "vectors")
 _REACHED = 0.5
-"""Of a rate or η, what a run must come to at some step; below it the setting says another thing than the run does."""
+"""Of a rate or η, what a run must come to at some step; below it the setting says another thing than the run
+does."""
 _STILL = 0.02 * 2.0**-24
-"""Half a unit in the last place of a float32 of P's start, 0.02: what Adam's steps must add up to for anything to move."""
+"""Half a unit in the last place of a float32 of P's start, 0.02: what Adam's steps must add up to for
+anything to move."""
 
 
 @dataclass
@@ -50,8 +53,14 @@ def trained_parameters(run: Run, expected: Any) -> Outcome:
     counts = [(p.numel() or int(getattr(p, "ds_numel", 0)), p.requires_grad) for p in run.model.parameters()]
     total, trained = sum(n for n, _ in counts), sum(n for n, on in counts if on)
     generators = sum(p.numel() for layer in fast_weights(run.model).values() for p in layer.ttt.parameters())
-    found = "all parameters" if trained == total else f"{trained / total:.2%} of the parameters ({run.recipe.training.trainable})"
-    return judged(trained == total, found, {"trained": trained, "of": total, "of them conv and P": generators}, 0)
+    found = (
+        "all parameters"
+        if trained == total
+        else f"{trained / total:.2%} of the parameters ({run.recipe.training.trainable})"
+    )
+    return judged(
+        trained == total, found, {"trained": trained, "of": total, "of them conv and P": generators}, 0
+    )
 
 
 def learning_rate(run: Run, expected: Any) -> Outcome:
@@ -59,13 +68,22 @@ def learning_rate(run: Run, expected: Any) -> Outcome:
     o = run.recipe.training
     continual, scratch = expected
     wanted = scratch if run.from_scratch else (continual,)
-    rates = {"matrices": o.learning_rate, "conv": o.conv_learning_rate or o.learning_rate, "P": o.proj_learning_rate or o.learning_rate}
+    rates = {
+        "matrices": o.learning_rate,
+        "conv": o.conv_learning_rate or o.learning_rate,
+        "P": o.proj_learning_rate or o.learning_rate,
+    }
     text = f"{o.learning_rate:g}" + "".join(f", {k} {r:g}" for k, r in rates.items() if r != o.learning_rate)
     paths = {kind: rate * run.recipe.steps for kind, rate in rates.items()}
     still = [kind for kind, path in paths.items() if path < _STILL]
     if still:
-        found = f"{rates[still[0]]:g} for {still[0]}: in {run.recipe.steps} steps an entry moves by {paths[still[0]]:.1g} at most"
-        return judged(False, f"{found}, which a float32 beside 0.02 does not hold", {**rates, "paths": paths}, _STILL)
+        found = (
+            f"{rates[still[0]]:g} for {still[0]}: in {run.recipe.steps} steps an entry moves by "
+            f"{paths[still[0]]:.1g} at most"
+        )
+        return judged(
+            False, f"{found}, which a float32 beside 0.02 does not hold", {**rates, "paths": paths}, _STILL
+        )
     if not any(abs(o.learning_rate / w - 1) < 1e-6 for w in wanted):
         return judged(False, text, {**rates, "expected": list(wanted)}, 0)
     if len(set(rates.values())) > 1:
@@ -77,44 +95,71 @@ def weight_decay(run: Run, expected: Any) -> Outcome:
     """The recipe's decays; for conv and P a choice."""
     o = run.recipe.training
     numbers = {"matrices": o.weight_decay, "conv": o.conv_weight_decay, "P": o.proj_weight_decay}
-    return judged(o.weight_decay == expected, f"{o.weight_decay:g}; conv {o.conv_weight_decay:g}, P {o.proj_weight_decay:g}", numbers, 0)
+    return judged(
+        o.weight_decay == expected,
+        f"{o.weight_decay:g}; conv {o.conv_weight_decay:g}, P {o.proj_weight_decay:g}",
+        numbers,
+        0,
+    )
 
 
 def schedule(run: Run, expected: Any) -> Outcome:
     """Shape, warm-up, end."""
     o = run.recipe.training
-    numbers = {"warm-up steps": o.warmup_steps, "of": run.recipe.steps, "η warm-up steps": o.eta_warmup_steps, "end": o.min_lr_ratio}
+    numbers = {
+        "warm-up steps": o.warmup_steps,
+        "of": run.recipe.steps,
+        "η warm-up steps": o.eta_warmup_steps,
+        "end": o.min_lr_ratio,
+    }
     text = f"{o.lr_scheduler} to {o.min_lr_ratio:g}, {o.warmup_steps} of {run.recipe.steps} steps of warm-up"
-    factors = {group: [parameters.schedule(o, run.recipe.steps, group)(step) for step in range(run.recipe.steps)] for group in _GROUPS}
+    factors = {
+        group: [parameters.schedule(o, run.recipe.steps, group)(step) for step in range(run.recipe.steps)]
+        for group in _GROUPS
+    }
     for group, values in factors.items():
         off = max(abs(a - b) for a, b in zip(values, _declared_factors(run, group), strict=True))
         if off > 1e-6:
-            return judged(False, f"the rate of {group} is {off:.0%} of its peak off the {o.lr_scheduler} schedule", numbers, 1e-6)
+            return judged(
+                False,
+                f"the rate of {group} is {off:.0%} of its peak off the {o.lr_scheduler} schedule",
+                numbers,
+                1e-6,
+            )
     if wrong := _eta_warmup(run):
         return judged(False, wrong, numbers, 1e-6)
-    highest = {group: max(values) for group, values in factors.items()} | {"η": min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))}
+    highest = {group: max(values) for group, values in factors.items()} | {
+        "η": min(1.0, run.recipe.steps / (o.eta_warmup_steps + 1))
+    }
     low = min(highest, key=lambda group: highest[group])
     if highest[low] < _REACHED:
         found = f"in its {run.recipe.steps} steps {low} comes to {highest[low]:.2g} of what is set for it"
         return judged(False, found, {**numbers, "highest": highest}, _REACHED)
-    return Outcome("unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers)
+    return Outcome(
+        "unspecified", text + (f", η over {o.eta_warmup_steps}" if o.eta_warmup_steps else ""), numbers
+    )
 
 
 def _declared_factors(run: Run, group: str) -> list[float]:
     """Linear warm-up, then the recipe's decay: the factor of each step."""
     o, steps = run.recipe.training, run.recipe.steps
-    warmup = o.warmup_steps if group not in ("conv", "proj") or o.ttt_warmup_steps is None else o.ttt_warmup_steps
+    warmup = (
+        o.warmup_steps if group not in ("conv", "proj") or o.ttt_warmup_steps is None else o.ttt_warmup_steps
+    )
     found = []
     for step in range(steps):
         done = (step - warmup) / max(1, steps - warmup)
-        left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[o.lr_scheduler]
+        left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+            o.lr_scheduler
+        ]
         low = 0.0 if o.lr_scheduler == "constant" else o.min_lr_ratio
         found.append((step + 1) / (warmup + 1) if step < warmup else low + (1 - low) * left)
     return found
 
 
 def _eta_warmup(run: Run) -> str:
-    """What the warm-up of η makes of it otherwise than a line from 0 to its own; empty where that is what it does."""
+    """What the warm-up of η makes of it otherwise than a line from 0 to its own; empty where that is what it
+    does."""
     warmup, layers = run.recipe.training.eta_warmup_steps, fast_weights(run.model)
     own = {index: layer.eta for index, layer in layers.items()}
     callback = EtaWarmup(warmup)
@@ -124,7 +169,10 @@ def _eta_warmup(run: Run) -> str:
             for index, layer in layers.items():
                 wanted = own[index] * min(1.0, (step + 1) / (warmup + 1))
                 if abs(layer.eta - wanted) > 1e-6 * abs(own[index]):
-                    return f"at step {step} of its warm-up layer {index} writes with η {layer.eta:g} in place of {wanted:g}"
+                    return (
+                        f"at step {step} of its warm-up layer {index} writes with η {layer.eta:g} in "
+                        f"place of {wanted:g}"
+                    )
     finally:
         for index, layer in layers.items():
             layer.fast.eta = own[index]
@@ -167,12 +215,18 @@ def _wrongly_grouped(run: Run) -> list[str]:
             if not parameter.requires_grad or not found:
                 wrong.append(f"{name} is not optimised")
             elif found != [wanted.get(kind, rest)]:
-                wrong.append(f"{name} has rate and decay {', '.join(f'{rate:g}, {decay:g}' for rate, decay in found)}")
+                wrong.append(
+                    f"{name} has rate and decay {', '.join(f'{rate:g}, {decay:g}' for rate, decay in found)}"
+                )
     return wrong
 
 
 def _generator(layer: FastWeight) -> dict[str, nn.Parameter]:
-    return {name.rpartition(".")[2]: parameter for name, parameter in layer.ttt.named_parameters() if "original_module" not in name}
+    return {
+        name.rpartition(".")[2]: parameter
+        for name, parameter in layer.ttt.named_parameters()
+        if "original_module" not in name
+    }
 
 
 def token_budget(run: Run, expected: Any) -> Outcome:
@@ -184,16 +238,29 @@ def token_budget(run: Run, expected: Any) -> Outcome:
     if run.from_scratch:
         budgets += expected.get("scratch", ())
     wanted = min(budgets, key=lambda budget: abs(tokens / budget - 1))
-    numbers = {"tokens": tokens, "expected": wanted, "steps": recipe.steps, "rows a step": recipe.rows_per_step}
+    numbers = {
+        "tokens": tokens,
+        "expected": wanted,
+        "steps": recipe.steps,
+        "rows a step": recipe.rows_per_step,
+    }
     return judged(
-        abs(tokens / wanted - 1) <= _NEAR, f"{_tokens(tokens)} tokens, {tokens / wanted:.2g} of {_tokens(wanted)}", numbers, _NEAR
+        abs(tokens / wanted - 1) <= _NEAR,
+        f"{_tokens(tokens)} tokens, {tokens / wanted:.2g} of {_tokens(wanted)}",
+        numbers,
+        _NEAR,
     )
 
 
 def stages(run: Run, expected: Any) -> Outcome:
     """Tokens a row."""
     length = run.recipe.data.sequence_length
-    return judged(length in expected, f"{length:,} tokens a row", {"tokens a row": length, "expected": list(expected)}, 0)
+    return judged(
+        length in expected,
+        f"{length:,} tokens a row",
+        {"tokens a row": length, "expected": list(expected)},
+        0,
+    )
 
 
 def yarn(run: Run, expected: Any) -> Outcome:
@@ -206,7 +273,9 @@ def yarn(run: Run, expected: Any) -> Outcome:
     extended = kind == "yarn"
     wanted = expected is not None and length >= expected
     found = f"{kind}" + (f", factor {factor:g}" if factor else "") + f" at {length:,} tokens a row"
-    return judged(extended == wanted, found, {"rope_type": kind, "factor": factor, "yarn expected": wanted}, 0)
+    return judged(
+        extended == wanted, found, {"rope_type": kind, "factor": factor, "yarn expected": wanted}, 0
+    )
 
 
 def long_documents(run: Run, expected: Any) -> Outcome:
@@ -230,11 +299,15 @@ def data_rows(run: Run, expected: Any) -> Outcome:
 
 def measured_data(recipe: Recipe, chunk_size: int) -> tuple[TrainingData | None, str]:
     """The recipe's rows where its data is here, or None and why not."""
-    missing = [name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))]
+    missing = [
+        name for name in recipe.data.train if not (Path(name).exists() or glob.glob(name, recursive=True))
+    ]
     if missing:
         return None, f"the documents are not here ({missing[0]})"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
+        tokenizer = (
+            AutoTokenizer.from_pretrained(recipe.model.tokenizer_path) if recipe.data.recall is None else None
+        )
         return build_data(recipe, tokenizer, chunk_size), ""
     except ImportError as error:
         return None, f"the rows cannot be built here ({error}); install the extra `train`"

@@ -1,4 +1,5 @@
-"""The first rows of a run against what its documents say: laid out token by token, by nothing that packing uses."""
+"""The first rows of a run against what its documents say: laid out token by token, by nothing that packing
+uses."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ class Place(NamedTuple):
     label: int
 
 
-def laid_out(documents: Iterable[Sequence[int]], length: int, align: int, begins: Sequence[int] = ()) -> Iterator[list[Place]]:
-    """Rows of documents one after another, each from a multiple of `align` on; a document starts anew in each row that it reaches, one
-    that begins with the special tokens that begin a text with them too."""
+def laid_out(
+    documents: Iterable[Sequence[int]], length: int, align: int, begins: Sequence[int] = ()
+) -> Iterator[list[Place]]:
+    """Rows of documents one after another, each from a multiple of `align` on; a document starts anew in each
+    row that it reaches, one that begins with the special tokens that begin a text with them too."""
     row: list[Place] = []
     for tokens in documents:
         row += [_padding(i) for i in range(-len(row) % align)]
@@ -62,7 +65,8 @@ def _padding(position: int) -> Place:
 
 
 def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
-    """Tokens, positions and labels of the first rows, by themselves, as a batch, in the order of the run, and held out."""
+    """Tokens, positions and labels of the first rows, by themselves, as a batch, in the order of the run, and
+    held out."""
     length = recipe.data.sequence_length
     count = max(2, min(_ROWS, _TOKENS // length))
     rows = list(islice(iter(data.train), count))
@@ -70,19 +74,31 @@ def read_rows(recipe: Recipe, data: TrainingData) -> Outcome:
     if recipe.data.recall is not None:  # the task asks for some of its tokens only
         del off[_MISSING]
     unlike = _unlike(rows[:2]) or _unlike(rows[-3:])
-    numbers: dict[str, Any] = {"rows": len(rows), "share of places with": off, "not its rows' in a batch": unlike}
+    numbers: dict[str, Any] = {
+        "rows": len(rows),
+        "share of places with": off,
+        "not its rows' in a batch": unlike,
+    }
     if unlike:
         return judged(False, f"a batch of two rows has not their {' and '.join(unlike)}", numbers, 0)
     if strange := _in_another_order(recipe, data) or _held_out_otherwise(recipe, data):
         return judged(False, strange, numbers, 0)
     worst = max(off, key=lambda what: off[what])
     if off[worst]:
-        return judged(False, f"{worst}, in {off[worst]:.1%} of the places of the first {len(rows)} rows", numbers, 0)
-    return judged(True, f"the first {len(rows)} rows say what their documents do, and a batch what its rows do", numbers, 0)
+        return judged(
+            False, f"{worst}, in {off[worst]:.1%} of the places of the first {len(rows)} rows", numbers, 0
+        )
+    return judged(
+        True,
+        f"the first {len(rows)} rows say what their documents do, and a batch what its rows do",
+        numbers,
+        0,
+    )
 
 
 def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
-    """What of the rows that the first steps read is not one of the run's rows each time another; empty where all is."""
+    """What of the rows that the first steps read is not one of the run's rows each time another; empty where
+    all is."""
     if isinstance(data.train, RowStream) or not len(data.train) or len(data.train) > _FEW:
         return ""
     known = Counter(map(_key, data.train))
@@ -90,17 +106,26 @@ def _in_another_order(recipe: Recipe, data: TrainingData) -> str:
     if not met.keys() <= known.keys():
         return "a step reads a row that is none of the run's"
     epochs = -(-met.total() // len(data.train))
-    return "" if all(met[key] <= epochs * known[key] for key in met) else "the first epoch reads a row again before it has read the others"
+    return (
+        ""
+        if all(met[key] <= epochs * known[key] for key in met)
+        else "the first epoch reads a row again before it has read the others"
+    )
 
 
 def _held_out_otherwise(recipe: Recipe, data: TrainingData) -> str:
-    """What of the first held-out batch is not its rows', each token's label the next one; empty where all is."""
+    """What of the first held-out batch is not its rows', each token's label the next one; empty where all
+    is."""
     if data.validation is None or not len(data.validation) or recipe.parallel.sequence_parallel_size > 1:
         return ""
     batch = next(batches.held_out_batches(data.validation, recipe, 0))
     for number in range(min(len(data.validation), len(batch["input_ids"]))):
         row = data.validation[number]
-        wanted = {"input_ids": row["input_ids"], "position_ids": row["position_ids"], "shift_labels": [*row["labels"][1:], IGNORED]}
+        wanted = {
+            "input_ids": row["input_ids"],
+            "position_ids": row["position_ids"],
+            "shift_labels": [*row["labels"][1:], IGNORED],
+        }
         for name, values in wanted.items():
             if batch[name][number].tolist() != list(values):
                 return f"a held-out batch has not its rows' {name}"
@@ -114,8 +139,12 @@ def _key(row: dict[str, Any]) -> tuple[int, ...]:
 def _unlike(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What of the rows their batch has not."""
     batch = batches.collate(rows)
-    right = {name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows]) for name in rows[0]}
-    return [name for name, tensor in right.items() if name not in batch or not torch.equal(batch[name], tensor)]
+    right = {
+        name: torch.stack([torch.as_tensor(row[name], dtype=torch.int64) for row in rows]) for name in rows[0]
+    }
+    return [
+        name for name, tensor in right.items() if name not in batch or not torch.equal(batch[name], tensor)
+    ]
 
 
 def _off(rows: Sequence[dict[str, Any]], wanted: Sequence[list[Place]]) -> dict[str, float]:
@@ -123,7 +152,9 @@ def _off(rows: Sequence[dict[str, Any]], wanted: Sequence[list[Place]]) -> dict[
     wrong = dict.fromkeys((_OTHER, _POSITIONS, _MISSING, _FOREIGN), 0)
     places = 0
     for row, expected in zip(rows, wanted, strict=False):
-        for token, position, label, place in zip(row["input_ids"], row["position_ids"], row["labels"], expected, strict=True):
+        for token, position, label, place in zip(
+            row["input_ids"], row["position_ids"], row["labels"], expected, strict=True
+        ):
             places += 1
             wrong[_OTHER] += place.token is not None and token != place.token
             wrong[_POSITIONS] += place.token is not None and position != place.position

@@ -24,11 +24,12 @@ _LEAST_WIDTH, _VOCABULARY, _CALIBRATION_TOKENS = 64, 1024, 512
 
 
 def small_model(recipe: Recipe) -> PreTrainedModel:
-    """A converted model on the CPU, in the recipe's dtype, with random weights of a model of the recipe's kind.
+    """A converted model on the CPU, in the recipe's dtype, with random weights of a model of the recipe's
+    kind.
 
-    What the audit measures follows from the code and the settings, not from the weights or their width. So it takes seconds
-    and megabytes where an 8B model takes minutes and tens of gigabytes, and needs no weights, no network and no device.
-    Flash attention, which needs one, gives way to sdpa; eager stays.
+    What the audit measures follows from the code and the settings, not from the weights or their width. So it
+    takes seconds and megabytes where an 8B model takes minutes and tens of gigabytes, and needs no weights,
+    no network and no device. Flash attention, which needs one, gives way to sdpa; eager stays.
     """
     config, ttt = planned_architecture(recipe)
     ttt = ttt or InPlaceTTTConfig.from_dict(config.inplace_ttt["config"])
@@ -37,7 +38,11 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
     attention = "eager" if recipe.model.attn_implementation == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto_class(config).from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention).eval()
+        model = (
+            auto_class(config)
+            .from_config(config, dtype=getattr(torch, recipe.model.dtype), attn_implementation=attention)
+            .eval()
+        )
         convert(model, _narrowed_ttt(ttt, factor))
         if ttt.needs_calibration:
             calibrate(model, [torch.randint(config.get_text_config().vocab_size, (1, _CALIBRATION_TOKENS))])
@@ -47,12 +52,17 @@ def small_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def _narrowed(config: PreTrainedConfig) -> tuple[PreTrainedConfig, int]:
-    """The config with every width divided by the same number, and the number: heads keep their size, groups of them too."""
+    """The config with every width divided by the same number, and the number: heads keep their size, groups
+    of them too."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     widths = {name: value for name in _WIDTHS if isinstance(value := getattr(text, name, None), int)}
     common = math.gcd(attention_heads(text)[1], *widths.values())
-    factor = max(f for f in range(1, common + 1) if common % f == 0 and (f == 1 or text.hidden_size // f >= _LEAST_WIDTH))
+    factor = max(
+        f
+        for f in range(1, common + 1)
+        if common % f == 0 and (f == 1 or text.hidden_size // f >= _LEAST_WIDTH)
+    )
     for name, value in widths.items():
         setattr(text, name, value // factor)
     if text.vocab_size > _VOCABULARY:
@@ -65,4 +75,6 @@ def _narrowed_ttt(ttt: InPlaceTTTConfig, factor: int) -> InPlaceTTTConfig:
     """The rank of whitening is one of the widths, or a share of one."""
     if ttt.whitening is None or not isinstance(ttt.whitening.rank, int):
         return ttt
-    return dataclasses.replace(ttt, whitening=dataclasses.replace(ttt.whitening, rank=max(1, ttt.whitening.rank // factor)))
+    return dataclasses.replace(
+        ttt, whitening=dataclasses.replace(ttt.whitening, rank=max(1, ttt.whitening.rank // factor))
+    )

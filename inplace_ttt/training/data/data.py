@@ -42,11 +42,12 @@ _BYTES_A_PROCESS = 32_000_000
 
 @dataclass(frozen=True)
 class TrainingData:
-    """train and validation: rows with input_ids, position_ids and labels, each a list of `sequence_length` integers.
+    """train and validation: rows with input_ids, position_ids and labels, each a list of `sequence_length`
+    integers.
 
-    train is a stream where the recipe says so; its rows come in the same order every time. documents: those that `train` is made of,
-    in their order, as token ids; each starts on a multiple of `align` tokens of its row, and one that begins with `begins` does so in
-    each row that it reaches.
+    train is a stream where the recipe says so; its rows come in the same order every time. documents: those
+    that `train` is made of, in their order, as token ids; each starts on a multiple of `align` tokens of its
+    row, and one that begins with `begins` does so in each row that it reaches.
     """
 
     train: Dataset | RowStream
@@ -58,10 +59,11 @@ class TrainingData:
 
 
 def build_data(recipe: Recipe, tokenizer: Any, chunk_size: int) -> TrainingData:
-    """The rows of a run. `tokenizer` is unused with `data.recall`. Raises InPlaceTTTError for data that cannot train.
+    """The rows of a run. `tokenizer` is unused with `data.recall`. Raises InPlaceTTTError for data that
+    cannot train.
 
-    Every process of a run calls it: of those that see one cache, one tokenises and packs while the others wait at its lock,
-    however long it takes, and then read the cache.
+    Every process of a run calls it: of those that see one cache, one tokenises and packs while the others
+    wait at its lock, however long it takes, and then read the cache.
     """
     data = recipe.data
     check_sharing(recipe, chunk_size)
@@ -74,8 +76,13 @@ def _recall(job: _Job) -> TrainingData:
     assert task is not None
     known = (job.recipe.model.config or {}).get("vocab_size", task.vocabulary)
     if known < task.vocabulary:
-        raise InPlaceTTTError(f"data.recall.vocabulary is {task.vocabulary}, but model.config.vocab_size is {known}; make them equal.")
-    make = functools.partial(recall_data, pairs=task.pairs, vocabulary=task.vocabulary, length=data.sequence_length, seed=data.seed)
+        raise InPlaceTTTError(
+            f"data.recall.vocabulary is {task.vocabulary}, but model.config.vocab_size is {known}; make "
+            "them equal."
+        )
+    make = functools.partial(
+        recall_data, pairs=task.pairs, vocabulary=task.vocabulary, length=data.sequence_length, seed=data.seed
+    )
     train = make(task.rows)
     validation = make(data.validation_documents, held_out=True) if data.validation_documents else None
     counts = count([Size(data.sequence_length)] * task.rows, data.sequence_length, job.chunk_size)
@@ -113,8 +120,19 @@ class _Job:
         backend = getattr(t, "backend_tokenizer", None)
         inner: Any = sorted(t.get_vocab().items())
         if backend is not None:
-            inner = {key: value for key, value in json.loads(backend.to_str()).items() if key not in ("truncation", "padding")}
-        return _key(type(t).__name__, inner, t.eos_token_id, t.bos_token_id, getattr(t, "add_bos_token", None), getattr(t, KNOWN_IDS, None))
+            inner = {
+                key: value
+                for key, value in json.loads(backend.to_str()).items()
+                if key not in ("truncation", "padding")
+            }
+        return _key(
+            type(t).__name__,
+            inner,
+            t.eos_token_id,
+            t.bos_token_id,
+            getattr(t, "add_bos_token", None),
+            getattr(t, KNOWN_IDS, None),
+        )
 
 
 def _cached(job: _Job) -> TrainingData:
@@ -133,7 +151,9 @@ def _cached(job: _Job) -> TrainingData:
     except Exception as error:
         if not isinstance(cause := root_cause(error), OSError):
             raise
-        raise InPlaceTTTError(f"cannot keep the tokenised data in {cache}: {cause.strerror or cause}; set data.cache.") from None
+        raise InPlaceTTTError(
+            f"cannot keep the tokenised data in {cache}: {cause.strerror or cause}; set data.cache."
+        ) from None
 
 
 def _from_files(job: _Job, cache: Path) -> TrainingData:
@@ -141,7 +161,10 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
     from datasets import concatenate_datasets
 
     data = job.recipe.data
-    sources, held_sources = find(data.train, data.format, "train"), find(data.validation, data.format, "validation")
+    sources, held_sources = (
+        find(data.train, data.format, "train"),
+        find(data.validation, data.format, "validation"),
+    )
     tokenised = [_tokenised(job, source, cache) for source in sources]
     documents, source_ends = concatenate_datasets(tokenised), np.cumsum([len(part) for part in tokenised])
     order, empty = _order(documents, data.shuffle, data.seed)
@@ -168,9 +191,15 @@ def _from_files(job: _Job, cache: Path) -> TrainingData:
     sizes = all_sizes[order]
     counts = count(map(Size._make, sizes.tolist()), data.sequence_length, job.chunk_size, job.align)
     mixture = _mixture(sources, data, sizes[:, 0], np.searchsorted(source_ends, order, side="right"))
-    tally = Tally(len(order), empty, _unbegun(sizes[:, 1], job), len(repeated), sha.hexdigest(), mixture=mixture)
+    tally = Tally(
+        len(order), empty, _unbegun(sizes[:, 1], job), len(repeated), sha.hexdigest(), mixture=mixture
+    )
     report = make_report(
-        job.recipe, counts, tally, [*sources, *held_sources], _held_out_sizes([*map(Size._make, held_sizes.tolist())], job)
+        job.recipe,
+        counts,
+        tally,
+        [*sources, *held_sources],
+        _held_out_sizes([*map(Size._make, held_sizes.tolist())], job),
     )
     validation = _rows(job, held, held_order, held_sizes, cache) if len(held_order) else None
     return TrainingData(
@@ -198,7 +227,8 @@ def _hold_out(order: np.ndarray, wanted: int, seed: int) -> tuple[np.ndarray, np
 
     if 0 < len(order) <= wanted:
         raise InPlaceTTTError(
-            f"data.validation_documents holds {wanted} documents out of {len(order)}, which leaves none to train on; lower it."
+            f"data.validation_documents holds {wanted} documents out of {len(order)}, which leaves none to "
+            "train on; lower it."
         )
     held = np.sort(np.random.default_rng([seed, 1]).permutation(np.sort(order))[:wanted])
     return held, order[~np.isin(order, held)]
@@ -225,7 +255,8 @@ def _tokenised(job: _Job, source: Source, cache: Path) -> Dataset:
 
 
 def _rows(job: _Job, documents: Dataset, order: np.ndarray, sizes: np.ndarray, cache: Path) -> Dataset:
-    """The packed rows of `documents` in that order, as a file in the cache; `sizes` are theirs in that order."""
+    """The packed rows of `documents` in that order, as a file in the cache; `sizes` are theirs in that
+    order."""
     import numpy as np
     from datasets import Dataset
 
@@ -233,11 +264,26 @@ def _rows(job: _Job, documents: Dataset, order: np.ndarray, sizes: np.ndarray, c
     pieces = lay_out(map(Size._make, sizes.tolist()), length, job.align)
     ends = ((row[0].document, row[0].start, row[-1].document + 1) for row in pieces)
     plan = np.fromiter(ends, np.dtype((np.int64, 3)))
-    key = _key(_FORMAT, documents._fingerprint, hashlib.sha256(order.tobytes()).hexdigest(), length, job.pad_token, job.align, job.begins)
+    key = _key(
+        _FORMAT,
+        documents._fingerprint,
+        hashlib.sha256(order.tobytes()).hexdigest(),
+        length,
+        job.pad_token,
+        job.align,
+        job.begins,
+    )
     chosen = documents.select(order).select_columns([TOKENS]).with_format("numpy")
     columns = {"first": plan[:, 0], "start": plan[:, 1], "stop": plan[:, 2]}
     return Dataset.from_dict(columns).map(
-        functools.partial(_pack_rows, documents=chosen, length=length, pad_token=job.pad_token, align=job.align, begins=job.begins),
+        functools.partial(
+            _pack_rows,
+            documents=chosen,
+            length=length,
+            pad_token=job.pad_token,
+            align=job.align,
+            begins=job.begins,
+        ),
         batched=True,
         batch_size=_BATCH,
         writer_batch_size=_BATCH,
@@ -250,15 +296,23 @@ def _rows(job: _Job, documents: Dataset, order: np.ndarray, sizes: np.ndarray, c
 
 
 def _pack_rows(
-    plan: Mapping[str, list[int]], documents: Dataset, length: int, pad_token: int, align: int, begins: Sequence[int]
+    plan: Mapping[str, list[int]],
+    documents: Dataset,
+    length: int,
+    pad_token: int,
+    align: int,
+    begins: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """Rows [batch, length], one after another, each of documents first:stop, from token `start` of the first on."""
+    """Rows [batch, length], one after another, each of documents first:stop, from token `start` of the first
+    on."""
     import numpy as np
 
     rows, before = [], plan["first"][0]
     held = documents[before : plan["stop"][-1]][TOKENS]  # once each: a book may go through all of the rows
     for first, start, stop in zip(plan["first"], plan["start"], plan["stop"], strict=True):
-        rows.append(next(pack(held[first - before : stop - before], length, pad_token, align, begins, used=start)))
+        rows.append(
+            next(pack(held[first - before : stop - before], length, pad_token, align, begins, used=start))
+        )
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -267,13 +321,22 @@ def _streamed(job: _Job) -> TrainingData:
     from datasets import Dataset
 
     data, length = job.recipe.data, job.recipe.data.sequence_length
-    sources, held_sources = find(data.train, data.format, "train"), find(data.validation, data.format, "validation")
+    sources, held_sources = (
+        find(data.train, data.format, "train"),
+        find(data.validation, data.format, "validation"),
+    )
 
     def stream(sources: list[Source], shuffle: bool, **settings: Any) -> Documents:
-        return Documents(tuple(open_stream(source, data, job.tokenizer, shuffle) for source in sources), data, **settings)
+        return Documents(
+            tuple(open_stream(source, data, job.tokenizer, shuffle) for source in sources), data, **settings
+        )
 
     documents = stream(sources, data.shuffle, weights=data.weights, turns=data.shuffle)
-    kept = stream(held_sources, False).read() if held_sources else itertools.islice(documents.read(), data.validation_documents)
+    kept = (
+        stream(held_sources, False).read()
+        if held_sources
+        else itertools.islice(documents.read(), data.validation_documents)
+    )
     held = [document for _, _, document in kept]
     digests = frozenset(document["digest"] for document in held)
     documents = dataclasses.replace(documents, wanted=lambda document: document["digest"] not in digests)
@@ -303,7 +366,9 @@ def _streamed(job: _Job) -> TrainingData:
     )
 
 
-def _mixture(sources: Sequence[Source], data: Data, lengths: Iterable[int], of_source: Iterable[int]) -> list[dict[str, Any]]:
+def _mixture(
+    sources: Sequence[Source], data: Data, lengths: Iterable[int], of_source: Iterable[int]
+) -> list[dict[str, Any]]:
     """What the report says of each source, from documents' lengths and the numbers of their sources."""
     import numpy as np
 

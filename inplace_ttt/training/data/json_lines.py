@@ -1,4 +1,5 @@
-"""Files of one JSON object per line, of which one field is read: what stands in the other fields, in which types, does not matter."""
+"""Files of one JSON object per line, of which one field is read: what stands in the other fields, in which
+types, does not matter."""
 
 from __future__ import annotations
 
@@ -29,11 +30,17 @@ def _zstandard(file: Path, mode: str) -> IO[bytes]:
     return io.BufferedReader(zstandard.open(file, mode))
 
 
-_OPENERS: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard}
+_OPENERS: dict[str, Callable[[Path, str], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstandard,
+}
 
 
 def holds_lines(file: Path) -> bool:
-    """True for a file whose first line is a JSON object by itself; other JSON files are one list, or one object over many lines."""
+    """True for a file whose first line is a JSON object by itself; other JSON files are one list, or one
+    object over many lines."""
     with _OPENERS.get(file.suffix.lower(), open)(file, "rb") as opened:
         first = next((line for line in opened if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
     try:  # bytes that are not UTF-8 are the reader's to name
@@ -43,7 +50,8 @@ def holds_lines(file: Path) -> bool:
 
 
 def fields_of(lines: Dataset | IterableDataset) -> list[str]:
-    """Names of the fields of the first records, in the order of their first use; empty where there are no records."""
+    """Names of the fields of the first records, in the order of their first use; empty where there are no
+    records."""
     found: dict[str, None] = {}
     for number, record in enumerate(lines):
         if number == _PROBED:
@@ -54,7 +62,8 @@ def fields_of(lines: Dataset | IterableDataset) -> list[str]:
 
 
 def field_of_lines(lines: Any, field: str, is_tokens: bool, source: str) -> Any:
-    """The records with one column, `field`, that holds text or, with `is_tokens`, token ids; None where a record lacks it."""
+    """The records with one column, `field`, that holds text or, with `is_tokens`, token ids; None where a
+    record lacks it."""
     from datasets import Features, List, Value
 
     take = functools.partial(_take, field=field, is_tokens=is_tokens, source=source)
@@ -62,9 +71,15 @@ def field_of_lines(lines: Any, field: str, is_tokens: bool, source: str) -> Any:
     return lines.map(take, batched=True, with_indices=True, remove_columns=[_LINE], features=features)
 
 
-def _take(batch: Mapping[str, Sequence[str]], numbers: Sequence[int], field: str, is_tokens: bool, source: str) -> dict[str, list[Any]]:
+def _take(
+    batch: Mapping[str, Sequence[str]], numbers: Sequence[int], field: str, is_tokens: bool, source: str
+) -> dict[str, list[Any]]:
     check = _token_ids if is_tokens else _text
-    records = (_record(line, source, number) for line, number in zip(batch[_LINE], numbers, strict=True) if line.strip())
+    records = (
+        _record(line, source, number)
+        for line, number in zip(batch[_LINE], numbers, strict=True)
+        if line.strip()
+    )
     return {field: [check(record.get(field), field, source) for record in records]}
 
 
@@ -72,15 +87,22 @@ def _record(line: str, source: str, number: int) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except ValueError as error:
-        raise InPlaceTTTError(f"{source} cannot be read: record {number + 1} is not JSON ({error}); correct it, or leave it out.") from None
+        raise InPlaceTTTError(
+            f"{source} cannot be read: record {number + 1} is not JSON ({error}); correct it, or leave it "
+            "out."
+        ) from None
     if not isinstance(record, dict):
-        raise InPlaceTTTError(f"{source} cannot be read: record {number + 1} is {shown(record)}, not a JSON object; correct it.")
+        raise InPlaceTTTError(
+            f"{source} cannot be read: record {number + 1} is {shown(record)}, not a JSON object; correct it."
+        )
     return record
 
 
 def _text(value: Any, field: str, source: str) -> str | None:
     if not isinstance(value, str | None):
-        raise InPlaceTTTError(f"the field {field!r} of {source} holds {type(value).__name__}, not text; set data.text_field.")
+        raise InPlaceTTTError(
+            f"the field {field!r} of {source} holds {type(value).__name__}, not text; set data.text_field."
+        )
     return value
 
 
@@ -88,5 +110,8 @@ def _token_ids(value: Any, field: str, source: str) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise InPlaceTTTError(f"the {field} of {source} are no lists of whole numbers: {shown(value)}; tokenize the documents anew.")
+        raise InPlaceTTTError(
+            f"the {field} of {source} are no lists of whole numbers: {shown(value)}; tokenize the "
+            "documents anew."
+        )
     return value

@@ -1,9 +1,11 @@
-"""Documents laid one after another into rows of fixed length, their boundaries kept. Pure: token ids in, token ids out.
+"""Documents laid one after another into rows of fixed length, their boundaries kept. Pure: token ids in,
+token ids out.
 
-Every piece of a document that lands in a row is a document of its own there: its positions start at 0 and its first label
-is -100, so that nothing is predicted across a border. Where a document begins with special tokens (a BOS), each of its pieces does: a model
-that was trained with them reads much worse without, and writes would learn to make up for it. What is left of a row is a document
-too, of padding that is never predicted; attention and fast weight keep it apart as they keep any two documents apart.
+Every piece of a document that lands in a row is a document of its own there: its positions start at 0 and its
+first label is -100, so that nothing is predicted across a border. Where a document begins with special tokens
+(a BOS), each of its pieces does: a model that was trained with them reads much worse without, and writes
+would learn to make up for it. What is left of a row is a document too, of padding that is never predicted;
+attention and fast weight keep it apart as they keep any two documents apart.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Tokens start:stop of document number `document`, behind its first `lead` ones, which stand at `at` in their row."""
+    """Tokens start:stop of document number `document`, behind its first `lead` ones, which stand at `at` in
+    their row."""
 
     document: int
     start: int
@@ -41,9 +44,11 @@ class Size(NamedTuple):
 
 
 def lay_out(sizes: Iterable[Size], row_length: int, align: int = 1, used: int = 0) -> Iterator[list[Piece]]:
-    """The pieces of each row. Documents start on multiples of `align`, which divides row_length; empty ones are left out.
+    """The pieces of each row. Documents start on multiples of `align`, which divides row_length; empty ones
+    are left out.
 
-    used: tokens of the first document that stand in earlier rows. Takes the next size only when the row has room for it.
+    used: tokens of the first document that stand in earlier rows. Takes the next size only when the row has
+        room for it.
     """
     assert row_length % align == 0
     row: list[Piece] = []
@@ -69,18 +74,30 @@ def lead_of(tokens: Sequence[int], begins: Sequence[int]) -> int:
 
 
 def pack(
-    documents: Iterable[Sequence[int]], row_length: int, pad_token: int, align: int = 1, begins: Sequence[int] = (), used: int = 0
+    documents: Iterable[Sequence[int]],
+    row_length: int,
+    pad_token: int,
+    align: int = 1,
+    begins: Sequence[int] = (),
+    used: int = 0,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Rows of input_ids, position_ids and labels, int32 [row_length] each; holds no more documents than one row has.
+    """Rows of input_ids, position_ids and labels, int32 [row_length] each; holds no more documents than one
+    row has.
 
-    begins: special tokens that begin every text, as `begins_of` has them. used: tokens of the first document in earlier rows. Labels
+    begins: special tokens that begin every text, as `begins_of` has them. used: tokens of the first document
+        in earlier rows. Labels
     are not shifted: transformers shifts them.
     """
     return (row for _, row in pack_pieces(documents, row_length, pad_token, align, begins, used))
 
 
 def pack_pieces(
-    documents: Iterable[Sequence[int]], row_length: int, pad_token: int, align: int = 1, begins: Sequence[int] = (), used: int = 0
+    documents: Iterable[Sequence[int]],
+    row_length: int,
+    pad_token: int,
+    align: int = 1,
+    begins: Sequence[int] = (),
+    used: int = 0,
 ) -> Iterator[tuple[list[Piece], dict[str, np.ndarray]]]:
     """The same rows, each with what stands in it. When a row comes, no document beyond its last was taken."""
     held: dict[int, Sequence[int]] = {}
@@ -96,8 +113,11 @@ def pack_pieces(
             del held[number]
 
 
-def _fill(row: list[Piece], documents: dict[int, Sequence[int]], row_length: int, pad_token: int, align: int) -> dict[str, np.ndarray]:
-    """One row. Padding restarts on the grid of `align`, so that a chunk of padding crosses no border of the grid either."""
+def _fill(
+    row: list[Piece], documents: dict[int, Sequence[int]], row_length: int, pad_token: int, align: int
+) -> dict[str, np.ndarray]:
+    """One row. Padding restarts on the grid of `align`, so that a chunk of padding crosses no border of the
+    grid either."""
     import numpy as np
 
     ids = np.full(row_length, pad_token, dtype=np.int32)
@@ -112,7 +132,11 @@ def _fill(row: list[Piece], documents: dict[int, Sequence[int]], row_length: int
         next_start = -(-end // align) * align
         starts[end:next_start] = end
         starts[next_start:] = next_start
-    return {"input_ids": ids, "position_ids": np.arange(row_length, dtype=np.int32) - starts, "labels": labels}
+    return {
+        "input_ids": ids,
+        "position_ids": np.arange(row_length, dtype=np.int32) - starts,
+        "labels": labels,
+    }
 
 
 @dataclass
@@ -120,7 +144,8 @@ class PackingCounts:
     """What packing makes of documents of given lengths, for chunks of `chunk_size` tokens.
 
     long_tokens: those in pieces longer than one chunk, which alone train the target generator.
-    writes: chunks whose delta a later token of the same piece reads. chunks: pieces by their number of chunks.
+    writes: chunks whose delta a later token of the same piece reads. chunks: pieces by their number of
+        chunks.
     """
 
     chunk_size: int

@@ -1,4 +1,5 @@
-"""Training rows that practise recall beyond the attention window: a passage comes again, or facts are told and said again."""
+"""Training rows that practise recall beyond the attention window: a passage comes again, or facts are told
+and said again."""
 
 from __future__ import annotations
 
@@ -23,21 +24,28 @@ from .told_facts import require_room, tell_facts
 
 
 def with_practice(rows: Any, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Any:
-    """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens and the data's seed.
+    """A dataset of rows (stored or streamed), changed as they are read. Row by row a function of its tokens
+    and the data's seed.
 
-    begins: special tokens that begin every text, which stay where they are. Raises InPlaceTTTError where no row has room for the facts.
+    begins: special tokens that begin every text, which stay where they are. Raises InPlaceTTTError where no
+        row has room for the facts.
     """
     if data.repeated_passages is None and data.synthetic_facts is None:
         return rows
     if data.synthetic_facts is not None:
         require_room(data.synthetic_facts, data.sequence_length, encode)
     if isinstance(rows, RowStream):
-        return dataclasses.replace(rows, transform=functools.partial(practise, data=data, encode=encode, begins=begins))
-    return rows.with_transform(lambda batch: _transposed([practise(row, data, encode, begins) for row in _rows(batch)]))
+        return dataclasses.replace(
+            rows, transform=functools.partial(practise, data=data, encode=encode, begins=begins)
+        )
+    return rows.with_transform(
+        lambda batch: _transposed([practise(row, data, encode, begins) for row in _rows(batch)])
+    )
 
 
 def seen_anyway(data: Data, reach: float) -> list[str]:
-    """A warning for each kind of practice whose second time attention, which sees `reach` tokens back, can read off the first."""
+    """A warning for each kind of practice whose second time attention, which sees `reach` tokens back, can
+    read off the first."""
     after = {}
     if data.repeated_passages is not None:
         after["repeated_passages"] = data.repeated_passages.length + data.repeated_passages.gap
@@ -45,7 +53,8 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
         after["synthetic_facts"] = data.synthetic_facts.min_gap
     seen = f"{reach:,}" if math.isfinite(reach) else "all"
     return [
-        f"data.{name} comes again after {tokens:,} tokens, and attention sees {seen} of them: what such rows train may be attention, "
+        f"data.{name} comes again after {tokens:,} tokens, and attention sees {seen} of them: what such "
+        "rows train may be attention, "
         "not fast weights; set model.window to no more than that"
         for name, tokens in after.items()
         if reach > tokens
@@ -53,7 +62,8 @@ def seen_anyway(data: Data, reach: float) -> list[str]:
 
 
 def practise(row: Row, data: Data, encode: Encode, begins: Sequence[int] = ()) -> Row:
-    """The row itself, or one whose longest document tells facts or has a passage twice; input_ids, position_ids and labels are lists.
+    """The row itself, or one whose longest document tells facts or has a passage twice; input_ids,
+    position_ids and labels are lists.
 
     Padding, which has no label, is no document.
     """

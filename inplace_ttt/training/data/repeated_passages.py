@@ -13,7 +13,11 @@ from .streams import Row
 
 def repeat_passage(row: Row, document: slice, settings: RepeatedPassages, generator: random.Random) -> Row:
     """The row with a passage twice in its document at that place; the row itself where that is too short."""
-    passage, ids, labels = Passage(settings.length, settings.gap), torch.tensor(row["input_ids"]), torch.tensor(row["labels"])
+    passage, ids, labels = (
+        Passage(settings.length, settings.gap),
+        torch.tensor(row["input_ids"]),
+        torch.tensor(row["labels"]),
+    )
     if document.stop - document.start < passage.tokens:
         return row
     first = document.start + passage.random_start(document.stop - document.start, generator)

@@ -20,11 +20,14 @@ MUCH_PADDING = 0.25
 class DataReport:
     """What a run reads. Everything but `validation` is about the rows it trains on.
 
-    long_tokens: tokens in pieces longer than one chunk; only these train the target generator. long_share: of all tokens.
+    long_tokens: tokens in pieces longer than one chunk; only these train the target generator. long_share: of
+        all tokens.
     writes: chunks whose delta a later token of the same piece reads. chunks_per_piece: min, median, max.
     padding: tokens of padding. sha256: of the token ids, documents in the order of their sources.
-    repeated: training documents left out because they stand in validation. sampled: the counts are those of a stream's start.
-    mixture: of each source of training its documents, tokens, share of the tokens, and the share that data.weights ask for.
+    repeated: training documents left out because they stand in validation. sampled: the counts are those of a
+        stream's start.
+    mixture: of each source of training its documents, tokens, share of the tokens, and the share that
+        data.weights ask for.
     """
 
     documents: int
@@ -55,7 +58,8 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of documents that packing does not see. unbegun: without the special tokens that begin every text."""
+    """Counts of documents that packing does not see. unbegun: without the special tokens that begin every
+    text."""
 
     documents: int
     empty: int = 0
@@ -67,19 +71,25 @@ class Tally:
 
 
 def make_report(
-    recipe: Recipe, counts: PackingCounts, tally: Tally, sources: Sequence[Source], validation: dict[str, int] | None
+    recipe: Recipe,
+    counts: PackingCounts,
+    tally: Tally,
+    sources: Sequence[Source],
+    validation: dict[str, int] | None,
 ) -> DataReport:
     """The report; raises where there is nothing that could train the target generator (conv and P)."""
     length, chunk = recipe.data.sequence_length, counts.chunk_size
     where = ", ".join(source.name for source in sources) or "the recall task"
     if not counts.tokens:
         raise InPlaceTTTError(
-            f"there is no document to train on in {where} ({tally.empty} empty, {tally.repeated} held out for validation)."
+            f"there is no document to train on in {where} ({tally.empty} empty, {tally.repeated} held out "
+            "for validation)."
         )
     longest = max(counts.chunks)
     if not counts.long_tokens:
         raise InPlaceTTTError(
-            f"no document is longer than one chunk of {chunk} tokens in rows of {length} ({counts.pieces} pieces of documents, "
+            f"no document is longer than one chunk of {chunk} tokens in rows of {length} ({counts.pieces} "
+            "pieces of documents, "
             f"{counts.tokens / counts.pieces:.0f} tokens each on average), so nothing would train "
             "conv and P; lower chunk_size, or use longer documents and data.sequence_length."
         )
@@ -88,20 +98,28 @@ def make_report(
     warnings = []
     if long_share < FEW_LONG:
         warnings.append(
-            f"only {long_share:.0%} of the tokens stand in pieces longer than one chunk of {chunk}; the others do not train "
+            f"only {long_share:.0%} of the tokens stand in pieces longer than one chunk of {chunk}; the "
+            "others do not train "
             "conv and P: lower chunk_size or use longer documents"
         )
     if padding / space > MUCH_PADDING:
         warnings.append(
-            f"{padding / space:.0%} of the rows is padding: raise the documents' length, or lower sequence_length or chunk_size"
+            f"{padding / space:.0%} of the rows is padding: raise the documents' length, or lower "
+            "sequence_length or chunk_size"
         )
     if counts.rows < recipe.rows_per_step and not tally.sampled:
-        warnings.append(f"one step reads {recipe.rows_per_step} rows, but there are {counts.rows}: rows repeat within a step")
+        warnings.append(
+            f"one step reads {recipe.rows_per_step} rows, but there are {counts.rows}: rows repeat within "
+            "a step"
+        )
     if tally.repeated:
-        warnings.append(f"{tally.repeated} training documents stand in validation too and were left out of training")
+        warnings.append(
+            f"{tally.repeated} training documents stand in validation too and were left out of training"
+        )
     if tally.unbegun:
         warnings.append(
-            f"{tally.unbegun} of {tally.documents} documents do not begin with the special tokens that the tokenizer puts before every "
+            f"{tally.unbegun} of {tally.documents} documents do not begin with the special tokens that the "
+            "tokenizer puts before every "
             "text: a model that was trained with them reads much worse without; put them before each"
         )
     if tally.empty:

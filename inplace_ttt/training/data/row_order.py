@@ -1,4 +1,5 @@
-"""The order in which a run meets its rows, fixed by the recipe, so that a resumed run goes on exactly where it stopped."""
+"""The order in which a run meets its rows, fixed by the recipe, so that a resumed run goes on exactly where
+it stopped."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ _POSITION = "rows.json"
 
 
 def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Path | None = None) -> Any:
-    """The rows of the steps after `steps_done`, in order: a datasets.Dataset (each epoch shuffled anew) or RowStream.
+    """The rows of the steps after `steps_done`, in order: a datasets.Dataset (each epoch shuffled anew) or
+    RowStream.
 
-    checkpoint: where `save_position` kept the place in a stream; without it the rows before are made again, and dropped.
+    checkpoint: where `save_position` kept the place in a stream; without it the rows before are made again,
+        and dropped.
     """
     import numpy as np
 
@@ -24,18 +27,24 @@ def rows_to_come(train: Any, recipe: Recipe, steps_done: int = 0, checkpoint: Pa
     if isinstance(train, RowStream):
         o, parallel = recipe.training, recipe.parallel
         ahead = (
-            4 * parallel.world * o.batch_size * max(o.gradient_accumulation_steps, parallel.sequence_parallel_size)
+            4
+            * parallel.world
+            * o.batch_size
+            * max(o.gradient_accumulation_steps, parallel.sequence_parallel_size)
         )  # of the step that is saved
         kept = None if checkpoint is None else checkpoint / _POSITION
         return train.from_row(_position(kept) if kept is not None and kept.exists() else read, ahead)
     if not len(train):
-        raise InPlaceTTTError("the data gives no row to train on; give longer documents or a smaller data.sequence_length.")
+        raise InPlaceTTTError(
+            "the data gives no row to train on; give longer documents or a smaller data.sequence_length."
+        )
     epochs = range(-(-steps // len(train)))
     if recipe.data.shuffle:
         order = [np.random.default_rng([recipe.data.seed, epoch]).permutation(len(train)) for epoch in epochs]
     else:
         order = [np.arange(len(train)) for _ in epochs]
-    # Groups of ranks that share rows each read as many batches as they have ranks, and train on them one after the other.
+    # Groups of ranks that share rows each read as many batches as they have ranks, and train on them one
+    # after the other.
     shared, batch = recipe.parallel.sequence_parallel_size, recipe.training.batch_size
     blocks = np.concatenate(order)[read:steps].reshape(-1, shared, recipe.parallel.world // shared, batch)
     return train.select(blocks.swapaxes(1, 2).reshape(-1))
@@ -52,10 +61,16 @@ def _position(file: Path) -> Position:
     try:
         return Position.from_dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InPlaceTTTError(f"{file} cannot be read ({error}); remove it, and the rows before it are read again.") from None
+        raise InPlaceTTTError(
+            f"{file} cannot be read ({error}); remove it, and the rows before it are read again."
+        ) from None
 
 
 def _rows_read(recipe: Recipe, steps: int) -> int:
-    """Rows that were read from the data after so many steps: ranks that share rows read one each and then train on all of them."""
-    shared, micro_steps = recipe.parallel.sequence_parallel_size, steps * recipe.training.gradient_accumulation_steps
+    """Rows that were read from the data after so many steps: ranks that share rows read one each and then
+    train on all of them."""
+    shared, micro_steps = (
+        recipe.parallel.sequence_parallel_size,
+        steps * recipe.training.gradient_accumulation_steps,
+    )
     return -(-micro_steps // shared) * recipe.parallel.world * recipe.training.batch_size

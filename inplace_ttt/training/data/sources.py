@@ -38,7 +38,8 @@ _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@:]+))?(@(?P
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data.train` or `data.validation` (its role). kind: a datasets loader, "saved" (save_to_disk) or "hub"."""
+    """One entry of `data.train` or `data.validation` (its role). kind: a datasets loader, "saved"
+    (save_to_disk) or "hub"."""
 
     role: str
     name: str
@@ -70,14 +71,26 @@ def _find(name: str, format: str, role: str) -> Source:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return Source(role, name, "saved", tuple(sorted(path.rglob("data-*.arrow"))))
-        files = [f for f in sorted(path.rglob("*")) if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts)]
+        files = [
+            f
+            for f in sorted(path.rglob("*"))
+            if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts)
+        ]
         wanted = [f for f in files if _kind(f) is not None and format in ("auto", _kind(f))]
         if not wanted:
-            endings = ", ".join(sorted(KINDS)) if format == "auto" else ", ".join(e for e, kind in KINDS.items() if kind == format)
-            raise InPlaceTTTError(f"{key}: the folder {name} holds no documents ({len(files)} files, none ending in {endings}).")
+            endings = (
+                ", ".join(sorted(KINDS))
+                if format == "auto"
+                else ", ".join(e for e, kind in KINDS.items() if kind == format)
+            )
+            raise InPlaceTTTError(
+                f"{key}: the folder {name} holds no documents ({len(files)} files, none ending in {endings})."
+            )
     elif path.is_file():
         wanted = [path]
-    elif glob.has_magic(name) and (wanted := [f for f in map(Path, sorted(glob.glob(str(path), recursive=True))) if f.is_file()]):
+    elif glob.has_magic(name) and (
+        wanted := [f for f in map(Path, sorted(glob.glob(str(path), recursive=True))) if f.is_file()]
+    ):
         pass
     elif format == "auto" and _HUB_NAME.fullmatch(name) and not name.startswith(".") and _kind(path) is None:
         return Source(role, name, "hub")
@@ -102,21 +115,32 @@ def _common_kind(name: str, files: list[Path], format: str, key: str) -> str:
     if None in kinds:
         unknown = next(file for file in files if _kind(file) is None)
         raise InPlaceTTTError(
-            f"{key}: the ending of {unknown} names no format that is read here ({', '.join(sorted(KINDS))}); set data.format."
+            f"{key}: the ending of {unknown} names no format that is read here "
+            f"({', '.join(sorted(KINDS))}); set data.format."
         )
     if len(kinds) > 1:
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-        raise InPlaceTTTError(f"{key}: {name} holds files of several formats ({found}); set data.format, or name them by a pattern.")
+        raise InPlaceTTTError(
+            f"{key}: {name} holds files of several formats ({found}); set data.format, or name them by a "
+            "pattern."
+        )
     (kind,) = kinds
     assert kind is not None
     return kind
 
 
 def open_source(source: Source, data: Data, streaming: bool) -> tuple[Records, str]:
-    """Its records with one column, and that column: the text field that is given, else "input_ids" where they hold tokens, else "text"."""
+    """Its records with one column, and that column: the text field that is given, else "input_ids" where they
+    hold tokens, else "text"."""
     try:
-        lines = source.kind == "json" and all(holds_lines(file) for file in source.files if file.stat().st_size)
-        records: Any = _open_files("text", source.files, data, streaming, "line") if lines else _open(source, data, streaming)
+        lines = source.kind == "json" and all(
+            holds_lines(file) for file in source.files if file.stat().st_size
+        )
+        records: Any = (
+            _open_files("text", source.files, data, streaming, "line")
+            if lines
+            else _open(source, data, streaming)
+        )
         columns = fields_of(records) if lines else records.column_names
         if columns is None:  # a stream tells its columns by its first record
             columns = list(next(iter(records), {}))
@@ -131,7 +155,8 @@ def open_source(source: Source, data: Data, streaming: bool) -> tuple[Records, s
     if not columns:
         raise InPlaceTTTError(f"{source.name} holds no records; leave it out.")
     raise InPlaceTTTError(
-        f"the records of {source.name} have no field {wanted[-1]!r} (they have {', '.join(map(repr, columns))}); set data.text_field."
+        f"the records of {source.name} have no field {wanted[-1]!r} (they have "
+        f"{', '.join(map(repr, columns))}); set data.text_field."
     )
 
 
@@ -146,30 +171,40 @@ def _open(source: Source, data: Data, streaming: bool) -> Records:
         named = _HUB_NAME.fullmatch(source.name)
         where = named.groupdict() if named else {"name": source.name}
         split = where.get("split") or data.split
-        return load_dataset(where["name"], where.get("config"), split=split, streaming=streaming, cache_dir=data.cache)
+        return load_dataset(
+            where["name"], where.get("config"), split=split, streaming=streaming, cache_dir=data.cache
+        )
     return _open_files(source.kind, source.files, data, streaming)
 
 
-def _open_files(kind: str, files: Iterable[Path], data: Data, streaming: bool, sample_by: str = "document") -> Records:
-    """Records of files. A text file is one record, or each line of it with sample_by="line"; its BOM is no part of the text."""
+def _open_files(
+    kind: str, files: Iterable[Path], data: Data, streaming: bool, sample_by: str = "document"
+) -> Records:
+    """Records of files. A text file is one record, or each line of it with sample_by="line"; its BOM is no
+    part of the text."""
     from datasets import load_dataset
 
     settings = {"sample_by": sample_by, "encoding": UTF8} if kind == "text" else {}
     paths = [glob.escape(str(file.resolve())) for file in files]
-    return load_dataset(kind, data_files=paths, split="train", streaming=streaming, cache_dir=data.cache, **settings)
+    return load_dataset(
+        kind, data_files=paths, split="train", streaming=streaming, cache_dir=data.cache, **settings
+    )
 
 
 def read_error(sources: Sequence[Source], data: Data, error: BaseException) -> InPlaceTTTError:
     """What is wrong with sources that cannot be read, and in which of their files."""
     if sources[0].kind == "hub":
         return InPlaceTTTError(
-            f"{sources[0].name} is no file or folder here, and no dataset that can be read from the hub ({_first_line(error)}); "
+            f"{sources[0].name} is no file or folder here, and no dataset that can be read from the hub "
+            f"({_first_line(error)}); "
             "correct the path, or the name (owner/name:config@split)."
         )
     cause = root_cause(error)
     if isinstance(cause, ImportError) and cause.name:
         names = ", ".join(source.name for source in sources)
-        return InPlaceTTTError(f"{names} takes the package {cause.name}, which is not installed; pip install {cause.name}.")
+        return InPlaceTTTError(
+            f"{names} takes the package {cause.name}, which is not installed; pip install {cause.name}."
+        )
     culprit = _culprit(sources, data)
     if culprit is None and (differing := _differing_field(sources, data)) is not None:
         return InPlaceTTTError(f"{differing}; make them alike, or leave that field out of the files.")
@@ -177,7 +212,9 @@ def read_error(sources: Sequence[Source], data: Data, error: BaseException) -> I
     if isinstance(error, StopIteration):
         return InPlaceTTTError(f"{where} holds no records; leave it out.")
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
-        return InPlaceTTTError(f"{where} is not UTF-8 text ({_first_line(error)}); convert it, or leave it out.")
+        return InPlaceTTTError(
+            f"{where} is not UTF-8 text ({_first_line(error)}); convert it, or leave it out."
+        )
     return InPlaceTTTError(f"{where} cannot be read: {_first_line(error)}; mend it, or leave it out.")
 
 
@@ -194,15 +231,20 @@ def _culprit(sources: Sequence[Source], data: Data) -> tuple[str, BaseException]
 
 
 def _differing_field(sources: Sequence[Source], data: Data) -> str | None:
-    """Of files that can be read on their own and not together: two whose first records have other types in a field, and which."""
+    """Of files that can be read on their own and not together: two whose first records have other types in a
+    field, and which."""
     for source in sources:
         seen: dict[str, tuple[str, Path]] = {}
         for file in source.files if source.kind not in ("saved", "hub") else ():
             with suppress(Exception):
-                for column, value in next(iter(_open_files(source.kind, [file], data, streaming=True)), {}).items():
+                for column, value in next(
+                    iter(_open_files(source.kind, [file], data, streaming=True)), {}
+                ).items():
                     kind, first = seen.setdefault(column, (type(value).__name__, file))
                     if value is not None and kind not in ("NoneType", type(value).__name__):
-                        return f"the field {column!r} is {kind} in {first} and {type(value).__name__} in {file}"
+                        return (
+                            f"the field {column!r} is {kind} in {first} and {type(value).__name__} in {file}"
+                        )
     return None
 
 

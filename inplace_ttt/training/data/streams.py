@@ -1,4 +1,5 @@
-"""Rows made while training: documents read, tokenised and packed as they are needed, from any row on at once."""
+"""Rows made while training: documents read, tokenised and packed as they are needed, from any row on at
+once."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     Opened: TypeAlias = tuple[Source, Callable[[int], datasets.IterableDataset]]
 
 BLOCK = 64
-"""Documents of a source that change places with each other where it is shuffled; so do its files, or the parts it is stored in."""
+"""Documents of a source that change places with each other where it is shuffled; so do its files, or the
+parts it is stored in."""
 _BATCH = 8
 """Documents of a source that are tokenised at a time."""
 
@@ -36,7 +38,8 @@ Document: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """How far a source is read: times to its end, documents since, tokens in all, and the state of its stream (as `datasets` has it)."""
+    """How far a source is read: times to its end, documents since, tokens in all, and the state of its stream
+    (as `datasets` has it)."""
 
     passes: int = 0
     documents: int = 0
@@ -46,7 +49,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a row begins: the number of rows before it, how far the sources were read, and tokens of the next document in rows before."""
+    """Where a row begins: the number of rows before it, how far the sources were read, and tokens of the next
+    document in rows before."""
 
     rows: int = 0
     places: tuple[Place, ...] = ()
@@ -62,7 +66,8 @@ class Position:
 
 
 def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Opened:
-    """The source, and a call that gives its documents as input_ids, length, lead and digest, in another order for each pass if shuffled."""
+    """The source, and a call that gives its documents as input_ids, length, lead and digest, in another order
+    for each pass if shuffled."""
     records, column = open_source(source, data, streaming=True)
     to_tokens = functools.partial(tokenise, column=column, tokenizer=tokenizer, source=source.name)
 
@@ -73,13 +78,19 @@ def open_stream(source: Source, data: Data, tokenizer: Any, shuffle: bool) -> Op
         if shuffle:  # a buffer of one: what a larger one holds is not part of a stream's state
             found = found.shuffle(generator=np.random.default_rng([data.seed, passes]), buffer_size=1)
             settings = {"seed": data.seed, "passes": passes}
-            found = found.map(_change_places, batched=True, batch_size=BLOCK, with_indices=True, fn_kwargs=settings)
-        return found.map(to_tokens, batched=True, batch_size=_BATCH, remove_columns=[column], features=token_features())
+            found = found.map(
+                _change_places, batched=True, batch_size=BLOCK, with_indices=True, fn_kwargs=settings
+            )
+        return found.map(
+            to_tokens, batched=True, batch_size=_BATCH, remove_columns=[column], features=token_features()
+        )
 
     return source, documents
 
 
-def _change_places(block: Mapping[str, list[Any]], indices: list[int], seed: int, passes: int) -> dict[str, list[Any]]:
+def _change_places(
+    block: Mapping[str, list[Any]], indices: list[int], seed: int, passes: int
+) -> dict[str, list[Any]]:
     """A block of records in an order of its own."""
     import numpy as np
 
@@ -118,7 +129,12 @@ class _Reader:
         if document is None:
             self.place, self._stream = Place(place.passes + 1, 0, place.tokens), None
         else:
-            self.place = Place(place.passes, place.documents + 1, place.tokens + document["length"], self._stream.state_dict())
+            self.place = Place(
+                place.passes,
+                place.documents + 1,
+                place.tokens + document["length"],
+                self._stream.state_dict(),
+            )
         return document
 
 
@@ -136,7 +152,8 @@ def _silent(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of several sources: by their weights, else in turns where they are shuffled, else one source after another.
+    """The documents of several sources: by their weights, else in turns where they are shuffled, else one
+    source after another.
 
     wanted: which documents are read.
     """
@@ -147,13 +164,19 @@ class Documents:
     turns: bool = False
     wanted: Callable[[Document], bool] = lambda document: True
 
-    def read(self, places: Sequence[Place] = (), endless: bool = False) -> Iterator[tuple[tuple[Place, ...], int, Document]]:
-        """From `places` on: how far the sources were read before each document, which of them it is of, and the document.
+    def read(
+        self, places: Sequence[Place] = (), endless: bool = False
+    ) -> Iterator[tuple[tuple[Place, ...], int, Document]]:
+        """From `places` on: how far the sources were read before each document, which of them it is of, and
+        the document.
 
         Ends when every source was read once; `endless` ones start again.
         """
         start = places or [Place()] * len(self.sources)
-        readers = [_Reader(opened, self.data, self.wanted, place) for opened, place in zip(self.sources, start, strict=True)]
+        readers = [
+            _Reader(opened, self.data, self.wanted, place)
+            for opened, place in zip(self.sources, start, strict=True)
+        ]
         while endless or not all(reader.place.passes for reader in readers):
             before = tuple(reader.place for reader in readers)
             number = self._next(before)
@@ -162,7 +185,8 @@ class Documents:
                 yield before, number, document
             elif self.weights and not before[number].documents:
                 raise InPlaceTTTError(
-                    f"{readers[number].source.name} has no document to train on, though data.weights gives it a share; remove both."
+                    f"{readers[number].source.name} has no document to train on, though data.weights gives "
+                    "it a share; remove both."
                 )
 
     def _next(self, places: Sequence[Place]) -> int:
@@ -175,7 +199,8 @@ class Documents:
 
 @dataclass(eq=False)
 class RowStream(IterableDataset):
-    """Packed rows of documents. begins: as `pack` has them. endless: start again at the end. transform: applied to each row as it comes.
+    """Packed rows of documents. begins: as `pack` has them. endless: start again at the end. transform:
+    applied to each row as it comes.
 
     start: the position of the first row; or the number of rows before it, which are then made and dropped.
     reach: how many of the last rows it knows the position of.
@@ -200,7 +225,8 @@ class RowStream(IterableDataset):
         return dataclasses.replace(self, endless=True, start=start, reach=reach)
 
     def position(self, rows: int) -> Position:
-        """Where the row after so many rows begins. Raises LookupError where that is not among the last `reach` that were read."""
+        """Where the row after so many rows begins. Raises LookupError where that is not among the last
+        `reach` that were read."""
         found = next((position for position in reversed(self._known) if position.rows == rows), None)
         if found is None:
             raise LookupError(f"the row after {rows} is not among the last {self.reach} that were read")
@@ -217,7 +243,9 @@ class RowStream(IterableDataset):
 
         self._known.clear()
         self._known.append(start)
-        for pieces, row in pack_pieces(tokens(), self.length, self.pad_token, self.align, self.begins, start.used):
+        for pieces, row in pack_pieces(
+            tokens(), self.length, self.pad_token, self.align, self.begins, start.used
+        ):
             last = pieces[-1]
             rows = self._known[-1].rows + 1
             self._known.append(Position(rows, before[last.document], last.stop))

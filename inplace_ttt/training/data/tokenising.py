@@ -16,15 +16,23 @@ if TYPE_CHECKING:
     from datasets import Features
 
 _CHARACTERS = 1 << 21
-"""Characters handed to the tokenizer at a time, unless one document has more: it needs hundreds of bytes for each."""
+"""Characters handed to the tokenizer at a time, unless one document has more: it needs hundreds of bytes for
+each."""
 
 
-def tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, source: str) -> dict[str, list[Any]]:
-    """A batch of texts, or of tokens. The tokenizer's own special tokens, and EOS after each text; empty texts have no tokens."""
+def tokenise(
+    batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, source: str
+) -> dict[str, list[Any]]:
+    """A batch of texts, or of tokens. The tokenizer's own special tokens, and EOS after each text; empty
+    texts have no tokens."""
     import numpy as np
 
     vocabulary = getattr(tokenizer, KNOWN_IDS, len(tokenizer))
-    found = _checked(batch[column], vocabulary, source) if column == TOKENS else _read(batch[column], column, tokenizer, source)
+    found = (
+        _checked(batch[column], vocabulary, source)
+        if column == TOKENS
+        else _read(batch[column], column, tokenizer, source)
+    )
     documents = [np.asarray(tokens, dtype=np.int32) for tokens in found]
     begins = begins_of(tokenizer)
     return {
@@ -38,10 +46,14 @@ def tokenise(batch: Mapping[str, Sequence[Any]], column: str, tokenizer: Any, so
 def _checked(documents: Sequence[Any], vocabulary: int, source: str) -> Iterator[Sequence[int]]:
     for tokens in documents:
         if not isinstance(tokens, Sequence | None) or not set(map(type, tokens or ())) <= {int}:
-            raise InPlaceTTTError(f"the input_ids of {source} are no lists of whole numbers: {shown(tokens)}; tokenise the documents anew.")
+            raise InPlaceTTTError(
+                f"the input_ids of {source} are no lists of whole numbers: {shown(tokens)}; tokenise the "
+                "documents anew."
+            )
         if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
             raise InPlaceTTTError(
-                f"the input_ids of {source} are not this model's (ids 0 to {vocabulary - 1}): {min(tokens)} to {max(tokens)}; "
+                f"the input_ids of {source} are not this model's (ids 0 to {vocabulary - 1}): "
+                f"{min(tokens)} to {max(tokens)}; "
                 "tokenise the documents with it."
             )
         yield tokens or ()
@@ -53,7 +65,10 @@ def _read(texts: Sequence[Any], column: str, tokenizer: Any, source: str) -> Ite
     begins = begins_of(tokenizer)
     for i, text in enumerate(texts):
         if not isinstance(text, str | None):
-            raise InPlaceTTTError(f"the field {column!r} of {source} holds {type(text).__name__}, not text; set data.text_field.")
+            raise InPlaceTTTError(
+                f"the field {column!r} of {source} holds {type(text).__name__}, not text; set "
+                "data.text_field."
+            )
         few.append(text if text and text.strip() else "")
         if i + 1 == len(texts) or sum(map(len, few)) >= _CHARACTERS:
             for kept, read in zip(few, tokenizer(few, verbose=False)["input_ids"], strict=True):
@@ -73,4 +88,11 @@ def digest_of(tokens: Sequence[int] | np.ndarray) -> str:
 def token_features() -> Features:
     from datasets import Features, List, Value
 
-    return Features({"input_ids": List(Value("int32")), "length": Value("int64"), "lead": Value("int64"), "digest": Value("string")})
+    return Features(
+        {
+            "input_ids": List(Value("int32")),
+            "length": Value("int64"),
+            "lead": Value("int64"),
+            "digest": Value("string"),
+        }
+    )

@@ -14,7 +14,9 @@ from ..recipe.data_section import SyntheticFacts
 from .streams import Row
 
 
-def tell_facts(row: Row, document: slice, settings: SyntheticFacts, generator: random.Random, encode: Encode) -> Row:
+def tell_facts(
+    row: Row, document: slice, settings: SyntheticFacts, generator: random.Random, encode: Encode
+) -> Row:
     """The row with facts in its document at that place; the row itself where that is too short."""
     found = _with_facts(row["input_ids"][document], settings, generator, encode)
     if found is None:
@@ -31,19 +33,25 @@ def tell_facts(row: Row, document: slice, settings: SyntheticFacts, generator: r
 
 def require_room(settings: SyntheticFacts, length: int, encode: Encode) -> None:
     """Raise InPlaceTTTError where rows of `length` tokens are too short for the statements."""
-    needed = settings.min_gap + 2 * sum(len(_Told.of(statement, encode).ids) for statement in statements(settings.count, random.Random(0)))
+    needed = settings.min_gap + 2 * sum(
+        len(_Told.of(statement, encode).ids) for statement in statements(settings.count, random.Random(0))
+    )
     if needed > length:
         raise InPlaceTTTError(
-            f"data.synthetic_facts: {settings.count} statements, told twice, and a min_gap of {settings.min_gap} take about {needed:,} "
+            f"data.synthetic_facts: {settings.count} statements, told twice, and a min_gap of "
+            f"{settings.min_gap} take about {needed:,} "
             f"tokens, and rows have {length:,}; lower count or min_gap, or raise data.sequence_length."
         )
 
 
-def _with_facts(text: Sequence[int], settings: SyntheticFacts, generator: random.Random, encode: Encode) -> list[tuple[int, bool]] | None:
-    """As many tokens as `text` has, of text in which statements stand twice, each with whether it is of an answer the second time.
+def _with_facts(
+    text: Sequence[int], settings: SyntheticFacts, generator: random.Random, encode: Encode
+) -> list[tuple[int, bool]] | None:
+    """As many tokens as `text` has, of text in which statements stand twice, each with whether it is of an
+    answer the second time.
 
-    The second time is in another order, `min_gap` tokens of text or more after the first. Each statement stands between blank lines,
-    anywhere in its part of the text.
+    The second time is in another order, `min_gap` tokens of text or more after the first. Each statement
+    stands between blank lines, anywhere in its part of the text.
     """
     told = [_Told.of(statement, encode) for statement in statements(settings.count, generator)]
     room = len(text) - 2 * sum(len(one.ids) for one in told) - settings.min_gap
@@ -66,15 +74,23 @@ class _Told:
 
     @classmethod
     def of(cls, statement: Statement, encode: Encode) -> _Told:
-        before, said = encode(apart(statement.prompt)), encode(apart(f"{statement.prompt} {statement.answer}"))
-        return cls(encode(apart(f"{statement.prompt} {statement.answer}.", closed=True)), range(len(before), len(said)))
+        before, said = (
+            encode(apart(statement.prompt)),
+            encode(apart(f"{statement.prompt} {statement.answer}")),
+        )
+        return cls(
+            encode(apart(f"{statement.prompt} {statement.answer}.", closed=True)),
+            range(len(before), len(said)),
+        )
 
 
 def _plain(text: Sequence[int]) -> Iterator[tuple[int, bool]]:
     return ((token, False) for token in text)
 
 
-def _among(text: Sequence[int], told: Sequence[_Told], generator: random.Random, *, answers: bool) -> Iterator[tuple[int, bool]]:
+def _among(
+    text: Sequence[int], told: Sequence[_Told], generator: random.Random, *, answers: bool
+) -> Iterator[tuple[int, bool]]:
     """The text with the statements at random places of it."""
     at = 0
     for place, one in zip(sorted(generator.randint(0, len(text)) for _ in told), told, strict=True):

@@ -14,7 +14,8 @@ from .meeting import Meeting
 
 
 def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArguments:
-    """The Trainer's arguments, once the process group is open; made before the model, so that ZeRO-3 partitions it while it loads.
+    """The Trainer's arguments, once the process group is open; made before the model, so that ZeRO-3
+    partitions it while it loads.
 
     one_disk: all processes see one output; else each node keeps what its own processes need to go on.
     """
@@ -25,9 +26,14 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
     on_gpu = torch.cuda.is_available()
     parallelism = None
     if shared > 1:
-        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=recipe.model.attn_implementation, sp_seq_length_is_variable=True)
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_attn_implementation=recipe.model.attn_implementation, sp_seq_length_is_variable=True
+        )
         parallelism = ParallelismConfig(
-            sp_backend="deepspeed", sp_size=shared, dp_replicate_size=recipe.parallel.world // shared, sp_handler=handler
+            sp_backend="deepspeed",
+            sp_size=shared,
+            dp_replicate_size=recipe.parallel.world // shared,
+            sp_handler=handler,
         )
     return TrainingArguments(
         output_dir=recipe.output,
@@ -63,14 +69,19 @@ def training_arguments(recipe: Recipe, one_disk: bool = True) -> TrainingArgumen
 
 def _recomputing(on: bool) -> dict[str, Any]:
     """Recomputation of activations, by its name in this transformers."""
-    name = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+    name = (
+        "activation_checkpointing"
+        if hasattr(TrainingArguments, "activation_checkpointing")
+        else "gradient_checkpointing"
+    )
     return {name: on, f"{name}_kwargs": {"use_reentrant": False} if on else None}
 
 
 def open_group(meeting: Meeting, recipe: Recipe) -> None:
     """The run's process group, made known to DeepSpeed. Its time-out is that of the groups made later too.
 
-    DeepSpeed and accelerate reduce gradients in groups of their own, which take torch's default; no argument of theirs reaches it.
+    DeepSpeed and accelerate reduce gradients in groups of their own, which take torch's default; no argument
+    of theirs reaches it.
     """
     import deepspeed
     from torch.distributed import distributed_c10d
@@ -84,18 +95,26 @@ def open_group(meeting: Meeting, recipe: Recipe) -> None:
 def accumulates_in_float32(recipe: Recipe) -> bool:
     """Where micro-steps' gradients add up in float32: bfloat16 would lose a bit of each sum.
 
-    Under ZeRO 2 and 3 unless the DeepSpeed settings say otherwise. ZeRO 0 cannot, and ZeRO 1 would keep all gradients on each device.
+    Under ZeRO 2 and 3 unless the DeepSpeed settings say otherwise. ZeRO 0 cannot, and ZeRO 1 would keep all
+    gradients on each device.
     """
     types = recipe.deepspeed_settings.get("data_types")
     asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else "fp32"
-    return recipe.model.dtype == "float32" or (recipe.zero_stage >= 2 and asked in ("fp32", "float32", "float"))
+    return recipe.model.dtype == "float32" or (
+        recipe.zero_stage >= 2 and asked in ("fp32", "float32", "float")
+    )
 
 
 def deepspeed_config(recipe: Recipe, one_disk: bool = True) -> dict[str, Any]:
     """The recipe's DeepSpeed settings, with what follows from the recipe filled in."""
     settings = json.loads(json.dumps(recipe.deepspeed_settings))
     zero = settings.setdefault("zero_optimization", {"stage": 0})
-    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping"):
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    ):
         settings.setdefault(name, "auto")
     settings.setdefault("bf16", {}).setdefault("enabled", "auto")
     if accumulates_in_float32(recipe):

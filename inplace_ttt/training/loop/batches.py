@@ -1,4 +1,5 @@
-"""Rows as batches: collated, with their documents' lengths where attention needs them, and held-out rows spread over ranks."""
+"""Rows as batches: collated, with their documents' lengths where attention needs them, and held-out rows
+spread over ranks."""
 
 from __future__ import annotations
 
@@ -23,23 +24,36 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def with_document_lengths(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of packed rows [B, T] as one row [1, B·T] with its documents' lengths, as flash attention takes them.
+    """A batch of packed rows [B, T] as one row [1, B·T] with its documents' lengths, as flash attention takes
+    them.
 
-    Without lengths, transformers looks for documents in every layer anew, each time waiting for the device, and in a batch of
-    several rows not at all: their documents would see each other. A document's first label is ignored, so no row's last token
-    predicts the next row's first.
+    Without lengths, transformers looks for documents in every layer anew, each time waiting for the device,
+    and in a batch of several rows not at all: their documents would see each other. A document's first label
+    is ignored, so no row's last token predicts the next row's first.
     """
-    flat = {name: value.reshape(1, -1) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    flat = {
+        name: value.reshape(1, -1) if isinstance(value, Tensor) else value for name, value in batch.items()
+    }
     positions = flat["position_ids"]
     starts = document_starts(positions)[0].nonzero()[:, 0]
     ends = torch.cat([starts, starts.new_tensor([positions.shape[1]])]).to(torch.int32)
     longest = int(ends.diff().max())
-    return {**flat, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return {
+        **flat,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def needs_document_lengths(recipe: Recipe) -> bool:
-    """Ranks that share rows have parts of documents; Ulysses hands attention whole rows, whose positions then show them."""
-    return recipe.model.attn_implementation == "flash_attention_2" and recipe.parallel.sequence_parallel_size == 1
+    """Ranks that share rows have parts of documents; Ulysses hands attention whole rows, whose positions then
+    show them."""
+    return (
+        recipe.model.attn_implementation == "flash_attention_2"
+        and recipe.parallel.sequence_parallel_size == 1
+    )
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -48,22 +62,30 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def where_learnt(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch whose n logits a row stand only where some row [B, T] has a target: the arguments of a causal language model.
+    """A batch whose n logits a row stand only where some row [B, T] has a target: the arguments of a causal
+    language model.
 
-    Of rows that mostly ignore their targets (answers alone, told facts) the head then computes a small part; over a large vocabulary
-    it is most of a small model. The first position stays, so that there is one.
+    Of rows that mostly ignore their targets (answers alone, told facts) the head then computes a small part;
+    over a large vocabulary it is most of a small model. The first position stays, so that there is one.
     """
     targets = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
     learnt = targets.ne(IGNORED).any(0)
     learnt[0] = True
     positions = learnt.nonzero()[:, 0]
-    return {**batch, "labels": targets[:, positions], "shift_labels": targets[:, positions], "logits_to_keep": positions}
+    return {
+        **batch,
+        "labels": targets[:, positions],
+        "shift_labels": targets[:, positions],
+        "logits_to_keep": positions,
+    }
 
 
 def held_out_batches(rows: Any, recipe: Recipe, rank: int) -> Iterator[dict[str, Tensor]]:
-    """This rank's batches of all `rows`: input_ids, position_ids and shift_labels [B, T], or a part [B, T/P] of rows that P ranks share.
+    """This rank's batches of all `rows`: input_ids, position_ids and shift_labels [B, T], or a part [B, T/P]
+    of rows that P ranks share.
 
-    Every rank gets as many, which ZeRO-3 and ranks that share rows need; what is too much is read again and not counted.
+    Every rank gets as many, which ZeRO-3 and ranks that share rows need; what is too much is read again and
+    not counted.
     """
     shared, size = recipe.parallel.sequence_parallel_size, recipe.training.batch_size
     readers, reader = recipe.parallel.world // shared, rank // shared

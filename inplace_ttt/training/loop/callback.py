@@ -1,4 +1,5 @@
-"""What a converted model needs of a training loop that is not ours: its own rates, η's warm-up, guards and a log of its layers."""
+"""What a converted model needs of a training loop that is not ours: its own rates, η's warm-up, guards and a
+log of its layers."""
 
 from __future__ import annotations
 
@@ -23,19 +24,24 @@ _OF_GROUPS = ("conv_learning_rate", "proj_learning_rate", "conv_weight_decay", "
 
 @dataclass(kw_only=True, eq=False)
 class InPlaceTTTCallback(TrainerCallback):
-    """For a transformers `Trainer`, or one made of it (TRL's, Axolotl's): `InPlaceTTTCallback(…).attach(trainer)`.
+    """For a transformers `Trainer`, or one made of it (TRL's, Axolotl's):
+    `InPlaceTTTCallback(…).attach(trainer)`.
 
-    conv_learning_rate, proj_learning_rate: of the convolution; of P and a gate of writes; the Trainer's own without one. The Trainer's
+    conv_learning_rate, proj_learning_rate: of the convolution; of P and a gate of writes; the Trainer's own
+        without one. The Trainer's
     schedule holds for both. conv_weight_decay, proj_weight_decay: 0 without one.
-    eta_warmup_steps: η rises linearly from 0 to its own value over as many optimiser steps; a resumed run goes on in it.
-    stop_write_ratio: the run stops where the writes of one document move a weight by more than so many times its norm.
+    eta_warmup_steps: η rises linearly from 0 to its own value over as many optimiser steps; a resumed run
+        goes on in it.
+    stop_write_ratio: the run stops where the writes of one document move a weight by more than so many times
+        its norm.
 
-    It also warns of rows that begin without the tokenizer's BOS, stops before a step whose loss is no number, checks after the first step
-    that every target generator learns, and writes what is logged into `log.jsonl` in the Trainer's output, with writes and gradients of
-    each TTT layer. `warnings` has what it warned of.
+    It also warns of rows that begin without the tokenizer's BOS, stops before a step whose loss is no number,
+    checks after the first step that every target generator learns, and writes what is logged into `log.jsonl`
+    in the Trainer's output, with writes and gradients of each TTT layer. `warnings` has what it warned of.
     Given as one of `callbacks` without `attach` it does all of this but the rates and decays.
 
-    Raises InPlaceTTTError for settings that cannot be or would have no effect, and NotSoError where a guard stops the run.
+    Raises InPlaceTTTError for settings that cannot be or would have no effect, and NotSoError where a guard
+    stops the run.
     """
 
     conv_learning_rate: float | None = None
@@ -49,26 +55,35 @@ class InPlaceTTTCallback(TrainerCallback):
         for name in _OF_GROUPS:
             value, rate = getattr(self, name), name.endswith("rate")
             if value is not None and not (is_number(value) and (value > 0 if rate else value >= 0)):
-                raise InPlaceTTTError(f"{name} must be a number {'above 0' if rate else 'of at least 0'}, got {shown(value)}.")
+                raise InPlaceTTTError(
+                    f"{name} must be a number {'above 0' if rate else 'of at least 0'}, got {shown(value)}."
+                )
         if type(self.eta_warmup_steps) is not int or self.eta_warmup_steps < 0:
-            raise InPlaceTTTError(f"eta_warmup_steps must be a whole number of at least 0, got {shown(self.eta_warmup_steps)}.")
+            raise InPlaceTTTError(
+                f"eta_warmup_steps must be a whole number of at least 0, got {shown(self.eta_warmup_steps)}."
+            )
         if not is_number(self.stop_write_ratio) or self.stop_write_ratio <= 0:
-            raise InPlaceTTTError(f"stop_write_ratio must be a number above 0, got {shown(self.stop_write_ratio)}.")
+            raise InPlaceTTTError(
+                f"stop_write_ratio must be a number above 0, got {shown(self.stop_write_ratio)}."
+            )
         self.warnings: list[str] = []
         self._parts: list[TrainerCallback] = []
         self._tap: GradientTap | None = None
 
     def attach(self, trainer: Trainer) -> InPlaceTTTCallback:
-        """Join the trainer before it trains: among its callbacks, and in what its optimiser is made of. Returns the callback.
+        """Join the trainer before it trains: among its callbacks, and in what its optimiser is made of.
+        Returns the callback.
 
-        Raises InPlaceTTTError where its model is not converted, its target generators are frozen, or its optimiser is made otherwise.
+        Raises InPlaceTTTError where its model is not converted, its target generators are frozen, or its
+        optimiser is made otherwise.
         """
         config_of(trainer.model)
         split_off(trainer.model)
         given = trainer.optimizer_cls_and_kwargs
         if trainer.optimizer is not None or (given is not None and not _is_optimizer(given[0])):
             raise InPlaceTTTError(
-                "the trainer was given an optimiser that has its parameters already, or chooses them itself; leave it to the trainer "
+                "the trainer was given an optimiser that has its parameters already, or chooses them "
+                "itself; leave it to the trainer "
                 "(args.optim), or add this callback without rates by trainer.add_callback."
             )
         trainer.optimizer_cls_and_kwargs = _Factory, {"made_by": self, "trainer": trainer, "given": given}
@@ -76,13 +91,22 @@ class InPlaceTTTCallback(TrainerCallback):
         return self
 
     def groups(self, model: nn.Module, trainer: Trainer) -> list[dict[str, Any]]:
-        """The Trainer's own groups first, whose rate is the one that is logged; then `conv` and `proj`, those that there are."""
+        """The Trainer's own groups first, whose rate is the one that is logged; then `conv` and `proj`, those
+        that there are."""
         ttt, rest = split_off(model)
         refuse_without_effect(ttt, **{name: getattr(self, name) for name in _OF_GROUPS})
         decaying = set(trainer.get_decay_parameter_names(model))
         groups: list[dict[str, Any]] = [
-            {"name": "decaying", "params": [p for name, p in rest.items() if name in decaying], "weight_decay": trainer.args.weight_decay},
-            {"name": "rest", "params": [p for name, p in rest.items() if name not in decaying], "weight_decay": 0.0},
+            {
+                "name": "decaying",
+                "params": [p for name, p in rest.items() if name in decaying],
+                "weight_decay": trainer.args.weight_decay,
+            },
+            {
+                "name": "rest",
+                "params": [p for name, p in rest.items() if name not in decaying],
+                "weight_decay": 0.0,
+            },
         ]
         for name, params in ttt.items():
             rate, decay = getattr(self, f"{name}_learning_rate"), getattr(self, f"{name}_weight_decay")
@@ -96,7 +120,11 @@ class InPlaceTTTCallback(TrainerCallback):
         split_off(model)
         self._check_effect(kwargs["optimizer"], state.max_steps)
         if state.is_world_process_zero:
-            check_beginnings(getattr(kwargs.get("train_dataloader"), "dataset", None), kwargs.get("processing_class"), self.warnings)
+            check_beginnings(
+                getattr(kwargs.get("train_dataloader"), "dataset", None),
+                kwargs.get("processing_class"),
+                self.warnings,
+            )
         log = Path(args.output_dir) / LOG if state.is_world_process_zero else None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -112,12 +140,15 @@ class InPlaceTTTCallback(TrainerCallback):
         given = [name for name in _OF_GROUPS if getattr(self, name) is not None]
         if given and not {name.partition("_")[0] for name in given} <= groups:
             raise InPlaceTTTError(
-                f"{given[0]} has no effect, since the trainer made its optimiser without it; call attach(trainer) before train(), and "
-                "let neither a create_optimizer of the trainer's own nor a DeepSpeed config make the optimiser."
+                f"{given[0]} has no effect, since the trainer made its optimiser without it; call "
+                "attach(trainer) before train(), and "
+                "let neither a create_optimizer of the trainer's own nor a DeepSpeed config make the "
+                "optimiser."
             )
         if self.eta_warmup_steps >= steps:
             raise InPlaceTTTError(
-                f"eta_warmup_steps is {self.eta_warmup_steps} and the run has {steps} steps, so that η would never reach its own value; "
+                f"eta_warmup_steps is {self.eta_warmup_steps} and the run has {steps} steps, so that η "
+                "would never reach its own value; "
                 "shorten the warm-up."
             )
 
@@ -141,7 +172,8 @@ class InPlaceTTTCallback(TrainerCallback):
         self._leave()
 
     def _pass_on(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """To every part; where one of them stops the run, the model is left with its own η and without hooks."""
+        """To every part; where one of them stops the run, the model is left with its own η and without
+        hooks."""
         try:
             for part in self._parts:
                 getattr(part, event)(*args, **kwargs)
@@ -158,16 +190,24 @@ class InPlaceTTTCallback(TrainerCallback):
 
 
 class _Factory:
-    """How transformers asks for an optimiser that is made from a whole model, which FSDP may have wrapped by then."""
+    """How transformers asks for an optimiser that is made from a whole model, which FSDP may have wrapped by
+    then."""
 
     def __call__(
-        self, model: nn.Module, *_: Any, made_by: InPlaceTTTCallback, trainer: Trainer, given: tuple[Any, dict[str, Any]] | None
+        self,
+        model: nn.Module,
+        *_: Any,
+        made_by: InPlaceTTTCallback,
+        trainer: Trainer,
+        given: tuple[Any, dict[str, Any]] | None,
     ) -> torch.optim.Optimizer:
-        """given: class and settings, where not `args.optim` says them. (Axolotl's trainer gives its arguments a second time.)"""
+        """given: class and settings, where not `args.optim` says them. (Axolotl's trainer gives its arguments
+        a second time.)"""
         kind, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
         if not _is_optimizer(kind) or {"params", "model", "optimizer_dict"} & set(options):
             raise InPlaceTTTError(
-                f"optim={trainer.args.optim} chooses its parameters itself, so that conv and P cannot be groups of their own; take "
+                f"optim={trainer.args.optim} chooses its parameters itself, so that conv and P cannot be "
+                "groups of their own; take "
                 "another, or add the callback without rates by trainer.add_callback."
             )
         return kind(made_by.groups(model, trainer), **options)

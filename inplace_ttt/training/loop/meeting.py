@@ -1,7 +1,9 @@
-"""Where the processes of a run wait for each other before their group opens: as long as it takes, but not for one that failed.
+"""Where the processes of a run wait for each other before their group opens: as long as it takes, but not for
+one that failed.
 
-Tokenising, auditing and reading large files may take hours in one process, and a process group gives up on the others after
-half an hour. So all of that comes before the group, and meets on the store that the group is then made from.
+Tokenising, auditing and reading large files may take hours in one process, and a process group gives up on
+the others after half an hour. So all of that comes before the group, and meets on the store that the group is
+then made from.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _GONE = (DistNetworkError, DistStoreError)
 
 
 class OtherFailed(InPlaceTTTError):
-    """Another process of the run has failed, and says why; this one ends with the same exit code and says nothing."""
+    """Another process of the run has failed, and says why; this one ends with the same exit code and says
+    nothing."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process of the run has failed, and says why.")
@@ -48,7 +51,8 @@ class Meeting:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Around all that a process does. Of those that fail the first one's error is raised; in the others it is an OtherFailed."""
+        """Around all that a process does. Of those that fail the first one's error is raised; in the others
+        it is an OtherFailed."""
         try:
             yield
         except BaseException as error:
@@ -59,20 +63,23 @@ class Meeting:
             raise OtherFailed(first) from None
 
     def _first_to_fail(self, code: int) -> int | None:
-        """The exit code of the process that failed before this one; None where there is none, or where process 0 is gone."""
+        """The exit code of the process that failed before this one; None where there is none, or where
+        process 0 is gone."""
         first = None
         with suppress(*_GONE):
             if self.store.add(_FAILURES, 1) == 1:
                 self.store.set(_EXIT_CODE, str(code))
             else:
                 first = int(self.store.get(_EXIT_CODE))
-            self.store.add(_HEARD, 1)  # not before this one knows: process 0 may be gone before the store has answered
+            # not before this one knows: process 0 may be gone before the store has answered
+            self.store.add(_HEARD, 1)
             if self.rank == 0:
                 _until(lambda: self.store.add(_HEARD, 0) >= self.world, _FAREWELL)
         return first
 
     def gather(self, name: str, value: Any = None) -> list[Any]:
-        """What every process gives (plain JSON values), by rank; returns when all have come. A name serves once.
+        """What every process gives (plain JSON values), by rank; returns when all have come. A name serves
+        once.
 
         Raises OtherFailed where a process has failed.
         """
@@ -88,7 +95,8 @@ class Meeting:
             raise OtherFailed(1) from None
 
     def part(self) -> None:
-        """For processes that end without a group: process 0, whose store it is, waits until the others need it no more."""
+        """For processes that end without a group: process 0, whose store it is, waits until the others need
+        it no more."""
         with suppress(*_GONE):
             self.store.add(_PARTED, 1)
             if self.rank == 0:
@@ -96,7 +104,13 @@ class Meeting:
 
     def open_group(self, backend: str, timeout: timedelta) -> None:
         """The process group of all of them."""
-        dist.init_process_group(backend, store=PrefixStore("group", self.store), rank=self.rank, world_size=self.world, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", self.store),
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timeout,
+        )
 
 
 def _until(holds: Callable[[], bool], seconds: float) -> None:

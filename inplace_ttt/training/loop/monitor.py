@@ -48,10 +48,11 @@ class EtaWarmup(TrainerCallback):
 
 
 class LayerMonitor(TrainerCallback):
-    """At each step that is logged: writes and gradients of every TTT layer, and what else is logged; all of it into `file`.
+    """At each step that is logged: writes and gradients of every TTT layer, and what else is logged; all of
+    it into `file`.
 
-    At every other step how far the first micro-step's longest document moves each layer's weight; the run stops where that is more than
-    `limit` times its norm.
+    At every other step how far the first micro-step's longest document moves each layer's weight; the run
+    stops where that is more than `limit` times its norm.
     """
 
     def __init__(self, gradients: GradientTap, warnings: list[str], limit: float, file: Path | None) -> None:
@@ -61,7 +62,10 @@ class LayerMonitor(TrainerCallback):
         self.watching = contextlib.ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model, logs = kwargs["model"], (state.global_step + 1) % state.logging_steps == 0 or state.global_step == 0
+        model, logs = (
+            kwargs["model"],
+            (state.global_step + 1) % state.logging_steps == 0 or state.global_step == 0,
+        )
         self.watching.enter_context(observed(model, self.writes) if logs else watched(model, self.ratios))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -83,7 +87,9 @@ class LayerMonitor(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watching.close()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         if logs is None:
             return
         if "loss" in logs:
@@ -95,16 +101,20 @@ class LayerMonitor(TrainerCallback):
             if "loss" in logs:
                 gradients = self.gradients.read()
                 line["layers"] = [
-                    {"layer": i, **asdict(health), "gradients": gradients.get(i, {})} for i, health in sorted(self.writes.items())
+                    {"layer": i, **asdict(health), "gradients": gradients.get(i, {})}
+                    for i, health in sorted(self.writes.items())
                 ]
             with self.file.open("a") as log:
                 log.write(json.dumps(line) + "\n")
 
 
 class DiagnoseCallback(TrainerCallback):
-    """Every so many steps the diagnosis of one document, always the same, written to `folder`/step-N; nothing of it reaches the run."""
+    """Every so many steps the diagnosis of one document, always the same, written to `folder`/step-N; nothing
+    of it reaches the run."""
 
-    def __init__(self, speed: Speed, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path) -> None:
+    def __init__(
+        self, speed: Speed, ids: Tensor, gradients: GradientTap, warnings: list[str], folder: Path
+    ) -> None:
         self.recipe, self.clock, self.ids = speed.recipe, speed.clock, ids
         self.gradients, self.warnings, self.folder = gradients, warnings, folder
 
@@ -112,7 +122,9 @@ class DiagnoseCallback(TrainerCallback):
         if state.global_step % self.recipe.monitor.diagnose_steps:
             return
         o, name = self.recipe.training, f"step-{state.global_step}"
-        rates = Rates(o.conv_learning_rate or o.learning_rate, o.proj_learning_rate or o.learning_rate, o.learning_rate)
+        rates = Rates(
+            o.conv_learning_rate or o.learning_rate, o.proj_learning_rate or o.learning_rate, o.learning_rate
+        )
         with self.clock.paused(), self.gradients.paused():
             diagnosis = diagnose(
                 kwargs["model"],
@@ -131,7 +143,8 @@ class DiagnoseCallback(TrainerCallback):
 
 
 class CompareCallback(TrainerCallback):
-    """Every so many steps, and before the first: do writes help, and by their own document? A line in `file` under "comparison".
+    """Every so many steps, and before the first: do writes help, and by their own document? A line in `file`
+    under "comparison".
 
     Before the first step of a fresh conversion `off` is the base's loss.
     """
@@ -149,46 +162,63 @@ class CompareCallback(TrainerCallback):
 
     def _compare(self, model: Any, step: int) -> None:
         window = self.recipe.model.window
-        protocol = Protocol(batch_size=2) if window is None else Protocol(window.size, window.sinks, batch_size=2)
+        protocol = (
+            Protocol(batch_size=2) if window is None else Protocol(window.size, window.sinks, batch_size=2)
+        )
         with self.clock.paused():
             model.eval()
             found = compare(model, self.documents, protocol).to_dict()
             model.train()
         line = {
             "step": step,
-            "comparison": {name: found[name] for name in ("on", "off", "mismatched", "difference", "document_gain", "generic_gain")},
+            "comparison": {
+                name: found[name]
+                for name in ("on", "off", "mismatched", "difference", "document_gain", "generic_gain")
+            },
         }
         with self.file.open("a") as log:
             log.write(json.dumps(line) + "\n")
 
 
 def documents_to_compare(rows: Iterable[dict[str, Any]], chunk_size: int) -> list[Tensor]:
-    """The longest document [T] of each row that has one in which something reads what was written. Raises where there is none."""
+    """The longest document [T] of each row that has one in which something reads what was written. Raises
+    where there is none."""
     longest = (_longest_document(row, chunk_size) for row in rows)
     found = [ids for ids in longest if len(ids) > chunk_size + 1]
     if not found:
         raise InPlaceTTTError(
-            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_steps has nothing to read; "
+            f"no held-out document has more than {chunk_size + 1} tokens, so that monitor.compare_steps "
+            "has nothing to read; "
             "give longer ones."
         )
     return found
 
 
 def document_to_diagnose(rows: Iterable[dict[str, Any]], chunk_size: int) -> Tensor:
-    """The start [1, n] of the longest document among the first rows: 2,048 tokens, or four chunks and one token if that is more."""
-    longest = max((_longest_document(row, chunk_size) for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM)), key=len)
+    """The start [1, n] of the longest document among the first rows: 2,048 tokens, or four chunks and one
+    token if that is more."""
+    longest = max(
+        (_longest_document(row, chunk_size) for row in itertools.islice(rows, _ROWS_TO_CHOOSE_FROM)), key=len
+    )
     return longest[None, : max(2048, 4 * chunk_size + 1)]
 
 
 def _longest_document(row: dict[str, Any], chunk_size: int) -> Tensor:
     """The token ids [T], int64, of a row's longest document, which its padding is not."""
     positions, labels = (torch.as_tensor(row[name])[None] for name in ("position_ids", "labels"))
-    _, (start, stop) = longest_document(labelled(ChunkLayout.from_position_ids(positions, chunk_size), labels))
+    _, (start, stop) = longest_document(
+        labelled(ChunkLayout.from_position_ids(positions, chunk_size), labels)
+    )
     return torch.as_tensor(row["input_ids"], dtype=torch.int64)[start:stop]
 
 
 def _worst(writes: dict[int, WriteHealth], device: torch.device) -> dict[int, WriteHealth]:
     """The largest of every figure over the ranks, so that all of them stop where one has to."""
-    figures = torch.tensor([list(asdict(health).values()) for health in writes.values()], dtype=torch.float32, device=device)
+    figures = torch.tensor(
+        [list(asdict(health).values()) for health in writes.values()], dtype=torch.float32, device=device
+    )
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    return {index: WriteHealth(int(chunks), *rest) for index, (chunks, *rest) in zip(writes, figures.tolist(), strict=True)}
+    return {
+        index: WriteHealth(int(chunks), *rest)
+        for index, (chunks, *rest) in zip(writes, figures.tolist(), strict=True)
+    }

@@ -1,4 +1,5 @@
-"""Parameter groups: the target generator's conv and P beside the rest, each with its own rate, decay and warm-up."""
+"""Parameter groups: the target generator's conv and P beside the rest, each with its own rate, decay and
+warm-up."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ from ..recipe.sections import Training
 
 
 def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any]]:
-    """AdamW groups of the parameters that require a gradient: conv, proj, matrices, and vectors (which never decay).
+    """AdamW groups of the parameters that require a gradient: conv, proj, matrices, and vectors (which never
+    decay).
 
     Raises InPlaceTTTError when a TTT parameter is frozen, or nothing is trained.
     """
     ttt, rest = split_off(model)
-    refuse_without_effect(ttt, conv_learning_rate=settings.conv_learning_rate, proj_learning_rate=settings.proj_learning_rate)
+    refuse_without_effect(
+        ttt, conv_learning_rate=settings.conv_learning_rate, proj_learning_rate=settings.proj_learning_rate
+    )
     members = {
         **ttt,
         "matrices": [p for p in rest.values() if dimensions(p) > 1],
@@ -34,7 +38,8 @@ def parameter_groups(model: nn.Module, settings: Training) -> list[dict[str, Any
 
 
 def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str, nn.Parameter]]:
-    """The target generators' trained parameters as groups `conv` and `proj`, P and a gate of writes, and the other trained ones by name.
+    """The target generators' trained parameters as groups `conv` and `proj`, P and a gate of writes, and the
+    other trained ones by name.
 
     Raises InPlaceTTTError when a layer's target generator is frozen.
     """
@@ -45,13 +50,17 @@ def split_off(model: nn.Module) -> tuple[dict[str, list[nn.Parameter]], dict[str
                 ttt["conv" if name.rpartition(".")[2] == "conv" else "proj"].append(parameter)
         own = [*layer.ttt.parameters()]
         if own and not any(p.requires_grad for p in own):
-            raise InPlaceTTTError(f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze its ttt module.")
+            raise InPlaceTTTError(
+                f"layer {index}'s conv and P are frozen, so that nothing would learn to write; unfreeze "
+                "its ttt module."
+            )
     special = {id(p) for group in ttt.values() for p in group}
     return ttt, {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in special}
 
 
 def refuse_without_effect(ttt: dict[str, list[nn.Parameter]], **settings: float | None) -> None:
-    """Raises InPlaceTTTError if a setting of a group is given, and the model has no parameter of that group."""
+    """Raises InPlaceTTTError if a setting of a group is given, and the model has no parameter of that
+    group."""
     for name, value in settings.items():
         group = name.partition("_")[0]
         if value is not None and not ttt[group]:
@@ -75,7 +84,8 @@ def dimensions(parameter: nn.Parameter) -> int:
 
 
 def schedule(settings: Training, steps: int, group: str) -> Callable[[int], float]:
-    """Learning-rate factor of a group at each step: linear warm-up, then the recipe's decay to `min_lr_ratio`."""
+    """Learning-rate factor of a group at each step: linear warm-up, then the recipe's decay to
+    `min_lr_ratio`."""
     own = settings.ttt_warmup_steps if group in ("conv", "proj") else None
     warmup = settings.warmup_steps if own is None else own
 

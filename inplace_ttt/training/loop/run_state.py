@@ -1,11 +1,14 @@
-"""The state of a run, as its output holds it: who writes there, which checkpoints are whole, where to go on, whether it is finished.
+"""The state of a run, as its output holds it: who writes there, which checkpoints are whole, where to go on,
+whether it is finished.
 
 Whatever moment a run is killed at, the output stands for one state:
 
-- a file `.inplace-ttt-run` marks the folder as a run's own: without it nothing there is ours, whatever its name;
-- a checkpoint is saved under `.saving/` and gets its name once it is whole; its file `complete` names every file with its size, the
-  recipe, and the settings that were changed;
-- a file `.from-scratch` marks all checkpoints beside it as those of a run that was given up, which are still to be removed;
+- a file `.inplace-ttt-run` marks the folder as a run's own: without it nothing there is ours, whatever its
+  name;
+- a checkpoint is saved under `.saving/` and gets its name once it is whole; its file `complete` names every
+  file with its size, the recipe, and the settings that were changed;
+- a file `.from-scratch` marks all checkpoints beside it as those of a run that was given up, which are still
+  to be removed;
 - a run is finished once `train_report.json` reports all steps, which is written after `final/`.
 """
 
@@ -45,9 +48,11 @@ _NAMES = (REPORT, LOG, "audit.html", "audit.json", "audit.md", "diagnose", "tens
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says in its file `complete`. files: those of it on this disk, with their bytes. facts: what it was made by.
+    """What a checkpoint says in its file `complete`. files: those of it on this disk, with their bytes.
+    facts: what it was made by.
 
-    changes: settings that were changed at an earlier resume. skipped_steps: so far. ranks: the processes whose files are on this disk.
+    changes: settings that were changed at an earlier resume. skipped_steps: so far. ranks: the processes
+        whose files are on this disk.
     """
 
     files: dict[str, int]
@@ -61,8 +66,10 @@ class Saved:
 class Start:
     """Where a run begins, as all its processes have agreed.
 
-    place: the lowest rank that sees this process's output; leads: it is this one, which looks after the files there. one_disk: all
-    see the same. checkpoint: where the run goes on, after `done` steps. report: that of the run where it is finished.
+    place: the lowest rank that sees this process's output; leads: it is this one, which looks after the files
+        there. one_disk: all
+    see the same. checkpoint: where the run goes on, after `done` steps. report: that of the run where it is
+    finished.
     """
 
     place: int
@@ -104,7 +111,10 @@ def refuse_others(recipe: Recipe, done: int) -> None:
     written = [output / FINAL, *(entry for step, entry in _named(output).items() if step > done)]
     for source in filter(os.path.lexists, filter(None, read)):
         if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(source)):
-            raise InPlaceTTTError(f"the run's output {output} is {source}, which it reads, or lies in it; choose another output.")
+            raise InPlaceTTTError(
+                f"the run's output {output} is {source}, which it reads, or lies in it; choose another "
+                "output."
+            )
         for folder in (output / FINAL, *_named(output).values()):  # older checkpoints go while the run saves
             refuse_sources(folder, [source])
     if os.path.lexists(output) and not output.is_dir():
@@ -112,11 +122,15 @@ def refuse_others(recipe: Recipe, done: int) -> None:
     if not (output / _MARK).exists():
         taken = [name for name in _NAMES if os.path.lexists(output / name)]
         if taken:
-            raise InPlaceTTTError(f"{output} holds {taken[0]}, which no run wrote; move it away, or choose another output.")
+            raise InPlaceTTTError(
+                f"{output} holds {taken[0]}, which no run wrote; move it away, or choose another output."
+            )
     for folder in written:
         if os.path.lexists(folder):
             if not folder.is_dir() or folder.is_symlink():
-                raise InPlaceTTTError(f"{folder} is in the way, and no run wrote it; move it away, or choose another output.")
+                raise InPlaceTTTError(
+                    f"{folder} is in the way, and no run wrote it; move it away, or choose another output."
+                )
             refuse_foreign(folder, TRAINED if folder.name == FINAL else STEP)
 
 
@@ -134,7 +148,8 @@ def claim(output: Path) -> None:
 
 
 def finished(recipe: Recipe) -> dict[str, Any] | None:
-    """The report of a run that has been trained to its end; None where steps remain. Raises InPlaceTTTError where it was another run."""
+    """The report of a run that has been trained to its end; None where steps remain. Raises InPlaceTTTError
+    where it was another run."""
     output = Path(recipe.output)
     if not (output / FINAL).is_dir() or not (output / REPORT).is_file() or (output / _GIVEN_UP).exists():
         return None
@@ -152,7 +167,8 @@ def finished(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
-    """Find the newest checkpoint that is whole on every disk of the run. Changes nothing; `settle` does, once nothing is refused any more.
+    """Find the newest checkpoint that is whole on every disk of the run. Changes nothing; `settle` does, once
+    nothing is refused any more.
 
     Raises InPlaceTTTError where there are checkpoints and none is whole, naming who lacks what.
     """
@@ -167,7 +183,11 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
             report = finished(recipe)
             mine["finished"] = report is not None
         if leads and not (output / _GIVEN_UP).exists():
-            faults = {step: fault(folder, readers) for step, folder in _folders(output).items() if (folder / _COMPLETE).exists()}
+            faults = {
+                step: fault(folder, readers)
+                for step, folder in _folders(output).items()
+                if (folder / _COMPLETE).exists()
+            }
             mine["whole"] = [step for step, problem in faults.items() if problem is None]
             mine["broken"] = {str(step): problem for step, problem in faults.items() if problem is not None}
     views = meeting.gather("checkpoints", mine)
@@ -183,7 +203,8 @@ def agree(recipe: Recipe, meeting: Meeting, resume: bool) -> Start:
 
 
 def settle(start: Start, output: Path, from_scratch: bool) -> None:
-    """Leave in the output what the run begins with: no other checkpoint than whole ones up to that, no log of steps still to come."""
+    """Leave in the output what the run begins with: no other checkpoint than whole ones up to that, no log of
+    steps still to come."""
     if not start.leads:
         return
     claim(output)
@@ -199,13 +220,19 @@ def settle(start: Start, output: Path, from_scratch: bool) -> None:
         (output / REPORT).unlink(missing_ok=True)
     for left in output.glob(f"{_SHOWN}*"):
         left.unlink(missing_ok=True)
-    shorten_log(output / LOG, -1 if given_up or not start.done else start.done)  # a comparison before the first step is of step 0
+    # a comparison before the first step is of step 0
+    shorten_log(output / LOG, -1 if given_up or not start.done else start.done)
     (output / _GIVEN_UP).unlink(missing_ok=True)
 
 
 def files_in(folder: Path) -> dict[str, int]:
     """The files of a checkpoint that are to be seen from here, with their bytes."""
-    found = (Path(root) / name for root, _, names in os.walk(folder) for name in names if name not in (_COMPLETE, MANIFEST))
+    found = (
+        Path(root) / name
+        for root, _, names in os.walk(folder)
+        for name in names
+        if name not in (_COMPLETE, MANIFEST)
+    )
     return {file.relative_to(folder).as_posix(): file.stat().st_size for file in found}
 
 
@@ -221,16 +248,20 @@ def read_saved(folder: Path) -> Saved:
 
 
 def made_by(start: Start, facts: dict[str, Any]) -> Saved:
-    """What the run's checkpoints will say, but for their files. Raises InPlaceTTTError where what it goes on from was made otherwise."""
+    """What the run's checkpoints will say, but for their files. Raises InPlaceTTTError where what it goes on
+    from was made otherwise."""
     if start.checkpoint is None:
         return Saved({}, facts)
     before = read_saved(start.checkpoint)
-    new = [{"after_step": start.done, **change} for change in changes(before.facts, facts, str(start.checkpoint))]
+    new = [
+        {"after_step": start.done, **change} for change in changes(before.facts, facts, str(start.checkpoint))
+    ]
     return Saved({}, facts, [*before.changes, *new], before.skipped_steps)
 
 
 def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
-    """What a checkpoint on this disk lacks, by its files' names and sizes and the processes that would read it; None where nothing."""
+    """What a checkpoint on this disk lacks, by its files' names and sizes and the processes that would read
+    it; None where nothing."""
     try:
         saved = read_saved(folder)
     except InPlaceTTTError as error:
@@ -245,7 +276,10 @@ def fault(folder: Path, readers: Sequence[int] = ()) -> str | None:
         if here[name] != size:
             return f"{name} has {here[name]:,} bytes instead of {size:,}"
     if saved.ranks and not set(readers) <= set(saved.ranks):
-        return f"it is what processes {saved.ranks} saved, and {list(readers)} would read it: give each node the rank it had"
+        return (
+            f"it is what processes {saved.ranks} saved, and {list(readers)} would read it: give each "
+            "node the rank it had"
+        )
     return None
 
 
@@ -257,12 +291,18 @@ def last_checkpoint(output: str | os.PathLike[str]) -> Path | None:
 
 def complete_checkpoints(output: Path) -> list[Path]:
     """The checkpoints on this disk that were written to their end, oldest first."""
-    return [folder for _, folder in sorted(_folders(output).items()) if (folder / _COMPLETE).exists() and kind_in(folder) == STEP]
+    return [
+        folder
+        for _, folder in sorted(_folders(output).items())
+        if (folder / _COMPLETE).exists() and kind_in(folder) == STEP
+    ]
 
 
 def _place(meeting: Meeting, output: Path) -> int:
     """The lowest rank whose output this process sees; the first process of each node shows a file there."""
-    on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0) == meeting.world
+    on_one_node = (
+        int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 0) == meeting.world
+    )
     if on_one_node:
         return 0
     name = f"{_SHOWN}{uuid.uuid4().hex}" if os.environ.get("LOCAL_RANK", "0") == "0" else None
@@ -288,14 +328,20 @@ def _newest(output: Path, leaders: dict[int, dict[str, Any]], says: bool) -> int
     if known and not usable:
         newest = max(known)
         raise InPlaceTTTError(
-            f"{_folder(output, newest)} is not whole, nor is any other checkpoint: {lacking[newest]}; bring it back, or start "
+            f"{_folder(output, newest)} is not whole, nor is any other checkpoint: {lacking[newest]}; "
+            "bring it back, or start "
             "anew with --from-scratch."
         )
     if not usable:
         return None
     step = max(usable)
     for broken in sorted(other for other in lacking if other > step and says):
-        logger.warning("%s is not whole: %s; the run goes on from %s", _folder(output, broken), lacking[broken], _folder(output, step))
+        logger.warning(
+            "%s is not whole: %s; the run goes on from %s",
+            _folder(output, broken),
+            lacking[broken],
+            _folder(output, step),
+        )
     return step
 
 
@@ -307,7 +353,8 @@ def _who_lacks(leaders: dict[int, dict[str, Any]], step: int) -> str:
 
 def _too_far(where: str, steps: int, recipe: Recipe) -> InPlaceTTTError:
     return InPlaceTTTError(
-        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise training.steps, name another output, or "
+        f"{where} has run {steps} steps already, and the recipe asks for {recipe.steps}; raise "
+        "training.steps, name another output, or "
         "start anew with --from-scratch."
     )
 
@@ -322,16 +369,20 @@ def _folders(output: Path) -> dict[int, Path]:
 
 
 def _named(output: Path) -> dict[int, Path]:
-    """Whatever has a checkpoint's name, by its step; none where there is no such output, or another rank has just removed it."""
+    """Whatever has a checkpoint's name, by its step; none where there is no such output, or another rank has
+    just removed it."""
     try:
-        found = sorted((folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+        found = sorted(
+            (folder.name.rpartition("-")[2], folder) for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        )
     except FileNotFoundError:
         found = []
     return {int(step): entry for step, entry in found if step.isdecimal()}
 
 
 def shorten_log(log: Path, done: int) -> None:
-    """Drop the lines of later steps, which a run that goes on writes again. Raises InPlaceTTTError for a file that is no log of ours."""
+    """Drop the lines of later steps, which a run that goes on writes again. Raises InPlaceTTTError for a file
+    that is no log of ours."""
     if not log.is_file():
         return
     kept, lines = [], log.read_bytes().decode("utf-8", "replace").splitlines()
@@ -341,7 +392,9 @@ def shorten_log(log: Path, done: int) -> None:
                 kept.append(f"{line}\n")
         except (ValueError, KeyError, TypeError):
             if number < len(lines):  # the last line may be half of one
-                raise InPlaceTTTError(f"{log} is not a log of a run (line {number}); move it away, or choose another output.") from None
+                raise InPlaceTTTError(
+                    f"{log} is not a log of a run (line {number}); move it away, or choose another output."
+                ) from None
     partial = log.with_name(f".{log.name}.partial")
     partial.write_text("".join(kept), encoding="utf-8")
     partial.replace(log)

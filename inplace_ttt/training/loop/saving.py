@@ -1,4 +1,5 @@
-"""How a run saves: into a temporary folder first, under its own name once it is whole; and a trial of it before the first step."""
+"""How a run saves: into a temporary folder first, under its own name once it is whole; and a trial of it
+before the first step."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class TrialSave(TrainerCallback):
-    """Before the first step, save all but the weights: transformers loads configs that it then refuses to save."""
+    """Before the first step, save all but the weights: transformers loads configs that it then refuses to
+    save."""
 
     def __init__(self, output: Path) -> None:
         self.folder = output / SAVING / "trial"

@@ -1,4 +1,5 @@
-"""How fast a run trains: seconds a step without what comes between steps, tokens a second, the use of the device."""
+"""How fast a run trains: seconds a step without what comes between steps, tokens a second, the use of the
+device."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Clock:
 
 @dataclass
 class Speed:
-    """Of the steps of one run. flops: of the model in one step, over all devices, without recomputation. peak: of one device."""
+    """Of the steps of one run. flops: of the model in one step, over all devices, without recomputation.
+    peak: of one device."""
 
     recipe: Recipe
     clock: Clock
@@ -52,7 +54,8 @@ class Speed:
         self.first = self.first or self.last
 
     def since(self, then: tuple[int, float]) -> dict[str, float]:
-        """Of the steps after `then`: seconds a step, tokens a second; of each device operations a second and their part of its peak."""
+        """Of the steps after `then`: seconds a step, tokens a second; of each device operations a second and
+        their part of its peak."""
         assert self.last is not None
         steps = self.last[0] - then[0]
         seconds = (self.last[1] - then[1]) / steps
@@ -85,7 +88,9 @@ class SpeedLog(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.speed.after_step(state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         if logs is not None and "loss" in logs and self.since is not None:
             logs.update(self.speed.since(self.since))
             self.since = self.speed.last

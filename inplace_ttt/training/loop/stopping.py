@@ -1,4 +1,5 @@
-"""How a process of a run ends when it is told to: with a checkpoint after a signal, and never later than what started it."""
+"""How a process of a run ends when it is told to: with a checkpoint after a signal, and never later than what
+started it."""
 
 from __future__ import annotations
 
@@ -13,16 +14,20 @@ from typing import Any
 from transformers import TrainerCallback
 
 LAUNCHER = "INPLACE_TTT_LAUNCHER"
-"""Environment variable: the process id of `inplace-ttt train`, which holds the output and ends with its children."""
+"""Environment variable: the process id of `inplace-ttt train`, which holds the output and ends with its
+children."""
 REFUSAL = "INPLACE_TTT_REFUSAL"
-"""Environment variable: a file of `inplace-ttt train`, into which a process writes why the run is refused instead of printing it."""
+"""Environment variable: a file of `inplace-ttt train`, into which a process writes why the run is refused
+instead of printing it."""
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a run that a signal stopped: the same command goes on where it was."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a run to stop: schedulers send SIGTERM or SIGUSR1 before they kill, a terminal sends SIGHUP when it closes."""
+"""What asks a run to stop: schedulers send SIGTERM or SIGUSR1 before they kill, a terminal sends SIGHUP when
+it closes."""
 _POLL = 0.5
 _LAUNCHERS = (LAUNCHER, "TORCHELASTIC_RUN_ID", "CROSS_RANK")
-"""Who sets one of these (we, torchrun, DeepSpeed) watches over its children; a shell that starts a process by hand may leave before it."""
+"""Who sets one of these (we, torchrun, DeepSpeed) watches over its children; a shell that starts a process by
+hand may leave before it."""
 
 
 def end_with_launcher() -> None:
@@ -41,7 +46,8 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def on_signals(action: Callable[[], None]) -> Iterator[None]:
-    """Within it each of `SIGNALS` calls `action`; one that is ignored, as under nohup, stays so. Only the main thread can catch them."""
+    """Within it each of `SIGNALS` calls `action`; one that is ignored, as under nohup, stays so. Only the
+    main thread can catch them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,8 +63,10 @@ def on_signals(action: Callable[[], None]) -> Iterator[None]:
 class Stopping(TrainerCallback):
     """One of `SIGNALS` while a run trains: a checkpoint at the end of the step, then the end.
 
-    `asked` is this process's own signal. All processes have to stop after the same step, or those that go on wait for ever in a
-    collective: the trainer sums what each was asked with the loss, and says so by `agreed`. (transformers' own
+    `asked` is this process's own signal. All processes have to stop after the same step, or those that go on
+    wait for ever in a
+    collective: the trainer sums what each was asked with the loss, and says so by `agreed`. (transformers'
+        own
     `enable_jit_checkpoint` stops each process where its own timer finds it.)
 
     every: steps after which a run can be gone on from.

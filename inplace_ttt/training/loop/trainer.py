@@ -1,4 +1,5 @@
-"""The Hugging Face Trainer, taught what a converted model needs: parameter groups, shared rows, whole checkpoints."""
+"""The Hugging Face Trainer, taught what a converted model needs: parameter groups, shared rows, whole
+checkpoints."""
 
 from __future__ import annotations
 
@@ -43,15 +44,25 @@ _FROM_LAST = "free some space, and resume from the last complete one"
 
 
 class FastWeightTrainer(Trainer):
-    """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run stopped."""
+    """Trains a converted model by a recipe. Rows come in the order of the dataset, from where a resumed run
+    stopped."""
 
-    def __init__(self, recipe: Recipe, start: Start, made_by: Saved, clock: Clock, stopping: Stopping, **kwargs: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, start: Start, made_by: Saved, clock: Clock, stopping: Stopping, **kwargs: Any
+    ) -> None:
         """made_by: what every checkpoint will say, but for its files."""
-        self.recipe, self.run_start, self.made_by, self.clock, self.stopping = recipe, start, made_by, clock, stopping
+        self.recipe, self.run_start, self.made_by, self.clock, self.stopping = (
+            recipe,
+            start,
+            made_by,
+            clock,
+            stopping,
+        )
         self.resumes_from, self.skipped = start.checkpoint, SkippedSteps(made_by.skipped_steps)
         super().__init__(**kwargs)
         self.add_callback(stopping)
-        self.loss_is_scaled_for_ga = True  # num_items_in_batch counts the targets of all micro-steps and ranks
+        # num_items_in_batch counts the targets of all micro-steps and ranks
+        self.loss_is_scaled_for_ga = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self.optimizer is None:  # type: ignore[has-type]
@@ -79,7 +90,8 @@ class FastWeightTrainer(Trainer):
         return self.lr_scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The checkpoint's moments and place in the schedule; rates, decay and betas are the recipe's of today."""
+        """The checkpoint's moments and place in the schedule; rates, decay and betas are the recipe's of
+        today."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
@@ -95,7 +107,8 @@ class FastWeightTrainer(Trainer):
         scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
-        """As the Trainer does, which takes a resumed run's intervals of logs, saves and evaluations from the checkpoint."""
+        """As the Trainer does, which takes a resumed run's intervals of logs, saves and evaluations from the
+        checkpoint."""
         place = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)
         return place
@@ -111,7 +124,8 @@ class FastWeightTrainer(Trainer):
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The first batch of a resumed run brings the generators' states back: opening the loader has drawn from them."""
+        """The first batch of a resumed run brings the generators' states back: opening the loader has drawn
+        from them."""
         samples = super().get_batch_samples(*args, **kwargs)
         if self.resumes_from is not None:
             self._load_rng_state(str(self.resumes_from))
@@ -119,17 +133,22 @@ class FastWeightTrainer(Trainer):
         return samples
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: Any) -> Tensor:
-        """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted already."""
+        """Targets of this optimiser step over all ranks; rows that ranks share carry theirs shifted
+        already."""
         count = sum(
-            (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(IGNORED).sum() for batch in batch_samples
+            (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]).ne(IGNORED).sum()
+            for batch in batch_samples
         )
         return _summed(torch.as_tensor(count, dtype=torch.int64), device).clamp(min=1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the Trainer does, which steps within the backward; steps that DeepSpeed skips are counted."""
         engine = self.model_wrapped
-        # Called under stage 0 in float32 alone, the one case in which DeepSpeed lets a gradient pass that is not finite.
-        engine.clip_fp32_gradients = functools.partial(clip_finite, self.model.parameters(), self.args.max_grad_norm)
+        # Called under stage 0 in float32 alone, the one case in which DeepSpeed lets a gradient pass that is
+        # not finite.
+        engine.clip_fp32_gradients = functools.partial(
+            clip_finite, self.model.parameters(), self.args.max_grad_norm
+        )
         steps, skipped = engine.global_steps, engine.skipped_steps
         loss = super().training_step(*args, **kwargs)
         if engine.global_steps > steps:
@@ -137,32 +156,40 @@ class FastWeightTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """Mean over the step's targets, wherever their rank and micro-step.
 
-        A rank's part of the sum is scaled by the number of ranks that DeepSpeed will divide the sum of gradients by.
-        (Gathering the losses through autograd, as the Trainer does by itself for ranks that share rows, hands every rank
-        its gradient once for each of them: a norm `sequence_parallel` times too large wherever DeepSpeed divides by less.)
+        A rank's part of the sum is scaled by the number of ranks that DeepSpeed will divide the sum of
+        gradients by. (Gathering the losses through autograd, as the Trainer does by itself for ranks that
+        share rows, hands every rank its gradient once for each of them: a norm `sequence_parallel` times too
+        large wherever DeepSpeed divides by less.)
         """
         if needs_document_lengths(self.recipe):
             inputs = with_document_lengths(inputs)
         outputs = model(**where_learnt(inputs), num_items_in_batch=num_items_in_batch)
         loss = outputs.loss * self._divided_by
-        reported = outputs.loss.detach() * self.accelerator.num_processes  # whose mean over the ranks is the loss
+        # whose mean over the ranks is the loss
+        reported = outputs.loss.detach() * self.accelerator.num_processes
         loss = loss + (reported - loss.detach())
         self._look_around(loss.detach())
         return (loss, outputs) if return_outputs else loss
 
     @property
     def _divided_by(self) -> int:
-        """What DeepSpeed divides the sum of all ranks' gradients by: the ranks of one row count once, except where ZeRO-3 scatters."""
+        """What DeepSpeed divides the sum of all ranks' gradients by: the ranks of one row count once, except
+        where ZeRO-3 scatters."""
         zero = self.recipe.deepspeed_settings.get("zero_optimization", {})
         scatters = zero.get("stage") == 3 and zero.get("reduce_scatter", True)
         return self.recipe.parallel.world // (1 if scatters else self.recipe.parallel.sequence_parallel_size)
 
     def _look_around(self, loss: Tensor) -> None:
-        """Over all ranks, before the gradient reaches any weight: is the loss finite, and was any of them asked to stop?"""
+        """Over all ranks, before the gradient reaches any weight: is the loss finite, and was any of them
+        asked to stop?"""
         mine = torch.tensor([0.0, float(self.stopping.asked)], device=loss.device)
         mine[0] = loss
         total, asked = _summed(mine, loss.device).tolist()
@@ -171,12 +198,16 @@ class FastWeightTrainer(Trainer):
             last, step = last_checkpoint(self.args.output_dir), self.state.global_step + 1
             lower = "lower the learning rates or eta, or look for bad rows in the data"
             raise NotSoError(
-                f"the loss is not finite at step {step}; the weights are as before it, and the last checkpoint is {last or 'none'}: "
+                f"the loss is not finite at step {step}; the weights are as before it, and the last "
+                f"checkpoint is {last or 'none'}: "
                 f"{lower if step > 1 else 'nothing has learnt yet, so look for damaged weights or bad rows, or lower eta'}."
             )
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Held-out loss, a mean over tokens, and accuracy with writes (`eval_loss`), without (`eval_off_loss`), and on minus off."""
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Held-out loss, a mean over tokens, and accuracy with writes (`eval_loss`), without
+        (`eval_off_loss`), and on minus off."""
         rows, name, began = eval_dataset or self.eval_dataset, metric_key_prefix, time.perf_counter()
         with self.clock.paused():
             metrics = self._held_out(rows, name)
@@ -193,7 +224,10 @@ class FastWeightTrainer(Trainer):
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64)
         group = ulysses_group()
-        with self.compute_loss_context_manager(), nullcontext() if group is None else share_sequence(self.model, group):
+        with (
+            self.compute_loss_context_manager(),
+            nullcontext() if group is None else share_sequence(self.model, group),
+        ):
             for batch in held_out_batches(rows, self.recipe, self.args.process_index):
                 batch = self._prepare_inputs(batch)
                 if needs_document_lengths(self.recipe):
@@ -201,13 +235,19 @@ class FastWeightTrainer(Trainer):
                 targets = batch.pop("shift_labels")
                 sums += held_out_sums(self.model, batch, targets).cpu()
         loss, hits, count = _summed(sums, self.args.device).tolist()
-        return {f"{name}_loss": loss / count, f"{name}_accuracy": hits / count} if count else {f"{name}_loss": float("nan")}
+        return (
+            {f"{name}_loss": loss / count, f"{name}_accuracy": hits / count}
+            if count
+            else {f"{name}_loss": float("nan")}
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As the Trainer does, but a tied weight once: DeepSpeed hands over a copy for each of its names."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if state_dict is not None:
-            state_dict = {name: value for name, value in state_dict.items() if tied.get(name) not in state_dict}
+            state_dict = {
+                name: value for name, value in state_dict.items() if tied.get(name) not in state_dict
+            }
         super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -223,13 +263,20 @@ class FastWeightTrainer(Trainer):
                 save_position(self.train_dataset, self.recipe, self.state.global_step, folder)
         _barrier()
         files = files_in(folder) if self.is_local_process_zero() or start.leads else {}
-        seen = {rank: files for rank, (place, files) in enumerate(_from_all((start.place, files))) if place == start.place}
+        seen = {
+            rank: files
+            for rank, (place, files) in enumerate(_from_all((start.place, files)))
+            if place == start.place
+        }
         if start.leads:
             if self.args.should_save and isinstance(self.model, PreTrainedModel):
                 verify_saved(folder, self.model)
             together = {name: size for files in seen.values() for name, size in files.items()}
             with saving(target, _FROM_LAST):
-                mark_complete(folder, replace(self.made_by, files=together, skipped_steps=self.skipped.count, ranks=list(seen)))
+                mark_complete(
+                    folder,
+                    replace(self.made_by, files=together, skipped_steps=self.skipped.count, ranks=list(seen)),
+                )
                 install(folder, target, STEP)
             keep_newest(output, self.recipe.monitor.save_total_limit)
         _barrier()
@@ -245,7 +292,8 @@ class FastWeightTrainer(Trainer):
         (folder / "latest").write_text(f"global_step{self.model_wrapped.global_steps}")
 
     def save_final(self, describe: Callable[[Path], None]) -> Path:
-        """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone. describe: writes its card."""
+        """The trained checkpoint as `output`/final, whole or not at all; for LoRA the adapter alone.
+        describe: writes its card."""
         final = Path(self.recipe.output) / FINAL
         staging = Path(self.recipe.output) / SAVING / FINAL
         for config in (self.model.config, self.model.config.get_text_config()):

@@ -21,9 +21,11 @@ _REDUCE_BUCKET, _MAX_LIVE = 500_000_000, 1_000_000_000
 class ModelSize:
     """What the figures below follow from.
 
-    parameters, trained, largest: numbers, of all, of those that learn, and in the largest of these. buffers: bytes. saved: bytes that
+    parameters, trained, largest: numbers, of all, of those that learn, and in the largest of these. buffers:
+        bytes. saved: bytes that
     quantisation takes off the parameters.
-    queries, keys: channels of one layer's queries and keys, all heads together. states: numbers of each TTT layer's state.
+    queries, keys: channels of one layer's queries and keys, all heads together. states: numbers of each TTT
+        layer's state.
     """
 
     parameters: int
@@ -45,7 +47,8 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes a device holds at the peak of a step. host: what is offloaded to the machine's own memory instead.
+    """Bytes a device holds at the peak of a step. host: what is offloaded to the machine's own memory
+    instead.
 
     evaluation: bytes in all at the peak of reading held-out rows, between two steps.
     """
@@ -61,7 +64,10 @@ class DeviceMemory:
     @property
     def parts(self) -> dict[str, int]:
         """Of the device's bytes at the peak of a step."""
-        return {name: getattr(self, name) for name in ("parameters", "gradients", "optimiser", "activations", "buckets")}
+        return {
+            name: getattr(self, name)
+            for name in ("parameters", "gradients", "optimiser", "activations", "buckets")
+        }
 
     @property
     def total(self) -> int:
@@ -69,14 +75,17 @@ class DeviceMemory:
 
 
 def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluation: int = 0) -> DeviceMemory:
-    """Under DeepSpeed: the weights' dtype for weights, and for gradients where they are not summed in float32; float32 masters and moments.
+    """Under DeepSpeed: the weights' dtype for weights, and for gradients where they are not summed in
+    float32; float32 masters and moments.
 
     evaluation: bytes of one batch of held-out rows beside the weights; 0 where nothing is held out.
     """
     settings: Mapping[str, Any] = recipe.deepspeed_settings.get("zero_optimization", {})
     stage, ranks = recipe.zero_stage, recipe.parallel.world
     size = 4 if recipe.model.dtype == "float32" else 2
-    own_gradients = (4 if accumulates_in_float32(recipe) else size) * model.trained // (ranks if stage >= 2 else 1)
+    own_gradients = (
+        (4 if accumulates_in_float32(recipe) else size) * model.trained // (ranks if stage >= 2 else 1)
+    )
     masters = 12 if stage or size == 2 else 8
     optimiser = masters * model.trained // (ranks if stage else 1)
     parameters = size * model.parameters // (ranks if stage == 3 else 1) - model.saved + model.buffers
@@ -86,7 +95,9 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
         overlaps = settings.get("overlap_comm", stage == 3)
         buckets = size * bucket * (2 if overlaps else 1)
     if stage == 3:
-        buckets += size * min(model.parameters, _elements(settings.get("stage3_max_live_parameters", _MAX_LIVE), model))
+        buckets += size * min(
+            model.parameters, _elements(settings.get("stage3_max_live_parameters", _MAX_LIVE), model)
+        )
     offloads = _device(settings, "offload_optimizer") == "cpu"
     host = optimiser if offloads else 0
     if stage == 3 and _device(settings, "offload_param") == "cpu":
@@ -100,37 +111,61 @@ def deepspeed_memory(recipe: Recipe, model: ModelSize, step: StepCost, evaluatio
     held = 0 if offloads else optimiser
     if evaluation:
         # Between steps ZeRO-3 keeps its buffers for gradients and buckets; the other stages free theirs.
-        evaluation += parameters + held + _shared_rows(recipe, model, one_layer=True) + (own_gradients + buckets if stage == 3 else 0)
+        evaluation += (
+            parameters
+            + held
+            + _shared_rows(recipe, model, one_layer=True)
+            + (own_gradients + buckets if stage == 3 else 0)
+        )
     return DeviceMemory(parameters, own_gradients, held, activations, buckets, host, evaluation)
 
 
 def saved_by_quantisation(recipe: Recipe, model: PreTrainedModel) -> int:
-    """Bytes that `model.load_in` takes off the linear maps of a model on the meta device: all that do not learn, but the output's."""
+    """Bytes that `model.load_in` takes off the linear maps of a model on the meta device: all that do not
+    learn, but the output's."""
     if recipe.model.load_in is None:
         return 0
     output = model.get_output_embeddings()
-    linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not output)
-    return sum(weight.nbytes - _packed(weight, recipe.model.load_in) for weight in linear if not weight.requires_grad)
+    linear = (
+        module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not output
+    )
+    return sum(
+        weight.nbytes - _packed(weight, recipe.model.load_in) for weight in linear if not weight.requires_grad
+    )
 
 
 def _packed(weight: Tensor, how: str) -> int:
-    """Bytes of a weight: in 8 bits with a float32 scale a row; in 4 with an 8-bit scale for 64, and a float32 one for 256 of these."""
+    """Bytes of a weight: in 8 bits with a float32 scale a row; in 4 with an 8-bit scale for 64, and a float32
+    one for 256 of these."""
     numbers = weight.numel()
-    return numbers + 4 * weight.shape[0] if how == "8bit" else numbers // 2 + numbers // 64 + 4 * -(-numbers // (64 * 256))
+    return (
+        numbers + 4 * weight.shape[0]
+        if how == "8bit"
+        else numbers // 2 + numbers // 64 + 4 * -(-numbers // (64 * 256))
+    )
 
 
 def single_process_memory(model: ModelSize, step: StepCost, size: int, evaluation: int = 0) -> DeviceMemory:
     """One process with torch's AdamW and no DeepSpeed: everything in the weights' dtype of `size` bytes."""
     parameters, gradients = size * model.parameters + model.buffers, size * model.trained
     activations = max(step.step - gradients, 2 * size * model.largest)
-    return DeviceMemory(parameters, gradients, 2 * gradients, activations, 0, evaluation=parameters + 2 * gradients + evaluation)
+    return DeviceMemory(
+        parameters,
+        gradients,
+        2 * gradients,
+        activations,
+        0,
+        evaluation=parameters + 2 * gradients + evaluation,
+    )
 
 
 def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
     """On disk: one checkpoint to go on from, and the trained model that a run leaves.
 
-    A checkpoint has the model as transformers saves it, DeepSpeed's float32 masters and moments, and DeepSpeed's own copy of the
-    weights: without frozen ones for LoRA, and under ZeRO-3, where masters are all there is of trained weights, of frozen ones alone.
+    A checkpoint has the model as transformers saves it, DeepSpeed's float32 masters and moments, and
+    DeepSpeed's own copy of the
+    weights: without frozen ones for LoRA, and under ZeRO-3, where masters are all there is of trained
+        weights, of frozen ones alone.
     """
     size = 4 if recipe.model.dtype == "float32" else 2
     adapter, stage = recipe.training.trainable == "lora", recipe.zero_stage
@@ -141,7 +176,8 @@ def checkpoint_bytes(recipe: Recipe, model: ModelSize) -> tuple[int, int]:
 
 
 def _shared_rows(recipe: Recipe, model: ModelSize, one_layer: bool) -> int:
-    """Ranks that share rows: the state a TTT layer starts from, of one layer or of all for the backward, and three in the exchange."""
+    """Ranks that share rows: the state a TTT layer starts from, of one layer or of all for the backward, and
+    three in the exchange."""
     if recipe.parallel.sequence_parallel_size == 1 or not model.states:
         return 0
     states = [4 * recipe.training.batch_size * numbers for numbers in model.states]
@@ -153,7 +189,9 @@ def communication(recipe: Recipe, model: ModelSize) -> dict[str, int]:
     o, ranks, shared = recipe.training, recipe.parallel.world, recipe.parallel.sequence_parallel_size
     stage, size = recipe.zero_stage, 4 if recipe.model.dtype == "float32" else 2
     forwards = 2 if o.gradient_checkpointing else 1
-    gradients = size * model.trained * (2 if stage == 0 else o.gradient_accumulation_steps if stage >= 2 else 1)
+    gradients = (
+        size * model.trained * (2 if stage == 0 else o.gradient_accumulation_steps if stage >= 2 else 1)
+    )
     parameters = {0: 0, 1: size * model.trained, 2: size * model.trained}.get(
         stage, 2 * size * model.parameters * o.gradient_accumulation_steps
     )

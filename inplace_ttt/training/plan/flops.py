@@ -14,15 +14,27 @@ from ...surgery import config_of, fast_weights
 from ..recipe.recipe import Recipe
 from ..ulysses import attention_heads
 
-_PEAKS = {"B200": 2250, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70}
-"""Of devices by a part of their name, the first that fits: 10¹² operations a second, dense, bfloat16 in and float32 sums."""
+_PEAKS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "A10G": 70,
+}
+"""Of devices by a part of their name, the first that fits: 10¹² operations a second, dense, bfloat16 in and
+float32 sums."""
 
 
 def model_flops(recipe: Recipe, model: nn.Module) -> int:
     """One device's micro-step without recomputation: what the model asks for, whichever way it is computed.
 
-    A linear map is 2 operations a token and weight, and as many for each gradient that is needed: of its input where something
-    before it learns, of its weight where that learns. Of experts a token meets those that are chosen for it; routers are left out.
+    A linear map is 2 operations a token and weight, and as many for each gradient that is needed: of its
+    input where something before it learns, of its weight where that learns. Of experts a token meets those
+    that are chosen for it; routers are left out.
     """
     text, tokens, linear, learns = model.config.get_text_config(), tokens_of(recipe), 0, False  # type: ignore[union-attr, operator]
     for module in model.modules():
@@ -31,13 +43,22 @@ def model_flops(recipe: Recipe, model: nn.Module) -> int:
             linear += 2 * tokens * module.weight.numel() * (1 + learns + module.weight.requires_grad)
         elif experts := getattr(module, "num_experts", None):
             maps = [parameter for parameter in own if parameter.dim() == 3]
-            linear += sum(2 * tokens * w.numel() * text.num_experts_per_tok // experts * (1 + learns + w.requires_grad) for w in maps)
+            linear += sum(
+                2 * tokens * w.numel() * text.num_experts_per_tok // experts * (1 + learns + w.requires_grad)
+                for w in maps
+            )
         learns = learns or any(parameter.requires_grad for parameter in own)
-    return linear + attention_flops(recipe, text, 3) + fast_weight_flops(recipe, model, again=0) + _finding_targets(recipe, model)
+    return (
+        linear
+        + attention_flops(recipe, text, 3)
+        + fast_weight_flops(recipe, model, again=0)
+        + _finding_targets(recipe, model)
+    )
 
 
 def _finding_targets(recipe: Recipe, model: nn.Module) -> int:
-    """With `target: gradient`: one more forward, and the activations' backward from the loss to the lowest TTT layer."""
+    """With `target: gradient`: one more forward, and the activations' backward from the loss to the lowest
+    TTT layer."""
     if config_of(model).target != "gradient":
         return 0
     lm = causal_lm(model)
@@ -45,7 +66,9 @@ def _finding_targets(recipe: Recipe, model: nn.Module) -> int:
     above = {module for block in blocks[lowest:] for module in block.modules()} | {lm.get_output_embeddings()}
     maps = [module for module in lm.modules() if isinstance(module, (nn.Linear, Conv1D))]
     weights = sum(module.weight.numel() * (2 if module in above else 1) for module in maps)
-    return int(2 * tokens_of(recipe) * weights * _share_read(recipe, model)) + attention_of_targets(recipe, model)
+    return int(2 * tokens_of(recipe) * weights * _share_read(recipe, model)) + attention_of_targets(
+        recipe, model
+    )
 
 
 def attention_of_targets(recipe: Recipe, model: nn.Module) -> int:
@@ -55,7 +78,9 @@ def attention_of_targets(recipe: Recipe, model: nn.Module) -> int:
     lm = causal_lm(model)
     blocks = len(locate(lm).blocks)
     above = (blocks - min(fast_weights(model))) / blocks
-    return int(attention_flops(recipe, lm.config.get_text_config(), 1) * (1 + 2 * above) * _share_read(recipe, model))
+    return int(
+        attention_flops(recipe, lm.config.get_text_config(), 1) * (1 + 2 * above) * _share_read(recipe, model)
+    )
 
 
 def _share_read(recipe: Recipe, model: nn.Module) -> float:
@@ -75,7 +100,8 @@ def fast_weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
 
 
 def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
-    """Of scores and values, for one device's micro-step of so many passes (a backward is two); rows are taken as one document."""
+    """Of scores and values, for one device's micro-step of so many passes (a backward is two); rows are taken
+    as one document."""
     heads, _ = attention_heads(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     length, window = recipe.data.sequence_length, getattr(text, "sliding_window", None)
@@ -83,27 +109,40 @@ def attention_flops(recipe: Recipe, text: PreTrainedConfig, passes: int) -> int:
     for kind in attention_kinds(text):
         reach = min(window, length) if window and kind == "sliding_attention" else length
         pairs += length * reach - reach * (reach - 1) // 2
-    return 4 * width * heads * pairs * passes * recipe.training.batch_size // recipe.parallel.sequence_parallel_size
+    return (
+        4
+        * width
+        * heads
+        * pairs
+        * passes
+        * recipe.training.batch_size
+        // recipe.parallel.sequence_parallel_size
+    )
 
 
 def fast_weight_flops(recipe: Recipe, model: nn.Module, again: int) -> int:
-    """What TTT adds to the products of a device's micro-step: keys, writing, reading beside W0; P; and their backward.
+    """What TTT adds to the products of a device's micro-step: keys, writing, reading beside W0; P; and their
+    backward.
 
-    again: 1 where the forward is recomputed, which computes no plain linear at a layer's end again, but all of TTT.
+    again: 1 where the forward is recomputed, which computes no plain linear at a layer's end again, but all
+        of TTT.
     """
     config, forwards, total = config_of(model), 1 + again, 0.0
     for d, h in fast_weight_sizes(model):
         width = config.state_shape(d, h)[1]
         of_keys = 0 if config.whitening is None else (forwards + 1) * width * h  # the directions do not learn
         in_one_product = config.whitening is None and recipe.model.dtype == "float32"
-        of_state = config.rule.multiply_adds(d, width, config.chunk_size, forwards, in_one_product=in_one_product)
+        of_state = config.rule.multiply_adds(
+            d, width, config.chunk_size, forwards, in_one_product=in_one_product
+        )
         of_proj = 0 if config.target == "gradient" else (forwards + 2) * d * d
         total += of_keys + of_state + again * d * h + of_proj
     return int(2 * tokens_of(recipe) * total)
 
 
 def device_peak(recipe: Recipe) -> float | None:
-    """Operations a second that this process's device is sold with, in the recipe's precision; None where that is not known."""
+    """Operations a second that this process's device is sold with, in the recipe's precision; None where that
+    is not known."""
     if recipe.model.dtype != "bfloat16" or not torch.cuda.is_available():
         return None
     name: Any = torch.cuda.get_device_name()

@@ -1,4 +1,5 @@
-"""What one micro-step and one batch of evaluation hold and compute, found by running them on the meta device."""
+"""What one micro-step and one batch of evaluation hold and compute, found by running them on the meta
+device."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from ..model import meta_model
 from ..recipe.recipe import Recipe
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
-"""Matrix products, and which argument is their left factor. (torch's FlopCounterMode leaves out those in place, a fifth of them.)"""
+"""Matrix products, and which argument is their left factor. (torch's FlopCounterMode leaves out those in
+place, a fifth of them.)"""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class StepCost:
     """One forward and backward of a device's micro-step, beside the weights.
 
     activations: bytes at the peak, without the gradients of parameters. step: bytes at the peak, with them.
-    logits: of `activations` at its peak, what has the width of the vocabulary. product_flops: of the matrix products.
+    logits: of `activations` at its peak, what has the width of the vocabulary. product_flops: of the matrix
+        products.
     """
 
     activations: int
@@ -64,7 +67,8 @@ def evaluation_cost(recipe: Recipe) -> int:
 
 
 def _on_meta(recipe: Recipe) -> PreTrainedModel:
-    """The recipe's model on the meta device, with an attention and experts that hold there what its own hold on a device."""
+    """The recipe's model on the meta device, with an attention and experts that hold there what its own hold
+    on a device."""
     model = meta_model(recipe)
     causal_lm(model).config.get_text_config()._experts_implementation = _EXPERTS
     if recipe.model.attn_implementation != "eager":
@@ -73,10 +77,13 @@ def _on_meta(recipe: Recipe) -> PreTrainedModel:
 
 
 def _inputs(recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """A device's micro-batch [B, T]. Packed rows make sdpa keep a mask of the whole row, also where ranks share it; flash takes none."""
+    """A device's micro-batch [B, T]. Packed rows make sdpa keep a mask of the whole row, also where ranks
+    share it; flash takes none."""
     length = recipe.data.sequence_length // recipe.parallel.sequence_parallel_size
     ids = torch.zeros(recipe.training.batch_size, length, dtype=torch.long)
-    seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[recipe.model.attn_implementation]
+    seen = {"flash_attention_2": 1, "sdpa": recipe.data.sequence_length, "eager": length}[
+        recipe.model.attn_implementation
+    ]
     return ids, torch.zeros(len(ids), 1, seen, seen, dtype=torch.bool)
 
 
@@ -88,13 +95,16 @@ def _loss(model: PreTrainedModel, ids: Tensor, mask: Tensor, fused: bool) -> Ten
     """The loss as the Trainer asks for it; Liger's never holds all logits."""
     if not fused:
         targets = torch.ones((), dtype=torch.long)
-        return model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, num_items_in_batch=targets).loss
+        return model(
+            input_ids=ids, attention_mask=mask, labels=ids, use_cache=False, num_items_in_batch=targets
+        ).loss
     hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     return _FusedLoss.apply(hidden.flatten(0, 1), model.get_output_embeddings().weight)
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Linear map and cross-entropy in one, a slice of rows at a time, as Liger does it: gradients made in the forward."""
+    """Linear map and cross-entropy in one, a slice of rows at a time, as Liger does it: gradients made in the
+    forward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -120,7 +130,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        bias = None if mask is None else mask.to(q.dtype)  # torch makes numbers of the booleans, and keeps them
+        # torch makes numbers of the booleans, and keeps them
+        bias = None if mask is None else mask.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32), bias)
         return out
 
@@ -130,13 +141,19 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
-def _flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _flash(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     return _Attention.apply(query, key, value, None).transpose(1, 2), None
 
 
-def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     repeats = getattr(module, "num_key_value_groups", 1)  # transformers repeats them where there is a mask
-    return _Attention.apply(query, repeat_kv(key, repeats), repeat_kv(value, repeats), mask).transpose(1, 2), None
+    return _Attention.apply(query, repeat_kv(key, repeats), repeat_kv(value, repeats), mask).transpose(
+        1, 2
+    ), None
 
 
 _NAMES = {"flash_attention_2": "inplace_ttt_meta_flash", "sdpa": "inplace_ttt_meta_sdpa"}
@@ -145,13 +162,18 @@ AttentionInterface.register(_NAMES["sdpa"], _sdpa)
 
 
 def _experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Grouped products of tokens [N, d] with k experts each, all by one expert's weights: which they are changes no size."""
+    """Grouped products of tokens [N, d] with k experts each, all by one expert's weights: which they are
+    changes no size."""
 
     def product(rows: Tensor, weights: Tensor) -> Tensor:
         return rows @ (weights[0] if experts.is_transposed else weights[0].T)
 
     rows = hidden.repeat_interleave(chosen.shape[-1], 0)
-    inner = experts._apply_gate(product(rows, experts.gate_up_proj)) if experts.has_gate else experts.act_fn(product(rows, experts.up_proj))
+    inner = (
+        experts._apply_gate(product(rows, experts.gate_up_proj))
+        if experts.has_gate
+        else experts.act_fn(product(rows, experts.up_proj))
+    )
     out = product(inner, experts.down_proj) * scores.reshape(-1, 1)
     return out.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
@@ -186,7 +208,11 @@ class _Meter(TorchDispatchMode):
             self.flops += out[0].numel() * out[0].shape[-1] // 3
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.known:
-                wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary and tensor.numel() > self.vocabulary * self.tokens // 2
+                wide = (
+                    tensor.dim() > 1
+                    and tensor.shape[-1] == self.vocabulary
+                    and tensor.numel() > self.vocabulary * self.tokens // 2
+                )
                 self._watch(tensor, "logits" if wide else "activations")
         return out
 

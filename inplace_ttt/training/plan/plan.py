@@ -1,4 +1,5 @@
-"""What a run will take, from its recipe alone: bytes, operations, tokens, steps; and what will not fit or not train."""
+"""What a run will take, from its recipe alone: bytes, operations, tokens, steps; and what will not fit or not
+train."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from ..model import meta_model
 from ..recipe.deepspeed import without_effect
 from ..recipe.recipe import Recipe
 from ..ulysses import attention_heads, sharing_problems
-from .device_memory import DeviceMemory, ModelSize, checkpoint_bytes, communication, deepspeed_memory, saved_by_quantisation
+from .device_memory import (
+    DeviceMemory,
+    ModelSize,
+    checkpoint_bytes,
+    communication,
+    deepspeed_memory,
+    saved_by_quantisation,
+)
 from .flops import attention_flops, attention_of_targets, fast_weight_flops, fast_weight_sizes
 from .meta_step import StepCost, evaluation_cost, step_cost
 
@@ -24,12 +32,17 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser step unless named otherwise.
+    """Everything `inplace-ttt plan` says about a run. Bytes and operations are of one device and optimiser
+    step unless named otherwise.
 
-    tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last are read.
-    evaluation_bytes: of a device at the peak of reading held-out rows; 0 where nothing is held out. checkpoint_bytes: of one on disk.
-    disk_bytes: of all that the run has on disk at its peak. saving_host_bytes: of memory on the first node while ZeRO-3 saves.
-    flops_per_step: over all devices, recomputation included. fast_weight_flops: the share of it that TTT adds.
+    tokens: of the whole run. chunks_per_row: of a document as long as a row; the writes of all but its last
+        are read.
+    evaluation_bytes: of a device at the peak of reading held-out rows; 0 where nothing is held out.
+        checkpoint_bytes: of one on disk.
+    disk_bytes: of all that the run has on disk at its peak. saving_host_bytes: of memory on the first node
+        while ZeRO-3 saves.
+    flops_per_step: over all devices, recomputation included. fast_weight_flops: the share of it that TTT
+        adds.
     """
 
     model_type: str
@@ -66,7 +79,8 @@ class TrainingPlan:
 
 
 def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
-    """Plan a run; `device_memory` in bytes adds a warning where it does not suffice. Reads the model's config, no weights."""
+    """Plan a run; `device_memory` in bytes adds a warning where it does not suffice. Reads the model's
+    config, no weights."""
     model = meta_model(recipe)
     ttt, text = config_of(model), model.config.get_text_config()
     layers = fast_weights(model)
@@ -81,7 +95,8 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         queries=width * heads,
-        keys=width * max(kv_heads, recipe.parallel.sequence_parallel_size),  # fewer are repeated until each rank has one
+        # fewer are repeated until each rank has one
+        keys=width * max(kv_heads, recipe.parallel.sequence_parallel_size),
         states=tuple(math.prod(ttt.state_shape(d, h)) for d, h in fast_weight_sizes(model)),
         saved=saved_by_quantisation(recipe, model),
     )
@@ -102,7 +117,9 @@ def make_plan(recipe: Recipe, device_memory: int | None = None) -> TrainingPlan:
         model_type=text.model_type,
         parameters=size.parameters,
         trained_parameters=size.trained,
-        ttt_parameters=sum(p.numel() for layer in layers.values() for p in layer.ttt.parameters() if p.requires_grad),
+        ttt_parameters=sum(
+            p.numel() for layer in layers.values() for p in layer.ttt.parameters() if p.requires_grad
+        ),
         ttt_layers=list(layers),
         chunk_size=ttt.chunk_size,
         devices=recipe.parallel.world,
@@ -137,27 +154,36 @@ def _will_not_train(recipe: Recipe, ttt: InPlaceTTTConfig, text: PreTrainedConfi
     etas = [ttt.eta_of(position) for position in range(len(layers))]
     if chunk >= length:
         found.append(
-            f"A chunk of {chunk} tokens is no shorter than a row of {length}: no write is ever read, and conv and P learn nothing; "
+            f"A chunk of {chunk} tokens is no shorter than a row of {length}: no write is ever read, and "
+            "conv and P learn nothing; "
             f"lower ttt.chunk_size below {length}, best to {max(length // 8, 1)} or less."
         )
     elif chunk * 2 > length:
         found.append(
-            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write a row is ever read; lower ttt.chunk_size."
+            f"A row of {length} tokens holds one whole chunk of {chunk}, so at most one write a row is "
+            "ever read; lower ttt.chunk_size."
         )
     if not any(etas):
         found.append("eta is 0: nothing is written, and conv and P learn nothing; set ttt.eta above 0.")
     elif not all(etas):
-        found.append(f"eta is 0 in layers {[i for i, eta in zip(layers, etas, strict=True) if not eta]}: they write nothing.")
+        found.append(
+            f"eta is 0 in layers {[i for i, eta in zip(layers, etas, strict=True) if not eta]}: they write "
+            "nothing."
+        )
     context = getattr(text, "max_position_embeddings", None)
     if context is not None and length > context:
         found.append(
-            f"Rows of {length} tokens are longer than the model's context of {context}; lower data.sequence_length, or extend the context "
+            f"Rows of {length} tokens are longer than the model's context of {context}; lower "
+            "data.sequence_length, or extend the context "
             "in model.overrides (max_position_embeddings and rope_parameters)."
         )
     for name in ("warmup_steps", "ttt_warmup_steps", "eta_warmup_steps"):
         value = getattr(o, name)
         if value and value >= recipe.steps:
-            found.append(f"The warm-up training.{name} of {value} steps is no shorter than the run of {recipe.steps}; lower it.")
+            found.append(
+                f"The warm-up training.{name} of {value} steps is no shorter than the run of "
+                f"{recipe.steps}; lower it."
+            )
     return [*found, *without_effect(recipe.deepspeed_settings), *sharing_problems(recipe, chunk, text)]
 
 
@@ -168,12 +194,14 @@ def _will_not_fit(recipe: Recipe, memory: DeviceMemory, step: StepCost, availabl
     if memory.total > available:
         largest = max(memory.parts, key=lambda name: memory.parts[name])
         found.append(
-            f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part are the {largest} with "
+            f"A device needs {memory.total / _GB:.1f} GB and has {available / _GB:.1f}; the largest part "
+            f"are the {largest} with "
             f"{memory.parts[largest] / _GB:.1f} GB: {_remedy(recipe, largest, step)}."
         )
     if memory.evaluation > available:
         found.append(
-            f"A device needs {memory.evaluation / _GB:.1f} GB to read held-out rows and has {available / _GB:.1f}; lower "
+            f"A device needs {memory.evaluation / _GB:.1f} GB to read held-out rows and has "
+            f"{available / _GB:.1f}; lower "
             "training.batch_size, or raise parallel.sequence_parallel_size."
         )
     return found
@@ -190,7 +218,9 @@ def _remedy(recipe: Recipe, part: str, step: StepCost) -> str:
             return "lower training.batch_size and raise accumulation"
         return "raise parallel.sequence_parallel_size, or lower data.sequence_length"
     if part == "buckets":
-        return "set smaller buckets in the DeepSpeed settings (reduce_bucket_size, stage3_max_live_parameters)"
+        return (
+            "set smaller buckets in the DeepSpeed settings (reduce_bucket_size, stage3_max_live_parameters)"
+        )
     stage = {"optimiser": 1, "gradients": 2, "parameters": 3}[part]
     if ranks > 1 and recipe.zero_stage < stage:
         return f"use ZeRO stage {stage} or 3"

@@ -1,4 +1,5 @@
-"""What of a recipe may change between two starts of one run: the table, and the refusal of all that is not in it."""
+"""What of a recipe may change between two starts of one run: the table, and the refusal of all that is not in
+it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ NO_EFFECT = (
 TAKES_EFFECT = (
     "training.steps",  # the schedule is then that of a run of the new length, from the next step on
     "training.tokens",
-    "training.*learning_rate",  # read anew at each start, as all of these: what is lowered after a loss that blew up
+    # read anew at each start, as all of these: what is lowered after a loss that blew up
+    "training.*learning_rate",
     "training.*weight_decay",
     "training.*warmup_steps",
     "training.lr_scheduler",
@@ -47,8 +49,9 @@ TAKES_EFFECT = (
     "ttt.eta",
     "ttt.clip*",
 )
-"""Settings that may change from one start to the next. All others would be ignored (the seed of weights that are there already), do
-not fit the checkpoint (processes, dtype, ZeRO stage, what is trained), or change which rows come next (batch, row length, data)."""
+"""Settings that may change from one start to the next. All others would be ignored (the seed of weights that
+are there already), do not fit the checkpoint (processes, dtype, ZeRO stage, what is trained), or change which
+rows come next (batch, row length, data)."""
 
 _RESHARDED = (
     "parallel.nproc_per_node x nnodes",
@@ -56,13 +59,24 @@ _RESHARDED = (
     "training.batch_size",
     "deepspeed.zero_optimization*",
 )
-"""What may change besides, with as many rows a step, where a run goes on from a checkpoint that DeepSpeed made universal."""
+"""What may change besides, with as many rows a step, where a run goes on from a checkpoint that DeepSpeed
+made universal."""
 
 _BY_CONTENT = ("model.path", "model.tokenizer", "model.config*", "model.overrides*")
 _BY_TOKENS = ("data.train", "data.format", "data.text_field", "data.split", "data.validation_documents")
 """Names whose place may change as long as what is found there is the same: an architecture, token ids."""
-_PASSING = ("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache", "auto_map", "inplace_ttt", "layer_types")
-"""Of a model's config: where it was read, how, and what `surgery` says already. (A converted model's layer types are a note.)"""
+_PASSING = (
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "architectures",
+    "use_cache",
+    "auto_map",
+    "inplace_ttt",
+    "layer_types",
+)
+"""Of a model's config: where it was read, how, and what `surgery` says already. (A converted model's layer
+types are a note.)"""
 
 _FORMER_DEFAULTS = {"data.text_field": "text"}
 """Of settings that are none now where they are not given, with the same meaning."""
@@ -78,12 +92,20 @@ Facts = dict[str, Any]
 
 
 def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
-    """What a run is made by, but for `DOCUMENTS`, which comes with the data. `model`: the recipe's, on any device."""
+    """What a run is made by, but for `DOCUMENTS`, which comes with the data. `model`: the recipe's, on any
+    device."""
     values = recipe.to_dict()
     values["ttt"] = config_of(model).to_dict()
-    values["architecture"] = {key: value for key, value in model.config.to_dict().items() if key not in _PASSING}
+    values["architecture"] = {
+        key: value for key, value in model.config.to_dict().items() if key not in _PASSING
+    }
     values["deepspeed"] = recipe.deepspeed_settings
-    values["parallel"] = {**values["parallel"], "nproc_per_node x nnodes": recipe.parallel.world, "nproc_per_node": None, "nnodes": None}
+    values["parallel"] = {
+        **values["parallel"],
+        "nproc_per_node x nnodes": recipe.parallel.world,
+        "nproc_per_node": None,
+        "nnodes": None,
+    }
     facts = dict(_flat(json.loads(json.dumps(values, default=str))))
     if recipe.training.trainable == "lora" and recipe.model.path is not None:
         facts[WEIGHTS] = base_fingerprint_in(recipe.model.path)
@@ -92,17 +114,19 @@ def facts_of(recipe: Recipe, model: PreTrainedModel) -> Facts:
 
 def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
     """Settings that differ and take effect, as {"setting", "from", "to"}. `where`: what was made by `old`.
-    Documents that are not known yet pass, and weights that were not known then. Raises InPlaceTTTError naming the settings that cannot
-    change within a run.
+    Documents that are not known yet pass, and weights that were not known then. Raises InPlaceTTTError naming
+    the settings that cannot change within a run.
     """
     old, new = {WEIGHTS: new.get(WEIGHTS), **old}, {DOCUMENTS: old.get(DOCUMENTS), **new}
-    by_content = _BY_CONTENT if new.get("data.streaming") else (*_BY_CONTENT, *_BY_TOKENS)  # of a stream only the start is known
+    # of a stream only the start is known
+    by_content = _BY_CONTENT if new.get("data.streaming") else (*_BY_CONTENT, *_BY_TOKENS)
     different = list(_differing(old, new, (*NO_EFFECT, *by_content)))
     resharded = new.get("deepspeed.checkpoint.load_universal") and _rows_a_step(old) == _rows_a_step(new)
     may = (*TAKES_EFFECT, *_RESHARDED) if resharded else TAKES_EFFECT
     if fixed := [change for change in different if not _matches(change["setting"], may)]:
         raise InPlaceTTTError(
-            f"{where} was trained with {_said(fixed)}: that cannot change within a run; put it back, name another output, or start anew "
+            f"{where} was trained with {_said(fixed)}: that cannot change within a run; put it back, name "
+            "another output, or start anew "
             "with --from-scratch."
         )
     return different
@@ -110,17 +134,24 @@ def changes(old: Facts, new: Facts, where: str) -> list[dict[str, Any]]:
 
 def _rows_a_step(facts: Facts) -> int:
     return math.prod(
-        facts[key] for key in ("parallel.nproc_per_node x nnodes", "training.gradient_accumulation_steps", "training.batch_size")
+        facts[key]
+        for key in (
+            "parallel.nproc_per_node x nnodes",
+            "training.gradient_accumulation_steps",
+            "training.batch_size",
+        )
     )
 
 
 def refuse_other_results(old: Mapping[str, Any], recipe: Recipe, where: str) -> None:
-    """Refuse a recipe that would have trained something else than a finished run's, by its report's `recipe`."""
+    """Refuse a recipe that would have trained something else than a finished run's, by its report's
+    `recipe`."""
     before, now = (dict(_flat(json.loads(json.dumps(values)))) for values in (old, recipe.to_dict()))
     length = ("training.steps", "training.tokens")  # said in steps by the caller
     if different := list(_differing(before, now, (*NO_EFFECT, *length))):
         raise InPlaceTTTError(
-            f"{where} holds a finished run with {_said(different)}; name another output, or start anew with --from-scratch."
+            f"{where} holds a finished run with {_said(different)}; name another output, or start anew "
+            "with --from-scratch."
         )
 
 
@@ -134,7 +165,9 @@ def _differing(old: Facts, new: Facts, passed_over: tuple[str, ...]) -> Iterator
 
 
 def _said(different: list[dict[str, Any]]) -> str:
-    said = ", ".join(f"{change['setting']} {shown(change['from'])}, not {shown(change['to'])}" for change in different[:3])
+    said = ", ".join(
+        f"{change['setting']} {shown(change['from'])}, not {shown(change['to'])}" for change in different[:3]
+    )
     return said + (f", and {len(different) - 3} more" if len(different) > 3 else "")
 
 

@@ -18,7 +18,8 @@ _MOST_STATEMENTS = 1000
 
 @dataclass(frozen=True)
 class Recall:
-    """The synthetic recall task instead of text: key-value pairs, asked for again beyond the attention window."""
+    """The synthetic recall task instead of text: key-value pairs, asked for again beyond the attention
+    window."""
 
     pairs: int = 16
     vocabulary: int = 128
@@ -31,7 +32,8 @@ class Recall:
 
 @dataclass(frozen=True)
 class RepeatedPassages:
-    """Passages that stand twice: in a `fraction` of the rows, `length` tokens come again `gap` tokens later in their document."""
+    """Passages that stand twice: in a `fraction` of the rows, `length` tokens come again `gap` tokens later
+    in their document."""
 
     fraction: float = 0.5
     length: int = 512
@@ -45,9 +47,11 @@ class RepeatedPassages:
 
 @dataclass(frozen=True)
 class SyntheticFacts:
-    """Invented facts in text: in a `fraction` of the rows `count` statements are told, and again after `min_gap` tokens of text or more.
+    """Invented facts in text: in a `fraction` of the rows `count` statements are told, and again after
+    `min_gap` tokens of text or more.
 
-    loss_on_other_tokens: such rows have a loss on the answers of the second time, and on this fraction of all other tokens.
+    loss_on_other_tokens: such rows have a loss on the answers of the second time, and on this fraction of all
+        other tokens.
     """
 
     fraction: float = 0.5
@@ -67,12 +71,17 @@ class SyntheticFacts:
 class Data:
     """Documents, and how they become rows; or the synthetic `recall` task.
 
-    train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is one document.
-    weights: of the tokens, what share each entry of `train` is to have; without, every document is read once a pass.
-    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of `recall`.
-    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text; without, "text", or
+    train, validation: files, folders, glob patterns or hub names (owner/name:config@split). A text file is
+        one document.
+    weights: of the tokens, what share each entry of `train` is to have; without, every document is read once
+        a pass.
+    validation_documents: documents held out of `train` where `validation` is empty, chosen by `seed`; rows of
+        `recall`.
+    format: of the files; "auto" goes by the ending. text_field: where a record keeps its text; without,
+        "text", or
     the tokens in "input_ids" where it has them.
-    repeated_passages, synthetic_facts: training rows in which a passage comes again, or facts are told and said again, beyond the attention
+    repeated_passages, synthetic_facts: training rows in which a passage comes again, or facts are told and
+        said again, beyond the attention
     window. Such rows teach the fast weights to recall.
     sequence_length: tokens a row. streaming: read while training instead of tokenising once into `cache`.
     """
@@ -97,18 +106,42 @@ class Data:
     def __post_init__(self) -> None:
         for name in ("repeated_passages", "synthetic_facts", "validation", "streaming"):
             require(not getattr(self, name) or self.recall is None, name, "has no effect on recall")
-        rows = sum(practice.fraction for practice in (self.repeated_passages, self.synthetic_facts) if practice is not None)
-        require(rows <= 1, "synthetic_facts", f"and repeated_passages are {rows:g} of the rows together, which must be at most 1")
+        rows = sum(
+            practice.fraction
+            for practice in (self.repeated_passages, self.synthetic_facts)
+            if practice is not None
+        )
+        require(
+            rows <= 1,
+            "synthetic_facts",
+            f"and repeated_passages are {rows:g} of the rows together, which must be at most 1",
+        )
         if self.repeated_passages is not None:
             least = 2 * self.repeated_passages.length + self.repeated_passages.gap
-            require(least <= self.sequence_length, "repeated_passages", f"takes {least} tokens, sequence_length is {self.sequence_length}")
-        require(bool(self.train) or self.recall is not None, "train", "name at least one file, folder, pattern or hub dataset")
+            require(
+                least <= self.sequence_length,
+                "repeated_passages",
+                f"takes {least} tokens, sequence_length is {self.sequence_length}",
+            )
+        require(
+            bool(self.train) or self.recall is not None,
+            "train",
+            "name at least one file, folder, pattern or hub dataset",
+        )
         require(not (self.train and self.recall), "recall", "has no effect beside train")
         if self.weights:
             named, given = len(self.train), len(self.weights)
             require(named > 1, "weights", "has no effect on fewer than two entries of train")
-            require(given == named, "weights", f"must be one for each entry of train: {given} given, {named} entries")
-            require(all(0 < weight < math.inf for weight in self.weights), "weights", "must all be above 0 and finite")
+            require(
+                given == named,
+                "weights",
+                f"must be one for each entry of train: {given} given, {named} entries",
+            )
+            require(
+                all(0 < weight < math.inf for weight in self.weights),
+                "weights",
+                "must all be above 0 and finite",
+            )
         at_least(1, self, "processes")
         at_most(1024, self, "processes")
         require(self.processes is None or not self.streaming, "processes", "has no effect on streaming")
@@ -116,4 +149,8 @@ class Data:
         at_most(_MOST_TOKENS, self, "sequence_length")
         at_least(0, self, "validation_documents", "seed")
         at_most(2**32 - 1, self, "seed")
-        require(not (self.validation and self.validation_documents), "validation_documents", "has no effect beside validation")
+        require(
+            not (self.validation and self.validation_documents),
+            "validation_documents",
+            "has no effect beside validation",
+        )

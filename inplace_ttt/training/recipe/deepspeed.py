@@ -1,4 +1,5 @@
-"""What a recipe hands to DeepSpeed: nothing that the recipe says itself, and nothing that DeepSpeed refuses once all is prepared."""
+"""What a recipe hands to DeepSpeed: nothing that the recipe says itself, and nothing that DeepSpeed refuses
+once all is prepared."""
 
 from __future__ import annotations
 
@@ -20,13 +21,20 @@ _TABLES = (
     "zero_optimization.offload_param",
 )
 _KNOWN = (
-    "activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type compile "
-    "compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last datastates_ckpt "
-    "disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler fp16 "
-    "gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting hybrid_engine "
-    "log_level managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients progressive_layer_drop "
-    "quantize_training scheduler seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients "
-    "steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu "
+    "activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger "
+    "communication_data_type compile "
+    "compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last "
+    "datastates_ckpt "
+    "disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler "
+    "fp16 "
+    "gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor "
+    "graph_harvesting hybrid_engine "
+    "log_level managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients "
+    "progressive_layer_drop "
+    "quantize_training scheduler seq_parallel_communication_data_type sequence_parallel_size "
+    "sparse_attention sparse_gradients "
+    "steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size "
+    "train_micro_batch_size_per_gpu "
     "use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
 )
@@ -40,14 +48,22 @@ def check_deepspeed(settings: Mapping[str, Any], own: Mapping[str, tuple[str, An
     own: what the recipe fills in, by `key` or `table.key`: its own name for it, and the value.
     """
     for name in ("optimizer", "scheduler"):
-        require(name not in settings, "deepspeed", f"{name} would replace what the recipe says under training; leave it out")
+        require(
+            name not in settings,
+            "deepspeed",
+            f"{name} would replace what the recipe says under training; leave it out",
+        )
     for name in _TABLES:
         value = _at(settings, name, {})
         require(isinstance(value, Mapping | None), "deepspeed", f"{name} must be a table, got {shown(value)}")
     for name, (setting, value) in own.items():
         given = _at(settings, name, "auto")
         same = given == value and isinstance(given, bool) == isinstance(value, bool)
-        require(given == "auto" or same, "deepspeed", f"{name} is {shown(given)}, and {setting} makes it {shown(value)}; leave it out")
+        require(
+            given == "auto" or same,
+            "deepspeed",
+            f"{name} is {shown(given)}, and {setting} makes it {shown(value)}; leave it out",
+        )
     try:
         with _silent():
             from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
@@ -60,13 +76,16 @@ def check_deepspeed(settings: Mapping[str, Any], own: Mapping[str, tuple[str, An
             if (dtype := _at(settings, "data_types.grad_accum_dtype", None)) is not None:
                 DtypeEnum(dtype)
     except Exception as error:
-        raise WrongSetting("deepspeed", f"DeepSpeed refuses it: {_said(error)}; correct it, or leave it out") from None
+        raise WrongSetting(
+            "deepspeed", f"DeepSpeed refuses it: {_said(error)}; correct it, or leave it out"
+        ) from None
 
 
 def without_effect(settings: Mapping[str, Any]) -> list[str]:
     """A warning for each key that DeepSpeed passes over."""
     return [
-        f"deepspeed.{name} is none of DeepSpeed's settings, which passes over it; correct its name or place, or leave it out."
+        f"deepspeed.{name} is none of DeepSpeed's settings, which passes over it; correct its name or "
+        "place, or leave it out."
         for name in settings
         if name not in KNOWN
     ]

@@ -24,7 +24,8 @@ from .sections import Audit, Model, Monitor, Parallel, Training
 class Recipe:
     """A run. Relative paths start at the current folder; `deepspeed` and `hostfile` at the recipe's own.
 
-    ttt: what is converted and how, with `preset` for where the rest comes from; none where `model.path` is converted.
+    ttt: what is converted and how, with `preset` for where the rest comes from; none where `model.path` is
+        converted.
     deepspeed: a ZeRO stage, a DeepSpeed JSON file, or its contents; what the recipe says itself is filled in.
     """
 
@@ -42,14 +43,28 @@ class Recipe:
     def __post_init__(self) -> None:
         require((problem := name_problem(self.output)) is None, "output", f"{shown(self.output)} {problem}")
         if isinstance(self.deepspeed, int):
-            require(0 <= self.deepspeed <= 3, "deepspeed", f"there is no ZeRO stage {self.deepspeed}; use 0 to 3, a file, or settings")
+            require(
+                0 <= self.deepspeed <= 3,
+                "deepspeed",
+                f"there is no ZeRO stage {self.deepspeed}; use 0 to 3, a file, or settings",
+            )
         require(
-            bool(self.model.tokenizer_path) or self.data.recall is not None, "model", "a model from scratch needs a tokenizer to read text"
+            bool(self.model.tokenizer_path) or self.data.recall is not None,
+            "model",
+            "a model from scratch needs a tokenizer to read text",
         )
         shared, stage = self.parallel.sequence_parallel_size, self.zero_stage
         if self.model.load_in is not None:
-            require(self.training.trainable == "lora", "model", "load_in holds the base's weights frozen and packed: set trainable: lora")
-            require(stage <= 2, "model", "load_in packs weights in a way that ZeRO-3 cannot shard: set deepspeed: 2")
+            require(
+                self.training.trainable == "lora",
+                "model",
+                "load_in holds the base's weights frozen and packed: set trainable: lora",
+            )
+            require(
+                stage <= 2,
+                "model",
+                "load_in packs weights in a way that ZeRO-3 cannot shard: set deepspeed: 2",
+            )
         require(
             self.data.sequence_length % shared == 0,
             "data",
@@ -58,28 +73,41 @@ class Recipe:
         require(
             self.monitor.save_steps * self.training.gradient_accumulation_steps % shared == 0,
             "monitor",
-            f"save_steps x accumulation must be a multiple of sequence_parallel = {shared}, so that a resumed run meets the same rows",
+            f"save_steps x accumulation must be a multiple of sequence_parallel = {shared}, so that a "
+            "resumed run meets the same rows",
         )
         for name in ("diagnose_steps", "compare_steps"):
             require(
                 not getattr(self.monitor, name) or (stage <= 2 and shared == 1),
                 "monitor",
-                f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and parallel.sequence_parallel_size 1",
+                f"{name} needs whole weights and whole rows on a process: ZeRO stage 0 to 2, and "
+                "parallel.sequence_parallel_size 1",
             )
         for name in ("eval_steps", "compare_steps"):
             held_out = bool(self.data.validation or self.data.validation_documents)
-            require(held_out or not getattr(self.monitor, name), "monitor", f"{name} needs held-out documents; set data.validation")
+            require(
+                held_out or not getattr(self.monitor, name),
+                "monitor",
+                f"{name} needs held-out documents; set data.validation",
+            )
         checkpoint = self.deepspeed_settings.get("checkpoint")
         universal = isinstance(checkpoint, dict) and bool(checkpoint.get("load_universal"))
         require(
             not universal or stage in (1, 2),
             "deepspeed",
-            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; go on with the number of processes that the run had",
+            "checkpoint.load_universal is exact under ZeRO 1 and 2 alone; go on with the number of "
+            "processes that the run had",
         )
         if not isinstance(self.deepspeed, int):
             check_deepspeed(self.deepspeed_settings, self._of_deepspeed())
-        require(shared == 1 or stage >= 1, "deepspeed", "sequence_parallel_size above 1 needs ZeRO stage 1, 2 or 3")
-        require(shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel")
+        require(
+            shared == 1 or stage >= 1,
+            "deepspeed",
+            "sequence_parallel_size above 1 needs ZeRO stage 1, 2 or 3",
+        )
+        require(
+            shared == 1 or self.model.window is None, "model", "window does not go with sequence_parallel"
+        )
 
     def beside(self, name: str) -> Path:
         """A file named by the recipe, which lies beside it."""
@@ -109,7 +137,10 @@ class Recipe:
         o = self.training
         return {
             "train_micro_batch_size_per_gpu": ("training.batch_size", o.batch_size),
-            "gradient_accumulation_steps": ("training.gradient_accumulation_steps", o.gradient_accumulation_steps),
+            "gradient_accumulation_steps": (
+                "training.gradient_accumulation_steps",
+                o.gradient_accumulation_steps,
+            ),
             "train_batch_size": (
                 "batch_size x accumulation x processes",
                 o.batch_size * o.gradient_accumulation_steps * self.parallel.world,
@@ -124,19 +155,30 @@ class Recipe:
         zero = self.deepspeed_settings.get("zero_optimization", {})
         stage = zero.get("stage", 0) if isinstance(zero, dict) else None
         if type(stage) is not int or not 0 <= stage <= 3:
-            raise WrongSetting("deepspeed", f"zero_optimization must be a table with a stage from 0 to 3, got {shown(zero)}")
+            raise WrongSetting(
+                "deepspeed", f"zero_optimization must be a table with a stage from 0 to 3, got {shown(zero)}"
+            )
         return stage
 
     @property
     def rows_per_step(self) -> int:
         """Rows of `sequence_length` tokens that one optimiser step sees, over all devices."""
         o = self.training
-        return o.batch_size * o.gradient_accumulation_steps * self.parallel.world // self.parallel.sequence_parallel_size
+        return (
+            o.batch_size
+            * o.gradient_accumulation_steps
+            * self.parallel.world
+            // self.parallel.sequence_parallel_size
+        )
 
     @property
     def steps(self) -> int:
         o = self.training
-        return o.steps if o.steps is not None else -(-(o.tokens or 0) // (self.rows_per_step * self.data.sequence_length))
+        return (
+            o.steps
+            if o.steps is not None
+            else -(-(o.tokens or 0) // (self.rows_per_step * self.data.sequence_length))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, every default written out."""
@@ -146,5 +188,6 @@ class Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; `overrides` are `a.b=value` with a YAML value. Raises InPlaceTTTError naming line and key."""
+    """Read a recipe; `overrides` are `a.b=value` with a YAML value. Raises InPlaceTTTError naming line and
+    key."""
     return read_settings(Recipe, Path(path), overrides, path=Path(path))

@@ -34,7 +34,8 @@ class Model:
 
     path: checkpoint folder or hub id, converted already or not; or
     config: values of a transformers config, `model_type` among them, for a model from scratch.
-    tokenizer: folder or hub id; `path` without one. overrides: values put over the model's own config (YaRN, a window).
+    tokenizer: folder or hub id; `path` without one. overrides: values put over the model's own config (YaRN,
+        a window).
     window: attention that sees a window, for a model whose own sees everything.
     load_in: hold the base's linear maps in so many bits (bitsandbytes; nf4 for four), frozen.
     """
@@ -49,15 +50,27 @@ class Model:
     load_in: Literal["4bit", "8bit"] | None = None
 
     def __post_init__(self) -> None:
-        require(self.load_in is None or self.path is not None, "load_in", "has no effect on a model from scratch")
-        require((self.path is None) != (self.config is None), "path", "give either path or config (a model from scratch)")
+        require(
+            self.load_in is None or self.path is not None, "load_in", "has no effect on a model from scratch"
+        )
+        require(
+            (self.path is None) != (self.config is None),
+            "path",
+            "give either path or config (a model from scratch)",
+        )
         require(self.config is None or "model_type" in self.config, "config", "config needs model_type")
         for table in (self.config or {}, self.overrides):
             for name, value in table.items():
                 least = _MOST_LAYERS if _LAYERS.search(name) else MOST
-                require(not isinstance(value, (int, float)) or abs(value) <= least, "config", f"{name} must be at most {least:,}")
+                require(
+                    not isinstance(value, (int, float)) or abs(value) <= least,
+                    "config",
+                    f"{name} must be at most {least:,}",
+                )
         require(
-            self.window is None or self.attn_implementation == "sdpa", "window", f"has no effect with {self.attn_implementation} attention"
+            self.window is None or self.attn_implementation == "sdpa",
+            "window",
+            f"has no effect with {self.attn_implementation} attention",
         )
 
     @property
@@ -67,24 +80,33 @@ class Model:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters beside the TTT parameters (`trainable: lora`); `targets` are module names or one regular expression."""
+    """Low-rank adapters beside the TTT parameters (`trainable: lora`); `targets` are module names or one
+    regular expression."""
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: str | list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"])
+    targets: str | list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    )
 
     def __post_init__(self) -> None:
         at_least(1, self, "rank")
         at_most(_HIGHEST_RANK, self, "rank")
         require(self.alpha > 0, "alpha", "must be above 0")
         require(0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1")
-        require(bool(self.targets) and all(self.targets), "targets", "must name modules, or be a regular expression of their names")
+        require(
+            bool(self.targets) and all(self.targets),
+            "targets",
+            "must name modules, or be a regular expression of their names",
+        )
         if isinstance(self.targets, str):
             try:
                 re.compile(self.targets)
             except re.error as error:
-                raise WrongSetting("targets", f"{shown(self.targets)} is no regular expression: {error}") from None
+                raise WrongSetting(
+                    "targets", f"{shown(self.targets)} is no regular expression: {error}"
+                ) from None
 
 
 @dataclass(frozen=True)
@@ -92,9 +114,10 @@ class Training:
     """What is trained and how (AdamW).
 
     trainable: "all" parameters; the new ones alone ("ttt"); or the new ones and LoRA ("lora").
-    steps or tokens: length of the run. batch_size: rows per device and micro-step; gradient_accumulation_steps: micro-steps per step.
-    conv_*, proj_*: the groups of the target generator (a gate of writes is in P's), whose settings default to those of the rest, except
-    that they carry no weight decay. eta_warmup_steps: η rises linearly from 0 over as many steps.
+    steps or tokens: length of the run. batch_size: rows per device and micro-step;
+    gradient_accumulation_steps: micro-steps per step. conv_*, proj_*: the groups of the target generator (a
+    gate of writes is in P's), whose settings default to those of the rest, except that they carry no weight
+    decay. eta_warmup_steps: η rises linearly from 0 over as many steps.
     """
 
     trainable: Literal["all", "ttt", "lora"] = "all"
@@ -130,20 +153,38 @@ class Training:
         at_least(0, self, "seed")
         at_most(2**32 - 1, self, "seed")
         at_most(2**20, self, "batch_size", "gradient_accumulation_steps")
-        at_least(0, self, "weight_decay", "conv_weight_decay", "proj_weight_decay", "warmup_steps", "ttt_warmup_steps", "eta_warmup_steps")
+        at_least(
+            0,
+            self,
+            "weight_decay",
+            "conv_weight_decay",
+            "proj_weight_decay",
+            "warmup_steps",
+            "ttt_warmup_steps",
+            "eta_warmup_steps",
+        )
         require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must be from 0 to 1")
         unused = self.lr_scheduler == "constant" and self.min_lr_ratio != Training.min_lr_ratio
         require(not unused, "min_lr_ratio", "has no effect with lr_scheduler: constant")
-        require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", "must be two numbers from 0 up to 1")
-        require(self.lora is None or self.trainable == "lora", "lora", "has no effect without trainable: lora")
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "betas",
+            "must be two numbers from 0 up to 1",
+        )
+        require(
+            self.lora is None or self.trainable == "lora", "lora", "has no effect without trainable: lora"
+        )
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """nproc_per_node: processes, one per device. sequence_parallel_size: ranks that share one row (Ulysses). nnodes: machines.
+    """nproc_per_node: processes, one per device. sequence_parallel_size: ranks that share one row (Ulysses).
+        nnodes: machines.
 
-    launcher: what `inplace-ttt train` starts on several nodes: DeepSpeed's, which it runs on one of them and which starts those of the
-    hostfile; or torchrun, for which it runs on each of them (by srun, say) and which meets the others at rdzv_endpoint, HOST:PORT of one.
+    launcher: what `inplace-ttt train` starts on several nodes: DeepSpeed's, which it runs on one of them and
+        which starts those of the
+    hostfile; or torchrun, for which it runs on each of them (by srun, say) and which meets the others at
+    rdzv_endpoint, HOST:PORT of one.
     timeout_minutes: how long a process waits for another one in a collective operation before the run ends.
     """
 
@@ -158,7 +199,11 @@ class Parallel:
     def __post_init__(self) -> None:
         by_torchrun = self.launcher == "torchrun"
         require(not by_torchrun or self.hostfile is None, "hostfile", "has no effect with launcher: torchrun")
-        require(by_torchrun or self.rdzv_endpoint is None, "rdzv_endpoint", "has no effect without launcher: torchrun")
+        require(
+            by_torchrun or self.rdzv_endpoint is None,
+            "rdzv_endpoint",
+            "has no effect without launcher: torchrun",
+        )
         require(
             self.rdzv_endpoint is None or re.fullmatch(r"\S+:\d{1,5}", self.rdzv_endpoint) is not None,
             "rdzv_endpoint",
@@ -186,9 +231,11 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Monitor:
-    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a diagnosis, checkpoints.
+    """How often (in steps) things are reported: the log line, held-out loss with writes on and off, a
+    diagnosis, checkpoints.
 
-    compare_steps: held-out documents with writes on, off, and with another document's (what `evaluate` says of a checkpoint).
+    compare_steps: held-out documents with writes on, off, and with another document's (what `evaluate` says
+        of a checkpoint).
     """
 
     logging_steps: int = 10
@@ -223,4 +270,6 @@ class Audit:
     deviations: list[Deviation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        require(self.profile is not None or not self.deviations, "deviations", "have no effect without a profile")
+        require(
+            self.profile is not None or not self.deviations, "deviations", "have no effect without a profile"
+        )

@@ -17,9 +17,15 @@ from ..recipe.recipe import Recipe
 
 
 def write_run_card(
-    folder: Path, recipe: Recipe, model: PreTrainedModel, data: DataReport, steps: int, evaluation: Mapping[str, float]
+    folder: Path,
+    recipe: Recipe,
+    model: PreTrainedModel,
+    data: DataReport,
+    steps: int,
+    evaluation: Mapping[str, float],
 ) -> None:
-    """Into a folder of trained weights that is being made. evaluation: of the held-out rows, as the Trainer names its numbers."""
+    """Into a folder of trained weights that is being made. evaluation: of the held-out rows, as the Trainer
+    names its numbers."""
     source = None if recipe.model.path is None else open_model(recipe.model.path)
     base = (source and source.described_base) or {"name_or_path": recipe.model.path}
     held_out = None

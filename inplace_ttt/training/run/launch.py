@@ -1,4 +1,5 @@
-"""Start a run's processes, and end with them: on this machine by itself, on several by DeepSpeed's launcher or torchrun."""
+"""Start a run's processes, and end with them: on this machine by itself, on several by DeepSpeed's launcher
+or torchrun."""
 
 from __future__ import annotations
 
@@ -31,16 +32,20 @@ _GRACE = 10.0
 
 
 def launch(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Run `python -m inplace_ttt.training RECIPE …` as often as the recipe asks, to its end; returns its exit code.
+    """Run `python -m inplace_ttt.training RECIPE …` as often as the recipe asks, to its end; returns its exit
+    code.
 
     Raises InPlaceTTTError with the reason where the run was refused.
-    The children log to stderr. A signal to stop is passed on to them, and they end with a checkpoint; an interruption ends them at once.
+    The children log to stderr. A signal to stop is passed on to them, and they end with a checkpoint; an
+    interruption ends them at once.
     """
     check_packages(recipe)
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.nproc_per_node)))
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // recipe.parallel.nproc_per_node))
+        )
     here = str(Path(__file__).parents[3])  # the package as this process has it, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH"))))
     _warn_of_locked_builds()
@@ -61,7 +66,9 @@ def _started(recipe: Recipe, arguments: Sequence[str], environment: Mapping[str,
     port = _free_port()
     line = [sys.executable, "-u", "-m", "inplace_ttt.training", *arguments]
     try:
-        return _run_all([(line, {**environment, **place}) for place in one_node(recipe.parallel.nproc_per_node, port)])
+        return _run_all(
+            [(line, {**environment, **place}) for place in one_node(recipe.parallel.nproc_per_node, port)]
+        )
     finally:
         _remove_shared_memory(port)
 
@@ -70,7 +77,10 @@ def one_node(processes: int, port: int) -> Iterator[dict[str, str]]:
     """What tells each process of this machine who it is, and that it ends with this one."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else processes
     if processes > devices:
-        raise InPlaceTTTError(f"the recipe is for {processes} devices and this machine has {devices}; set parallel.nproc_per_node.")
+        raise InPlaceTTTError(
+            f"the recipe is for {processes} devices and this machine has {devices}; set "
+            "parallel.nproc_per_node."
+        )
     common = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(processes))
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHER: str(os.getpid())}
     for rank in range(processes):
@@ -92,7 +102,10 @@ def by_torchrun(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
     if parallel.nnodes == 1 and parallel.rdzv_endpoint is None:
         line += ["--standalone"]
     elif parallel.rdzv_endpoint is None:
-        raise InPlaceTTTError("several nodes need parallel.rdzv_endpoint, HOST:PORT of one of them, where torchrun's agents meet.")
+        raise InPlaceTTTError(
+            "several nodes need parallel.rdzv_endpoint, HOST:PORT of one of them, where torchrun's agents "
+            "meet."
+        )
     else:
         job = os.environ.get("SLURM_JOB_ID", "inplace-ttt")
         line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", parallel.rdzv_endpoint, "--rdzv-id", job]
@@ -100,31 +113,51 @@ def by_torchrun(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
 
 
 def by_deepspeed(recipe: Recipe, arguments: Sequence[str]) -> list[str]:
-    """The command line of DeepSpeed's launcher, which starts the nodes of the recipe's hostfile; they meet at a port of its own."""
+    """The command line of DeepSpeed's launcher, which starts the nodes of the recipe's hostfile; they meet at
+    a port of its own."""
     parallel = recipe.parallel
-    launcher = shutil.which("deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+    launcher = shutil.which(
+        "deepspeed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    )
     if launcher is None:
-        raise InPlaceTTTError(f"DeepSpeed's launcher `deepspeed` is not on the PATH; {how_to_install('train')}.")
+        raise InPlaceTTTError(
+            f"DeepSpeed's launcher `deepspeed` is not on the PATH; {how_to_install('train')}."
+        )
     if parallel.hostfile is None:
         raise InPlaceTTTError(
-            f"{parallel.nnodes} nodes need parallel.hostfile, or launcher: torchrun and inplace-ttt train on each (docs/train.md)."
+            f"{parallel.nnodes} nodes need parallel.hostfile, or launcher: torchrun and inplace-ttt train "
+            "on each (docs/train.md)."
         )
     hostfile = recipe.beside(parallel.hostfile)
     if not hostfile.exists():
-        raise InPlaceTTTError(f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.nproc_per_node}` for each node.")
-    line = [sys.executable, launcher, "--no_local_rank", "--log_level", "warning", "--hostfile", str(hostfile)]
+        raise InPlaceTTTError(
+            f"the hostfile {hostfile} does not exist; write a line `HOST slots={parallel.nproc_per_node}` "
+            "for each node."
+        )
+    line = [
+        sys.executable,
+        launcher,
+        "--no_local_rank",
+        "--log_level",
+        "warning",
+        "--hostfile",
+        str(hostfile),
+    ]
     line += ["--num_nodes", str(parallel.nnodes), "--num_accelerators", str(parallel.nproc_per_node)]
     return [*line, "--module", "inplace_ttt.training", *arguments]
 
 
 def _run_all(lines: list[tuple[list[str], Mapping[str, str]]]) -> int:
-    """Run commands beside each other, each in a session of its own, so that a terminal's Ctrl-C reaches this process alone."""
+    """Run commands beside each other, each in a session of its own, so that a terminal's Ctrl-C reaches this
+    process alone."""
     processes: list[subprocess.Popen[bytes]] = []
     asked = threading.Event()
     with on_signals(asked.set):
         try:
             for line, environment in lines:
-                processes.append(subprocess.Popen(line, env=environment, stdout=sys.stderr, start_new_session=True))
+                processes.append(
+                    subprocess.Popen(line, env=environment, stdout=sys.stderr, start_new_session=True)
+                )
             return _wait(processes, asked)
         finally:
             for process in processes:
@@ -153,18 +186,28 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
         if process.returncode:
             if process.returncode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
                 name = signal.Signals(-process.returncode).name
-                logger.warning("process %d of the run was ended by %s%s", rank, name, ": no memory left?" * (name == "SIGKILL"))
+                logger.warning(
+                    "process %d of the run was ended by %s%s",
+                    rank,
+                    name,
+                    ": no memory left?" * (name == "SIGKILL"),
+                )
             return process.returncode if process.returncode > 0 else 128 - process.returncode
     return 0
 
 
 def _warn_of_locked_builds() -> None:
-    """DeepSpeed compiles its operators at the first start; a lock that a killed start left is waited for without end, or a word."""
+    """DeepSpeed compiles its operators at the first start; a lock that a killed start left is waited for
+    without end, or a word."""
     from torch.utils.cpp_extension import get_default_build_root
 
     builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in builds.glob("**/lock"):
-        logger.warning("%s is the lock of a build; if nothing else compiles now, delete it, or this run waits for it without end.", lock)
+        logger.warning(
+            "%s is the lock of a build; if nothing else compiles now, delete it, or this run waits for it "
+            "without end.",
+            lock,
+        )
 
 
 def _free_port() -> int:
@@ -174,6 +217,7 @@ def _free_port() -> int:
 
 
 def _remove_shared_memory(port: int) -> None:
-    """What the processes that met at this port left behind: DeepSpeed's CPU reduction never frees its 66 MiB each."""
+    """What the processes that met at this port left behind: DeepSpeed's CPU reduction never frees its 66 MiB
+    each."""
     for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
         left.unlink(missing_ok=True)

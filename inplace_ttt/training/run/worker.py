@@ -30,7 +30,14 @@ from ..loop.arguments import open_group, training_arguments
 from ..loop.batches import collate
 from ..loop.guards import FirstStep, GradientTap
 from ..loop.meeting import Meeting
-from ..loop.monitor import CompareCallback, DiagnoseCallback, EtaWarmup, LayerMonitor, document_to_diagnose, documents_to_compare
+from ..loop.monitor import (
+    CompareCallback,
+    DiagnoseCallback,
+    EtaWarmup,
+    LayerMonitor,
+    document_to_diagnose,
+    documents_to_compare,
+)
 from ..loop.run_state import LOG, REPORT, Start, agree, claim, held, made_by, refuse_others, settle
 from ..loop.saving import TrialSave
 from ..loop.speed import Clock, Speed, SpeedLog
@@ -49,17 +56,22 @@ logger = logging.getLogger(__name__)
 
 
 def meet(recipe: Recipe) -> Meeting:
-    """The other processes of the run, `recipe.parallel.world` with this one, by what a launcher put into the environment."""
+    """The other processes of the run, `recipe.parallel.world` with this one, by what a launcher put into the
+    environment."""
     if "RANK" not in os.environ:
-        slurm = "; srun alone does not number them as torch wants it: let it start inplace-ttt train, once a node"
+        slurm = (
+            "; srun alone does not number them as torch wants it: let it start inplace-ttt train, once a node"
+        )
         raise InPlaceTTTError(
-            f"this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's launcher"
+            "this is one process of a run; start them with `inplace-ttt train`, torchrun, or DeepSpeed's "
+            "launcher"
             f"{slurm * ('SLURM_PROCID' in os.environ)} (docs/train.md)."
         )
     world = int(os.environ["WORLD_SIZE"])
     if world != recipe.parallel.world:
         raise InPlaceTTTError(
-            f"the recipe is for {recipe.parallel.world} processes and {world} run; set parallel.nproc_per_node, or --num-processes."
+            f"the recipe is for {recipe.parallel.world} processes and {world} run; set "
+            "parallel.nproc_per_node, or --num-processes."
         )
     return Meeting.by_environment()
 
@@ -69,8 +81,8 @@ def run(recipe: Recipe, meeting: Meeting, *, resume: bool = True, audit: bool = 
 
     resume: go on from the last checkpoint in `recipe.output` that is whole, if there is one.
     audit: refuse to start on a deviation from the paper that the recipe does not declare.
-    Returns the report that is also written to `output`/train_report.json. One of `stopping.SIGNALS` while it trains: SystemExit with
-    `STOPPED`, after a checkpoint.
+    Returns the report that is also written to `output`/train_report.json. One of `stopping.SIGNALS` while it
+    trains: SystemExit with `STOPPED`, after a checkpoint.
     """
     output = Path(recipe.output)
     holds = meeting.rank == 0 and LAUNCHER not in os.environ  # our launcher has it already
@@ -89,17 +101,26 @@ def _train(ready: Prepared, recipe: Recipe) -> dict[str, Any]:
     with trainer.stopping.noted():
         result = trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
     state = trainer.state
-    if trainer.stopping.stopped or trainer.stopping.asked:  # the second: after the last look, when all steps are made and saved
-        logger.warning("stopped after step %d of %d, as asked; the same command goes on from there", state.global_step, recipe.steps)
+    # the second: after the last look, when all steps are made and saved
+    if trainer.stopping.stopped or trainer.stopping.asked:
+        logger.warning(
+            "stopped after step %d of %d, as asked; the same command goes on from there",
+            state.global_step,
+            recipe.steps,
+        )
         sys.exit(STOPPED)
     evaluation = trainer.evaluate() if ready.data.validation is not None else {}
     final = trainer.save_final(
-        lambda folder: write_run_card(folder, recipe, trainer.model, ready.data.report, state.global_step, evaluation)
+        lambda folder: write_run_card(
+            folder, recipe, trainer.model, ready.data.report, state.global_step, evaluation
+        )
     )
     report = {
         "output": str(final),
         "steps": state.global_step,
-        "final_loss": next((log["loss"] for log in reversed(state.log_history) if "loss" in log), result.training_loss),
+        "final_loss": next(
+            (log["loss"] for log in reversed(state.log_history) if "loss" in log), result.training_loss
+        ),
         "evaluation": {key: value for key, value in evaluation.items() if isinstance(value, (int, float))},
         "speed": ready.speed.of_run(),
         "seconds": round(time.perf_counter() - began, 1),
@@ -128,7 +149,8 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit: bool) -> Prepared:
-    """Everything that can be refused is refused here, before the first step; and what is left of an earlier run put in order."""
+    """Everything that can be refused is refused here, before the first step; and what is left of an earlier
+    run put in order."""
     output, main = Path(recipe.output), meeting.rank == 0
     shape = meta_model(recipe)
     facts = facts_of(recipe, shape)
@@ -149,7 +171,8 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output / "tensorboard"))
     arguments = training_arguments(recipe, start.one_disk)
     model = build_model(recipe)
-    for config in (model.config, model.config.get_text_config()):  # a vision-language model's text decoder reads its own
+    # a vision-language model's text decoder reads its own
+    for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
     shared = recipe.parallel.sequence_parallel_size
     if shared > 1:
@@ -157,13 +180,20 @@ def prepare(recipe: Recipe, meeting: Meeting, start: Start, resume: bool, audit:
         ulysses_in_evaluation()
     window = recipe.model.window
     reach = attention_reach(shape.config.get_text_config(), None if window is None else window.size)
-    warnings = [*data.report.warnings, *seen_anyway(recipe.data, reach), *without_effect(recipe.deepspeed_settings)]
+    warnings = [
+        *data.report.warnings,
+        *seen_anyway(recipe.data, reach),
+        *without_effect(recipe.deepspeed_settings),
+    ]
     if slow := note_on_emulation(model.dtype, shape.num_parameters(), "set model.dtype: float32"):
         warnings.append(slow)
     for warning in warnings if main else ():
         logger.warning(warning)
-    held_out = data.validation and data.validation.select(range(min(len(data.validation), recipe.monitor.evaluate_rows)))
-    rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1), start.checkpoint)  # where all is done, nobody reads them
+    held_out = data.validation and data.validation.select(
+        range(min(len(data.validation), recipe.monitor.evaluate_rows))
+    )
+    # where all is done, nobody reads them
+    rows = rows_to_come(data.train, recipe, min(start.done, recipe.steps - 1), start.checkpoint)
     micro_steps = recipe.training.gradient_accumulation_steps * recipe.parallel.world
     speed = Speed(recipe, Clock(), model_flops(recipe, shape) * micro_steps, device_peak(recipe))
     trainer = FastWeightTrainer(
@@ -189,13 +219,15 @@ def refuse_undeclared(recipe: Recipe, data: TrainingData, output: Path) -> None:
     page = write_report(report, output)
     if report.undeclared:
         raise NotSoError(
-            f"the run deviates from the {recipe.audit.profile} profile in {', '.join(report.undeclared)} without saying so; read {page}, "
+            f"the run deviates from the {recipe.audit.profile} profile in {', '.join(report.undeclared)} "
+            f"without saying so; read {page}, "
             "then declare each with a reason under audit.deviations, or start with --no-audit."
         )
 
 
 def read_tokenizer(recipe: Recipe, model: PreTrainedModel) -> Any:
-    """The recipe's tokenizer, refused where it is another model's than `model`, on any device; None for data that needs none."""
+    """The recipe's tokenizer, refused where it is another model's than `model`, on any device; None for data
+    that needs none."""
     if recipe.data.recall is not None:
         return None
     path = recipe.model.tokenizer_path
@@ -213,10 +245,14 @@ def callbacks(speed: Speed, model: Any, rows: Any, warnings: list[str], main: bo
     output = Path(recipe.output)
     found: list[TrainerCallback] = [EtaWarmup(steps)] if (steps := recipe.training.eta_warmup_steps) else []
     found += [TrialSave(output), FirstStep(gradients, warnings), SpeedLog(speed)]
-    found += [LayerMonitor(gradients, warnings, recipe.monitor.stop_write_ratio, output / LOG if main else None)]
+    found += [
+        LayerMonitor(gradients, warnings, recipe.monitor.stop_write_ratio, output / LOG if main else None)
+    ]
     if recipe.monitor.diagnose_steps and main:
         document = document_to_diagnose(rows, config_of(model).chunk_size)
         found.append(DiagnoseCallback(speed, document, gradients, warnings, output / "diagnose"))
     if recipe.monitor.compare_steps and main:
-        found.append(CompareCallback(speed, documents_to_compare(rows, config_of(model).chunk_size), output / LOG))
+        found.append(
+            CompareCallback(speed, documents_to_compare(rows, config_of(model).chunk_size), output / LOG)
+        )
     return found

@@ -1,4 +1,5 @@
-"""A generator of faults, for the audit's tests: kinds of deviation, each under conditions and in sizes, each proved live.
+"""A generator of faults, for the audit's tests: kinds of deviation, each under conditions and in sizes, each
+proved live.
 
 under_way, conditions   when a fault acts
 rule, planting          how it is put into the package

@@ -31,7 +31,11 @@ def other_tau(change: Callable[[FastWeight, Any, float], Any]) -> Callable[[floa
         def plant(patch: Patch) -> None:
             def tau(self: FastWeight) -> Any:
                 bound, call = real(self), now()
-                acts = bound is not None and call is not None and any(when.holds(piece.place) for piece in places_of_call(call))
+                acts = (
+                    bound is not None
+                    and call is not None
+                    and any(when.holds(piece.place) for piece in places_of_call(call))
+                )
                 return change(self, bound, size) if acts else bound
 
             real = FastWeight.tau
@@ -68,7 +72,9 @@ def over_the_batch(size: float) -> Rule:
 
 
 INFERENCE = tuple(
-    when for when in only.ANYWHERE if not when.name.endswith(("in training", "with gradients")) and when is not only.IN_FLOAT32
+    when
+    for when in only.ANYWHERE
+    if not when.name.endswith(("in training", "with gradients")) and when is not only.IN_FLOAT32
 )
 KINDS: tuple[Kind, ...] = (
     Kind("the clip counts η", "clip", owned(CLIP), other_tau(over_eta), whens=(*INFERENCE, only.WITH_CACHE, only.DECODING), count=3,

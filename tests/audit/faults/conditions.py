@@ -84,32 +84,75 @@ IN_EVALUATION = _when("in evaluation", lambda c: not c.training, "")
 
 IN_A_BATCH = _when("in a batch", lambda c: c.batch > 1, "in-batches rows", "batch")
 LATER_ROWS = When("in rows after the first", _later_row, frozenset({"in-batches", "rows"}), ("batch",))
-UNEVEN = _when("where lengths differ", lambda c: len(set(_lengths(c))) > 1, "in-batches rows padding", "batch")
-PADDED_LEFT = When("in rows padded at the left", _padded_left, frozenset({"in-batches", "padding"}), ("batch", "padded stream"))
+UNEVEN = _when(
+    "where lengths differ", lambda c: len(set(_lengths(c))) > 1, "in-batches rows padding", "batch"
+)
+PADDED_LEFT = When(
+    "in rows padded at the left",
+    _padded_left,
+    frozenset({"in-batches", "padding"}),
+    ("batch", "padded stream"),
+)
 PACKED_IN_A_BATCH = _when(
-    "where a batch is packed", lambda c: c.batch > 1 and any(len(row) > 1 for row in c.spans), "in-batches rows document-grid", "packed"
+    "where a batch is packed",
+    lambda c: c.batch > 1 and any(len(row) > 1 for row in c.spans),
+    "in-batches rows document-grid",
+    "packed",
 )
 
 WITH_CACHE = _when("with a cache", lambda c: c.cached, "in-pieces chunked-prefill token-by-token", "stream")
 SHORT_PIECES = _when(
-    "in pieces shorter than a chunk", lambda c: c.cached and c.tokens < c.chunk_size, "in-pieces chunked-prefill token-by-token", "stream"
+    "in pieces shorter than a chunk",
+    lambda c: c.cached and c.tokens < c.chunk_size,
+    "in-pieces chunked-prefill token-by-token",
+    "stream",
 )
-DECODING = _when("while decoding", lambda c: c.cached and c.tokens == 1, "in-pieces token-by-token generated-tokens", "decode")
-LATER_CALLS = _when("after the first call of a stream", lambda c: "read" in c.past, "in-pieces chunked-prefill token-by-token", "stream")
+DECODING = _when(
+    "while decoding",
+    lambda c: c.cached and c.tokens == 1,
+    "in-pieces token-by-token generated-tokens",
+    "decode",
+)
+LATER_CALLS = _when(
+    "after the first call of a stream",
+    lambda c: "read" in c.past,
+    "in-pieces chunked-prefill token-by-token",
+    "stream",
+)
 CACHE_AND_BATCH = _when(
-    "with a cache in a batch", lambda c: c.cached and c.batch > 1, "in-pieces in-batches rows chunked-prefill", "padded stream"
+    "with a cache in a batch",
+    lambda c: c.cached and c.batch > 1,
+    "in-pieces in-batches rows chunked-prefill",
+    "padded stream",
 )
 
 AFTER_RESET = _when("after a reset", lambda c: "reset" in c.past, "stream-reset in-pieces", "reset")
 AFTER_CROP = _when("after tokens are taken back", lambda c: "crop" in c.past, "take-back", "taken back")
-AFTER_SELECT = _when("after rows are chosen", lambda c: "select" in c.past, "take-back in-batches", "chosen rows")
-AFTER_RESTORE = _when("after a session is loaded", lambda c: "restore" in c.past, "through-a-file saved-session", "session")
+AFTER_SELECT = _when(
+    "after rows are chosen", lambda c: "select" in c.past, "take-back in-batches", "chosen rows"
+)
+AFTER_RESTORE = _when(
+    "after a session is loaded", lambda c: "restore" in c.past, "through-a-file saved-session", "session"
+)
 AFTER_LOADING = _when(
-    "in a model that was loaded", lambda c: getattr(c.layer.ttt.proj, "_is_hf_initialized", False), "through-a-file", "checkpoint"
+    "in a model that was loaded",
+    lambda c: getattr(c.layer.ttt.proj, "_is_hf_initialized", False),
+    "through-a-file",
+    "checkpoint",
 )
 
-MANY_CHUNKS = When("after eight chunks", lambda at: at.call is not None and at.chunk >= 8, frozenset({"over-many-chunks"}), ("long",))
-SIX_CHUNKS = When("after six chunks", lambda at: at.call is not None and at.chunk >= 6, frozenset({"over-many-chunks"}), ("long",))
+MANY_CHUNKS = When(
+    "after eight chunks",
+    lambda at: at.call is not None and at.chunk >= 8,
+    frozenset({"over-many-chunks"}),
+    ("long",),
+)
+SIX_CHUNKS = When(
+    "after six chunks",
+    lambda at: at.call is not None and at.chunk >= 6,
+    frozenset({"over-many-chunks"}),
+    ("long",),
+)
 MANY_CHUNKS_STREAMED = When(
     "after eight chunks of a stream", lambda at: at.call is not None and at.call.cached and at.chunk >= 8,
     frozenset({"over-many-chunks", "in-pieces", "token-by-token", "chunked-prefill"}), ("long stream",),
@@ -119,15 +162,25 @@ LATE_DOCUMENTS = When(
     frozenset({"over-many-chunks", "document-grid"}), ("packed",),
 )  # fmt: skip
 ODD_LENGTH = _when("where a chunk stays open", lambda c: c.tokens % c.chunk_size > 0, "open-chunk in-pieces")
-LARGE_CHUNKS = _when("with chunks above 12", lambda c: c.chunk_size > 12, "over-many-chunks chunk-size", "chunks of 16")
+LARGE_CHUNKS = _when(
+    "with chunks above 12", lambda c: c.chunk_size > 12, "over-many-chunks chunk-size", "chunks of 16"
+)
 
 LATER_LAYER = _when("in the second TTT layer", lambda c: c.position == 1, "every-layer")
-LAST_LAYER = _when("in the last of three TTT layers", lambda c: c.position == c.layers - 1, "every-layer", ttt_layers=3)
+LAST_LAYER = _when(
+    "in the last of three TTT layers", lambda c: c.position == c.layers - 1, "every-layer", ttt_layers=3
+)
 LATER_LAYER_TRAINING = _when(
-    "in the second TTT layer in training", lambda c: c.position == 1 and c.training, "every-layer in-training", "training"
+    "in the second TTT layer in training",
+    lambda c: c.position == 1 and c.training,
+    "every-layer in-training",
+    "training",
 )
 LATER_LAYER_STREAMED = _when(
-    "in the second TTT layer with a cache", lambda c: c.position == 1 and c.cached, "every-layer in-pieces", "stream"
+    "in the second TTT layer with a cache",
+    lambda c: c.position == 1 and c.cached,
+    "every-layer in-pieces",
+    "stream",
 )
 
 WIDE = _when("where keys have more than 64 numbers", lambda c: c.width > 64, "", inner=96)
@@ -139,7 +192,12 @@ BFLOAT16_TRAINING = _when(
     dtype=torch.bfloat16,
 )  # fmt: skip
 
-LATE_ROWS = When("in rows after the fifth", lambda at: at.call is not None and at.row >= 5, frozenset({"drawn-sizes"}), ("many rows",))
+LATE_ROWS = When(
+    "in rows after the fifth",
+    lambda at: at.call is not None and at.row >= 5,
+    frozenset({"drawn-sizes"}),
+    ("many rows",),
+)
 FORTY_CHUNKS = When(
     "after forty chunks", lambda at: at.call is not None and at.chunk >= 40, frozenset({"drawn-sizes"}), ("fifty chunks",)
 )  # fmt: skip
@@ -150,10 +208,17 @@ TENTH_DOCUMENT = When(
 SIZES = (LATE_ROWS, FORTY_CHUNKS, LARGER_CHUNKS, TENTH_DOCUMENT)
 """Sizes beyond those of fixed readings."""
 
-IN_INFERENCE_MODE = _when("in inference mode", lambda c: torch.is_inference_mode_enabled(), "ways-of-calling", "inference mode")
-UNDER_AUTOCAST = _when("under autocast", lambda c: torch.is_autocast_enabled("cpu"), "ways-of-calling", "autocast")
+IN_INFERENCE_MODE = _when(
+    "in inference mode", lambda c: torch.is_inference_mode_enabled(), "ways-of-calling", "inference mode"
+)
+UNDER_AUTOCAST = _when(
+    "under autocast", lambda c: torch.is_autocast_enabled("cpu"), "ways-of-calling", "autocast"
+)
 GRADIENT_IN_EVALUATION = _when(
-    "with gradients in evaluation", lambda c: c.with_gradient and not c.training, "ways-of-calling", "gradients in evaluation"
+    "with gradients in evaluation",
+    lambda c: c.with_gradient and not c.training,
+    "ways-of-calling",
+    "gradients in evaluation",
 )
 
 ANYWHERE = (

@@ -176,9 +176,16 @@ TRAINED, OWNERS = "trained-parameters optimiser in-training", "data-rows"
 def faults() -> Iterator[Fault]:
     """Each with its kind and, where there are several, which one it is."""
     for border in (1, 2):
-        yield made("positions run on", f"from document {border + 1}", positions_run_on(border), "data-rows document-reset")
+        yield made(
+            "positions run on",
+            f"from document {border + 1}",
+            positions_run_on(border),
+            "data-rows document-reset",
+        )
     for every in (CHUNK, ROW // 2):
-        yield made("positions restart", f"every {every}", positions_restart(every), "data-rows long-documents")
+        yield made(
+            "positions restart", f"every {every}", positions_restart(every), "data-rows long-documents"
+        )
     yield made("a document's first token is predicted", "", filled(first_labels_kept))
     yield made("labels are left out", "in the second half", ignored(slice(ROW // 2, None)))
     yield made("labels are left out", "in the last quarter", ignored(slice(3 * ROW // 4, None)))
@@ -187,8 +194,16 @@ def faults() -> Iterator[Fault]:
     yield made("padding is predicted", "", filled(padding_labelled))
     yield made("documents are reversed", "", filled(reversed_documents))
     yield made("all rows are the first", "", rows_repeat, "data-rows token-budget")
-    yield made("positions are not collated", "", collated(without_positions), "data-rows document-reset", STEPS)
-    yield made("positions are the first row's", "", collated(first_rows_positions), "data-rows in-batches document-reset", STEPS)
+    yield made(
+        "positions are not collated", "", collated(without_positions), "data-rows document-reset", STEPS
+    )
+    yield made(
+        "positions are the first row's",
+        "",
+        collated(first_rows_positions),
+        "data-rows in-batches document-reset",
+        STEPS,
+    )
     for name, layers in (("", slice(None)), ("in the second TTT layer", slice(1, 2))):
         also = " every-layer" if name else ""
         yield made("conv is frozen", name, frozen("conv", layers), TRAINED + also, STEPS)

@@ -22,17 +22,25 @@ from .under_way import Patch, Place, now, places_of_call
 
 Plant = Callable[[Patch], None]
 RAW = {"settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 10.0}}
-RIDGE = {"settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 80.0, "whitening": KeyWhitening(rank=0.75)}}
+RIDGE = {
+    "settings": {"update_rule": "ridge", "ridge": 0.5, "eta": 80.0, "whitening": KeyWhitening(rank=0.75)}
+}
 
 
-def writing(change: Callable[[_Walk, int, Any, Tensor, Tensor, float], Tensor]) -> Callable[[float, When], Plant]:
+def writing(
+    change: Callable[[_Walk, int, Any, Tensor, Tensor, float], Tensor],
+) -> Callable[[float, When], Plant]:
     """change: the walk, a row, chunks, the sums before and after them, a size -> those after them."""
 
     def of(size: float, when: When) -> Plant:
         def plant(patch: Patch) -> None:
             def with_writes(self: _Walk, row: int, group: Any, state: Tensor) -> tuple[Tensor, Tensor]:
                 before, after = real(self, row, group, state)
-                return (before, change(self, row, group, state, after, size)) if when.holds(_place(self, row, group)) else (before, after)
+                return (
+                    (before, change(self, row, group, state, after, size))
+                    if when.holds(_place(self, row, group))
+                    else (before, after)
+                )
 
             real = _Walk.with_writes
             patch.setattr(_Walk, "with_writes", with_writes)
@@ -51,7 +59,9 @@ def _place(walk: _Walk, row: int, group: Any) -> Place:
     documents = walk.layout.documents[row]
     document = next(i for i, (start, stop) in enumerate(documents) if start <= group.start < stop)
     done = call.before(number)[0] if document == 0 else 0
-    return Place(call, number, document, done + (group.start - documents[document][0]) // walk.layout.chunk_size)
+    return Place(
+        call, number, document, done + (group.start - documents[document][0]) // walk.layout.chunk_size
+    )
 
 
 def fading_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor, size: float) -> Tensor:
@@ -61,7 +71,9 @@ def fading_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor
 def coarse_gram(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor, bits: float) -> Tensor:
     """On the diagonal, so that it stays a Gram matrix."""
     diagonal = after[walk.d :].diagonal()
-    return torch.cat([after[: walk.d], after[walk.d :] + (rounded(diagonal, bits) - diagonal).clamp(min=0).diag()])
+    return torch.cat(
+        [after[: walk.d], after[walk.d :] + (rounded(diagonal, bits) - diagonal).clamp(min=0).diag()]
+    )
 
 
 def gram_of_all_rows(walk: _Walk, row: int, group: Any, before: Tensor, after: Tensor, size: float) -> Tensor:
@@ -71,7 +83,9 @@ def gram_of_all_rows(walk: _Walk, row: int, group: Any, before: Tensor, after: T
     return torch.cat([after[: walk.d], after[walk.d :] + size * keys.mT @ keys])
 
 
-def with_keys(change: Callable[[WhitenedKeys, Tensor, Tensor, float], Tensor]) -> Callable[[float, When], Plant]:
+def with_keys(
+    change: Callable[[WhitenedKeys, Tensor, Tensor, float], Tensor],
+) -> Callable[[float, When], Plant]:
     """Other keys [B, T, r] where the condition holds."""
 
     def of(size: float, when: When) -> Plant:
@@ -101,7 +115,9 @@ def larger(keys: WhitenedKeys, z: Tensor, right: Tensor, size: float) -> Tensor:
     return right * (1 + size)
 
 
-CHUNKS = tuple(when for when in only.ANYWHERE if when not in (only.IN_FLOAT32, only.AFTER_LOADING, only.IN_EVALUATION))
+CHUNKS = tuple(
+    when for when in only.ANYWHERE if when not in (only.IN_FLOAT32, only.AFTER_LOADING, only.IN_EVALUATION)
+)
 ROWS = (only.IN_A_BATCH, only.LATER_ROWS, only.LATER_LAYER)
 LAW, SIZES = "least-squares", (1.0, 0.3, 0.1)
 KINDS: tuple[Kind, ...] = (

@@ -43,7 +43,8 @@ class Fault:
 class Kind:
     """A deviation that conditions and sizes make faults of.
 
-    plant, spoil: size and condition -> how it is planted. sizes: 1 is the order of a whole write; one entry where it has no size.
+    plant, spoil: size and condition -> how it is planted. sizes: 1 is the order of a whole write; one entry
+        where it has no size.
     whens: conditions under which it can show. count: how many faults are drawn of them.
     scenes: where it shows, if that is not the condition's to say. world: the model it needs.
     """
@@ -60,11 +61,16 @@ class Kind:
     spoil: Callable[[float, When], Spoil] | None = None
 
     def faults(self) -> Iterator[Fault]:
-        """Pairs of condition and size drawn by the kind's name: no condition and no size twice before all were there."""
+        """Pairs of condition and size drawn by the kind's name: no condition and no size twice before all
+        were there."""
         draw = random.Random(self.name)
         whens, sizes = list(self.whens), list(self.sizes)
         draw.shuffle(whens)
-        pairs = [(when, sizes[(i + turn) % len(sizes)]) for turn in range(len(sizes)) for i, when in enumerate(whens)]
+        pairs = [
+            (when, sizes[(i + turn) % len(sizes)])
+            for turn in range(len(sizes))
+            for i, when in enumerate(whens)
+        ]
         for when, size in pairs[: self.count]:
             named = [self.name, when.name, f"{size:g}" if len(sizes) > 1 else ""]
             yield Fault(

@@ -27,7 +27,8 @@ FILE, SESSION = "through-a-file", "through-a-file saved-session"
 
 
 def saved_otherwise(name: str, change: Callable[[Tensor, float], Tensor]) -> Callable[[float, When], Spoil]:
-    """A layer's tensor goes into the state dict otherwise than it is; in all TTT layers, or the one that the condition is about."""
+    """A layer's tensor goes into the state dict otherwise than it is; in all TTT layers, or the one that the
+    condition is about."""
 
     def of(size: float, when: When) -> Spoil:
         def spoil(model: Any) -> None:
@@ -80,7 +81,9 @@ def official_otherwise(kind: str, change: Callable[[Tensor], Tensor]) -> Callabl
     def of(size: float, when: When) -> Plant:
         def plant(patch: Patch) -> None:
             def tensors_of(*args: Any) -> dict[str, Tensor]:
-                return {name: change(t).contiguous() if name == kind else t for name, t in real(*args).items()}
+                return {
+                    name: change(t).contiguous() if name == kind else t for name, t in real(*args).items()
+                }
 
             real = official._tensors_of
             patch.setattr(official, "_tensors_of", tensors_of)
@@ -95,19 +98,27 @@ def official_rate(factor: float, when: When) -> Plant:
 
     def plant(patch: Patch) -> None:
         real = official.official_keys
-        patch.setattr(official, "official_keys", lambda config: {**real(config), "ttt_lr": factor * config.eta})
+        patch.setattr(
+            official, "official_keys", lambda config: {**real(config), "ttt_lr": factor * config.eta}
+        )
 
     return plant
 
 
-def session_saves(change: Callable[[FastWeightStream, dict[str, Tensor], float], dict[str, Tensor]]) -> Callable[[float, When], Plant]:
+def session_saves(
+    change: Callable[[FastWeightStream, dict[str, Tensor], float], dict[str, Tensor]],
+) -> Callable[[float, When], Plant]:
     """What a stream gives to be saved is changed where the condition holds."""
 
     def of(size: float, when: When) -> Plant:
         def plant(patch: Patch) -> None:
             def tensors(self: FastWeightStream) -> dict[str, Tensor]:
                 held = real(self)
-                return {n: t.contiguous() for n, t in change(self, held, size).items()} if when.holds(place_in(self)) else held
+                return (
+                    {n: t.contiguous() for n, t in change(self, held, size).items()}
+                    if when.holds(place_in(self))
+                    else held
+                )
 
             real = FastWeightStream.tensors
             patch.setattr(FastWeightStream, "tensors", tensors)
@@ -139,7 +150,9 @@ def restored_late(size: float, when: When) -> Plant:
     def plant(patch: Patch) -> None:
         def restore(cls: type[FastWeightStream], *args: Any, **kwargs: Any) -> FastWeightStream:
             stream = real(cls, *args, **kwargs)
-            stream.rows = [dataclasses.replace(row, filled=max(0, row.filled - int(size))) for row in stream.rows]
+            stream.rows = [
+                dataclasses.replace(row, filled=max(0, row.filled - int(size))) for row in stream.rows
+            ]
             return stream
 
         real = FastWeightStream.restore.__func__  # type: ignore[attr-defined]

@@ -21,11 +21,17 @@ Documents = Callable[[tuple[Span, ...], int, int], tuple[Span, ...]]
 
 
 def shifted_grid(by: float) -> Documents:
-    """The first chunk of each document is shorter by some tokens, as if they had come before: it is another document of its own."""
+    """The first chunk of each document is shorter by some tokens, as if they had come before: it is another
+    document of its own."""
 
     def change(row: tuple[Span, ...], length: int, chunk: int) -> tuple[Span, ...]:
         cut = [(start, min(start + int(by), stop), stop) for start, stop in row]
-        return tuple(span for start, middle, stop in cut for span in ((start, middle), (middle, stop)) if span[0] < span[1])
+        return tuple(
+            span
+            for start, middle, stop in cut
+            for span in ((start, middle), (middle, stop))
+            if span[0] < span[1]
+        )
 
     return change
 
@@ -44,10 +50,17 @@ def merged(share: float) -> Documents:
 
 
 def moved_border(by: float) -> Documents:
-    """A document's first tokens belong to the one before it, or with a number below 0 its last ones to the next."""
+    """A document's first tokens belong to the one before it, or with a number below 0 its last ones to the
+    next."""
 
     def change(row: tuple[Span, ...], length: int, chunk: int) -> tuple[Span, ...]:
-        borders = [row[0][0], *(min(max(stop + int(by), start + 1), later - 1) for (start, stop), (_, later) in itertools.pairwise(row))]
+        borders = [
+            row[0][0],
+            *(
+                min(max(stop + int(by), start + 1), later - 1)
+                for (start, stop), (_, later) in itertools.pairwise(row)
+            ),
+        ]
         return tuple(zip(borders, [*borders[1:], row[-1][1]], strict=True)) if row else row
 
     return change

@@ -1,4 +1,5 @@
-"""Whether a fault changes what a model computes: its scenes with the fault planted, against the same without."""
+"""Whether a fault changes what a model computes: its scenes with the fault planted, against the same
+without."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from .world import Spoil, World
 ENOUGH = 1e-3
 """Relative difference of a number from which a fault counts as live."""
 ROUNDING = {torch.bfloat16: 0.05}
-"""What the order of operations alone may change in a dtype, where it is more than `ENOUGH`; a state is float32 all the same."""
+"""What the order of operations alone may change in a dtype, where it is more than `ENOUGH`; a state is
+float32 all the same."""
 
 
 def liveness(fault: Fault) -> float:
-    """The largest relative change of a number in the fault's scenes, in units of what is enough; above 1 is live."""
+    """The largest relative change of a number in the fault's scenes, in units of what is enough; above 1 is
+    live."""
     found = 0.0
     for scene in fault.scenes:
         right = _right(scene, fault.sound_world)
@@ -32,7 +35,10 @@ def liveness(fault: Fault) -> float:
                 fault.plant(patch)
             wrong = play(scene, fault.world, fault.spoil)
         forget()
-        found = max(found, *(_change(wrong.get(name), value) / _enough(fault.world, name) for name, value in right.items()))
+        found = max(
+            found,
+            *(_change(wrong.get(name), value) / _enough(fault.world, name) for name, value in right.items()),
+        )
     return found
 
 

@@ -81,7 +81,8 @@ def damped_direction(size: float) -> Rule:
 
 
 def corrected(size: float) -> Rule:
-    """Targets less what the state answers already, by a normalised step, as error-correcting rules have it."""
+    """Targets less what the state answers already, by a normalised step, as error-correcting rules have
+    it."""
 
     def write(at: Step, state: Tensor, delta: Tensor) -> Tensor:
         return state + delta - size * (state @ at.keys.T) @ at.keys / at.keys.square().sum().clamp(min=1e-12)
@@ -112,7 +113,10 @@ def rising_eta(size: float) -> Rule:
 
 
 def neighbour(size: float) -> Rule:
-    return Rule(read=lambda at, state: state + size * (at.beside[0] - state) if at.beside else state, looks_beside=True)
+    return Rule(
+        read=lambda at, state: state + size * (at.beside[0] - state) if at.beside else state,
+        looks_beside=True,
+    )
 
 
 def shared_mean(size: float) -> Rule:

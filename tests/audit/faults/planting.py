@@ -1,4 +1,5 @@
-"""Where faults are planted beside the rule: targets, their source, the documents of a call, the op's inputs."""
+"""Where faults are planted beside the rule: targets, their source, the documents of a call, the op's
+inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def with_target(make: Callable[[float], Target]) -> Plant:
                 at = when.tokens(layout)
                 if not at.any():
                     return right
-                return torch.where(at[..., None], wrong(self, self.normalize_source(x.to(self.proj.dtype)), layout, right), right)
+                return torch.where(
+                    at[..., None],
+                    wrong(self, self.normalize_source(x.to(self.proj.dtype)), layout, right),
+                    right,
+                )
 
             real = TargetGenerator.forward
             patch.setattr(TargetGenerator, "forward", forward)
@@ -56,7 +61,8 @@ def mixed(wrong: Target) -> Callable[[float], Target]:
 
 
 def with_source(make: Callable[[float], Callable[[FastWeight, Tensor], Tensor]]) -> Plant:
-    """Plants another target source where a condition holds; make: size -> of layer and right source [B, T, d], the wrong one."""
+    """Plants another target source where a condition holds; make: size -> of layer and right source [B, T,
+    d], the wrong one."""
 
     def of(size: float, when: When) -> Callable[[Patch], None]:
         wrong = make(size)
@@ -71,7 +77,9 @@ def with_source(make: Callable[[float], Callable[[FastWeight, Tensor], Tensor]])
             def read_whole(self: FastWeight, z: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
                 return real_whole(self, z, source(self, x), context)
 
-            def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any, **rest: Any) -> Tensor:
+            def advance(
+                self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any, **rest: Any
+            ) -> Tensor:
                 return real_advance(self, out, z, source(layer, x), spans, layer, **rest)
 
             real_whole, real_advance = FastWeight._read_whole, FastWeightStream.advance
@@ -83,8 +91,11 @@ def with_source(make: Callable[[float], Callable[[FastWeight, Tensor], Tensor]])
     return of
 
 
-def with_inputs(change: Callable[[float], Callable[[Tensor, Tensor, Tensor | None], tuple[Any, Any, Any]]]) -> Plant:
-    """Plants other inputs of the op: keys [B, T, h], targets [B, T, d] and W0, all of a call in which the condition holds anywhere."""
+def with_inputs(
+    change: Callable[[float], Callable[[Tensor, Tensor, Tensor | None], tuple[Any, Any, Any]]],
+) -> Plant:
+    """Plants other inputs of the op: keys [B, T, h], targets [B, T, d] and W0, all of a call in which the
+    condition holds anywhere."""
 
     def of(size: float, when: When) -> Callable[[Patch], None]:
         changed = change(size)
@@ -95,15 +106,20 @@ def with_inputs(change: Callable[[float], Callable[[Tensor, Tensor, Tensor | Non
                 return right_op(z, v, weight, layout=layout, **rest)
             keys, values, w0 = changed(z, v, weight)
             mask = at[..., None]
-            return right_op(torch.where(mask, keys, z), torch.where(mask, values, v), w0, layout=layout, **rest)
+            return right_op(
+                torch.where(mask, keys, z), torch.where(mask, values, v), w0, layout=layout, **rest
+            )
 
         return lambda patch: patch.setattr("inplace_ttt.layer.fast_linear.fast_weight", op)
 
     return of
 
 
-def with_documents(change: Callable[[float], Callable[[tuple[Span, ...], int, int], tuple[Span, ...]]]) -> Plant:
-    """Plants other documents of rows without a cache; change: size -> of a row's documents, its length and chunk, the wrong ones.
+def with_documents(
+    change: Callable[[float], Callable[[tuple[Span, ...], int, int], tuple[Span, ...]]],
+) -> Plant:
+    """Plants other documents of rows without a cache; change: size -> of a row's documents, its length and
+    chunk, the wrong ones.
 
     A condition holds for a row where it holds at one of its chunks.
     """
@@ -120,7 +136,10 @@ def with_documents(change: Callable[[float], Callable[[tuple[Span, ...], int, in
                 acts = {piece.index for piece in pieces(right) if when.holds(piece.place)}
                 if not acts:
                     return right
-                rows = [changed(row, right.length, chunk_size) if i in acts else row for i, row in enumerate(right.documents)]
+                rows = [
+                    changed(row, right.length, chunk_size) if i in acts else row
+                    for i, row in enumerate(right.documents)
+                ]
                 return ChunkLayout(tuple(rows), right.length, chunk_size)
 
             real = ForwardContext.layout
@@ -134,4 +153,6 @@ def with_documents(change: Callable[[float], Callable[[tuple[Span, ...], int, in
 def acts_in(when: When, stream: FastWeightStream, row: int) -> bool:
     """Whether a condition holds for a row of a stream, in a call or between two."""
     call = now()
-    return when.holds(place_in(stream, row) if call is None else Place(call, row, 0, stream.rows[row].written))
+    return when.holds(
+        place_in(stream, row) if call is None else Place(call, row, 0, stream.rows[row].written)
+    )

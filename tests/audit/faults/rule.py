@@ -1,4 +1,5 @@
-"""The update rule as a plain loop under autograd, with parts of it replaced where a condition holds; and its reads in a stream."""
+"""The update rule as a plain loop under autograd, with parts of it replaced where a condition holds; and its
+reads in a stream."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ from .under_way import Patch, Place, now, pieces, with_row
 
 @dataclass(eq=False)
 class Step:
-    """A chunk about to be read or written. memory: what a rule keeps of the document, of the stream's row in a stream.
+    """A chunk about to be read or written. memory: what a rule keeps of the document, of the stream's row in
+    a stream.
 
-    own, next: the deltas of this chunk and the one after it where one call has them, else None. beside: other rows' states here.
+    own, next: the deltas of this chunk and the one after it where one call has them, else None. beside: other
+        rows' states here.
     """
 
     place: Place
@@ -45,9 +48,12 @@ class Step:
 class Rule:
     """Apply, then update, in parts that a fault may replace.
 
-    read: step and state [d, h] -> what keys are read with. key: step -> keys that read. base: step -> factor of W0's product.
-    delta: step -> what a chunk adds [d, h]; its keys and values are those of the step. write: step, state, delta -> the next state.
-    start: the place of a document's first chunk and the state of the one before it -> its state. factor: delta and τ -> what clips it.
+    read: step and state [d, h] -> what keys are read with. key: step -> keys that read. base: step -> factor
+        of W0's product.
+    delta: step -> what a chunk adds [d, h]; its keys and values are those of the step. write: step, state,
+        delta -> the next state.
+    start: the place of a document's first chunk and the state of the one before it -> its state. factor:
+        delta and τ -> what clips it.
     looks_beside: whether it reads other rows' states.
     """
 
@@ -74,13 +80,23 @@ def with_rule(make: Callable[[float], Rule]) -> Callable[[float, When], Callable
 
 
 def plant_rule(patch: Patch, fault: Rule, when: When) -> None:
-    def op(z: Tensor, v: Tensor, weight: Tensor | None, *, layout: ChunkLayout, rule: UpdateRule = PAPER_RULE, **rest: Any) -> Any:
+    def op(
+        z: Tensor,
+        v: Tensor,
+        weight: Tensor | None,
+        *,
+        layout: ChunkLayout,
+        rule: UpdateRule = PAPER_RULE,
+        **rest: Any,
+    ) -> Any:
         if isinstance(rule, RidgeRule) or not when.anywhere(layout):
             return right_op(z, v, weight, layout=layout, rule=rule, **rest)
         out, state = walk(fault, when, z, v, weight, layout=layout, **rest)
         return (out, state) if rest.get("return_state") else out
 
-    def add_read(self: State, out: Tensor, z: Tensor, layer: Any, row: int | None = None, **how: bool) -> None:
+    def add_read(
+        self: State, out: Tensor, z: Tensor, layer: Any, row: int | None = None, **how: bool
+    ) -> None:
         call = now()
         if call is None or call.stream is None or isinstance(self.rule, RidgeRule):
             return real_read(self, out, z, layer, row, **how)
@@ -103,13 +119,18 @@ def plant_rule(patch: Patch, fault: Rule, when: When) -> None:
 
 
 def hand_in_states(patch: Patch, when: When) -> None:
-    """A stream's write is given the state, for faults that change what is there already; by itself it adds to it afterwards."""
+    """A stream's write is given the state, for faults that change what is there already; by itself it adds to
+    it afterwards."""
 
-    def write(self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool) -> Any:
+    def write(
+        self: FastWeight, z: Tensor, x: Tensor, layout: ChunkLayout, state: Tensor | None, *, reads: bool
+    ) -> Any:
         if not when.anywhere(layout):
             return real(self, z, x, layout, state, reads=reads)
         v = self.ttt(x, layout).to(z.dtype)
-        return fast_linear.fast_weight(z, v, None, layout=layout, initial_state=state, return_state=True, **self._settings())
+        return fast_linear.fast_weight(
+            z, v, None, layout=layout, initial_state=state, return_state=True, **self._settings()
+        )
 
     real = FastWeight.write
     patch.setattr(FastWeight, "write", write)
@@ -126,11 +147,16 @@ def walk(
         rows[piece.index].append(piece)
     seen: list[dict[Any, Tensor]] = []
     if rule.looks_beside:
-        seen = [_walk_row(RIGHT, when, keys[i], values[i], eta, clip, row, initial_state, i, [])[2] for i, row in enumerate(rows)]
+        seen = [
+            _walk_row(RIGHT, when, keys[i], values[i], eta, clip, row, initial_state, i, [])[2]
+            for i, row in enumerate(rows)
+        ]
     outs, states, factors = [], [], []
     for i, row in enumerate(rows):
         others = [states_of for j, states_of in enumerate(seen) if j != i]
-        out, factor, found = _walk_row(rule, when, keys[i], values[i], eta, clip, row, initial_state, i, others)
+        out, factor, found = _walk_row(
+            rule, when, keys[i], values[i], eta, clip, row, initial_state, i, others
+        )
         outs.append(out)
         factors.append(factor)
         states.append(found["end"])
@@ -138,7 +164,8 @@ def walk(
     if weight is not None:
         out = out + linear(z, weight) * factor
     elif bool((factor != 1).any()) and (call := now()) is not None:
-        out = out + linear(z, call.layer.base_weight()) * (factor - 1)  # the product with W0 is made beside the op
+        # the product with W0 is made beside the op
+        out = out + linear(z, call.layer.base_weight()) * (factor - 1)
     return out, torch.stack(states)
 
 
@@ -159,15 +186,24 @@ def _walk_row(
             memory = _memory(place)
         active = rule if when.holds(place) else RIGHT
         here = slice(piece.start, piece.stop)
-        following = row[number + 1] if number + 1 < len(row) and row[number + 1].place.document == place.document else None
-        step = Step(place, z[here], v[here], eta, memory, beside=[o[key] for o in others if (key := place[2:]) in o])
+        following = (
+            row[number + 1]
+            if number + 1 < len(row) and row[number + 1].place.document == place.document
+            else None
+        )
+        step = Step(
+            place, z[here], v[here], eta, memory, beside=[o[key] for o in others if (key := place[2:]) in o]
+        )
         delta = active.factor(v[here].T @ z[here], clip) * active.delta(step) if piece.whole else None
         step.own = delta
         if following is not None and following.whole:
             later = slice(following.start, following.stop)
             step.next = v[later].T @ z[later]
         found[place[2:]] = state
-        parts += [v.new_zeros(piece.start - done, v.shape[-1]), eta * active.key(step) @ active.read(step, state).T]
+        parts += [
+            v.new_zeros(piece.start - done, v.shape[-1]),
+            eta * active.key(step) @ active.read(step, state).T,
+        ]
         factors[here] = active.base(step)
         done = piece.stop
         if delta is not None:

@@ -1,4 +1,5 @@
-"""The training run that faults of data and optimization are planted in, and its scenes: its rows, and a few of its steps."""
+"""The training run that faults of data and optimization are planted in, and its scenes: its rows, and a few
+of its steps."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ LENGTHS = (70, 33, 150, 12, 300, 64, 5, 41, 128, 90, 17, 200, 256, 99)
 
 @dataclass(frozen=True)
 class Run:
-    """A tiny recipe over documents of random words. changes: settings put over it. lengths: of its documents."""
+    """A tiny recipe over documents of random words. changes: settings put over it. lengths: of its
+    documents."""
 
     changes: tuple[str, ...] = ()
     lengths: tuple[int, ...] = LENGTHS
@@ -51,7 +53,11 @@ class Run:
         return tiny_recipe(
             folder,
             *self.changes,
-            model={"config": {**CONFIG, "num_hidden_layers": 7}, "tokenizer": str(source.parent / "tokenizer"), "dtype": "float32"},
+            model={
+                "config": {**CONFIG, "num_hidden_layers": 7},
+                "tokenizer": str(source.parent / "tokenizer"),
+                "dtype": "float32",
+            },
             ttt={"layers": "every:6", "chunk_size": CHUNK},
             data={"train": str(source), "sequence_length": ROW, "cache": str(folder / "cache")},
             training={"steps": STEPS, "learning_rate": 3e-4, "batch_size": 2},
@@ -79,7 +85,9 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 def rows_of(recipe: Recipe) -> list[dict[str, Any]]:
     """The rows that a recipe trains on."""
-    return list(data.build_data(recipe, AutoTokenizer.from_pretrained(recipe.model.tokenizer_path), CHUNK).train)
+    return list(
+        data.build_data(recipe, AutoTokenizer.from_pretrained(recipe.model.tokenizer_path), CHUNK).train
+    )
 
 
 def rows(world: Run, spoil: Spoil | None) -> dict[str, Tensor]:
@@ -100,7 +108,10 @@ def steps(world: Run, spoil: Spoil | None) -> dict[str, Tensor]:
     groups = parameters.parameter_groups(model, settings)
     optimiser = torch.optim.AdamW(groups, betas=(settings.betas[0], settings.betas[1]), eps=1e-3)
     factors = [parameters.schedule(settings, recipe.steps, group["name"]) for group in groups]
-    scheduler, warmup = torch.optim.lr_scheduler.LambdaLR(optimiser, factors), EtaWarmup(settings.eta_warmup_steps)
+    scheduler, warmup = (
+        torch.optim.lr_scheduler.LambdaLR(optimiser, factors),
+        EtaWarmup(settings.eta_warmup_steps),
+    )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
         warmup.on_step_begin(None, SimpleNamespace(global_step=step), None, model=model)
@@ -111,7 +122,11 @@ def steps(world: Run, spoil: Spoil | None) -> dict[str, Tensor]:
         optimiser.step()
         scheduler.step()
     moved = {name: (p.detach() - before[name]).flatten() for name, p in model.named_parameters()}
-    own = {f"{layer} {n}": f"model.layers.{layer}.mlp.down_proj.ttt.{n}" for layer in fast_weights(model) for n in ("conv", "proj")}
+    own = {
+        f"{layer} {n}": f"model.layers.{layer}.mlp.down_proj.ttt.{n}"
+        for layer in fast_weights(model)
+        for n in ("conv", "proj")
+    }
     rest = torch.cat([change for name, change in moved.items() if name not in own.values()])
     return {**{key: moved[name] for key, name in own.items()}, "the rest": rest}
 

@@ -1,4 +1,5 @@
-"""What a converted model computes in small scenes: the proof, apart from the audit, that a fault changes something."""
+"""What a converted model computes in small scenes: the proof, apart from the audit, that a fault changes
+something."""
 
 from __future__ import annotations
 
@@ -99,11 +100,16 @@ def decode(world: World, spoil: Spoil | None) -> Numbers:
 
 
 def long_stream(world: World, spoil: Spoil | None) -> Numbers:
-    return {"logits": streamed(world.model(spoil=spoil), random_ids(1, LONG), [20, 1, 9, 40, *[1] * 10, LONG - 80])}
+    return {
+        "logits": streamed(
+            world.model(spoil=spoil), random_ids(1, LONG), [20, 1, 9, 40, *[1] * 10, LONG - 80]
+        )
+    }
 
 
 def half_precision(world: World, spoil: Spoil | None) -> Numbers:
-    """What the first TTT layer's stream holds after a long text: what comes before that layer is right to the last bit."""
+    """What the first TTT layer's stream holds after a long text: what comes before that layer is right to the
+    last bit."""
     model = world.model(spoil=spoil)
     cache = DynamicCache(config=model.config)
     read_on(model, cache, random_ids(1, LONG), (20, 1, 9, LONG - 30))
@@ -147,7 +153,8 @@ def taken_back(world: World, spoil: Spoil | None) -> Numbers:
 
 
 def chosen_rows(world: World, spoil: Spoil | None) -> Numbers:
-    """Rows of a cache are reordered, repeated and selected in the middle of a chunk, with text read after each."""
+    """Rows of a cache are reordered, repeated and selected in the middle of a chunk, with text read after
+    each."""
     model = world.model(spoil=spoil)
     cache = DynamicCache(config=model.config)
     found = [read_on(model, cache, random_ids(2, 18), (18,)).flatten()]
@@ -170,7 +177,9 @@ def beams(world: World, spoil: Spoil | None) -> Numbers:
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     ids = random_ids(2, 12)
     options: dict[str, Any] = {"max_new_tokens": 18, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **options)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **options
+    )
     return {"sequences": out.sequences.double(), "scores": out.sequences_scores}
 
 
@@ -191,7 +200,9 @@ def fork(world: World, spoil: Spoil | None) -> Numbers:
     state = Session(model)
     state.read(random_ids(1, 3 * CHUNK + 4))
     branch = state.fork()
-    found = [read_on(model, s.cache, random_ids(1, 20, seed=n), (2, 1, 17)) for n, s in enumerate((branch, state))]
+    found = [
+        read_on(model, s.cache, random_ids(1, 20, seed=n), (2, 1, 17)) for n, s in enumerate((branch, state))
+    ]
     return {"logits": torch.cat(found, 1)}
 
 
@@ -202,7 +213,10 @@ def checkpoint(world: World, spoil: Spoil | None) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = load(folder, dtype=world.dtype)
-    found = {"logits": logits(loaded, random_ids(1, 5 * CHUNK + 4)), "stream": streamed(loaded, random_ids(1, sum(PIECES)), PIECES)}
+    found = {
+        "logits": logits(loaded, random_ids(1, 5 * CHUNK + 4)),
+        "stream": streamed(loaded, random_ids(1, sum(PIECES)), PIECES),
+    }
     return {**found, **{name: p.detach() for name, p in loaded.named_parameters() if ".down_proj." in name}}
 
 
@@ -212,7 +226,9 @@ def adapter(world: World, spoil: Spoil | None) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
         save_base(Path(folder) / "base", world.family, world.dtype)
         save_adapter(model, Path(folder) / "adapter", base=str(Path(folder) / "base"))
-        return {"logits": logits(load(Path(folder) / "adapter", dtype=world.dtype), random_ids(1, 5 * CHUNK + 4))}
+        return {
+            "logits": logits(load(Path(folder) / "adapter", dtype=world.dtype), random_ids(1, 5 * CHUNK + 4))
+        }
 
 
 def converted_folder(world: World, spoil: Spoil | None) -> Numbers:
@@ -245,13 +261,27 @@ def start(world: World, spoil: Spoil | None) -> Numbers:
     model = world.model(spoil=spoil, writes=False)
     wanted = model.config.get_text_config().initializer_range
     layers = [layer.ttt for layer in fast_weights(model).values()]
-    w0 = torch.cat([layer.get_parameter("weight").detach().flatten() for layer in fast_weights(model).values()])
+    w0 = torch.cat(
+        [layer.get_parameter("weight").detach().flatten() for layer in fast_weights(model).values()]
+    )
     diagonals = torch.stack([ttt.proj.detach().diagonal() for ttt in layers]).double() / wanted
-    off = torch.stack([(ttt.proj.detach() - ttt.proj.detach().diagonal().diag()).abs().max() for ttt in layers]) / wanted
+    off = (
+        torch.stack([(ttt.proj.detach() - ttt.proj.detach().diagonal().diag()).abs().max() for ttt in layers])
+        / wanted
+    )
     alike = torch.corrcoef(diagonals).fill_diagonal_(0).abs().max()
-    shape = torch.stack([diagonals.std(), diagonals.mean() / 10, diagonals.abs().mean(), diagonals.abs().max()])
-    statistics = {"conv": torch.stack([ttt.conv.detach().abs().max() for ttt in layers]), "off": off, "alike": (alike > 0.99).double()}
-    computed = {"logits": logits(model, random_ids(1, 5 * CHUNK + 4)), "stream": streamed(model, random_ids(1, sum(PIECES)), PIECES)}
+    shape = torch.stack(
+        [diagonals.std(), diagonals.mean() / 10, diagonals.abs().mean(), diagonals.abs().max()]
+    )
+    statistics = {
+        "conv": torch.stack([ttt.conv.detach().abs().max() for ttt in layers]),
+        "off": off,
+        "alike": (alike > 0.99).double(),
+    }
+    computed = {
+        "logits": logits(model, random_ids(1, 5 * CHUNK + 4)),
+        "stream": streamed(model, random_ids(1, sum(PIECES)), PIECES),
+    }
     return {**computed, **statistics, "W0": w0, "shape": (shape * 5).round()}
 
 
@@ -263,16 +293,26 @@ def trained(world: World, spoil: Spoil | None) -> Numbers:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator).to(parameter))
-    return {"logits": torch.cat([first, logits(model, ids)], 1), "stream": streamed(model, random_ids(1, sum(PIECES)), PIECES)}
+            parameter.add_(
+                0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator).to(parameter)
+            )
+    return {
+        "logits": torch.cat([first, logits(model, ids)], 1),
+        "stream": streamed(model, random_ids(1, sum(PIECES)), PIECES),
+    }
 
 
 def padded(left: bool) -> tuple[Tensor, Tensor]:
     """Rows of `LENGTHS` and their mask."""
     width = max(LENGTHS)
     pads = [(width - n, 0) if left else (0, width - n) for n in LENGTHS]
-    rows = [torch.nn.functional.pad(random_ids(1, n, seed=n), pad) for n, pad in zip(LENGTHS, pads, strict=True)]
-    mask = [torch.nn.functional.pad(torch.ones(1, n, dtype=torch.long), pad) for n, pad in zip(LENGTHS, pads, strict=True)]
+    rows = [
+        torch.nn.functional.pad(random_ids(1, n, seed=n), pad) for n, pad in zip(LENGTHS, pads, strict=True)
+    ]
+    mask = [
+        torch.nn.functional.pad(torch.ones(1, n, dtype=torch.long), pad)
+        for n, pad in zip(LENGTHS, pads, strict=True)
+    ]
     return torch.cat(rows), torch.cat(mask)
 
 
@@ -283,7 +323,9 @@ def real(values: Tensor, mask: Tensor) -> Tensor:
 
 def read_on(model: PreTrainedModel, cache: Any, ids: Tensor, sizes: Sequence[int]) -> Tensor:
     """Logits of ids read in pieces on top of what a cache holds."""
-    return torch.cat([logits(model, piece, **{CACHE: cache}, use_cache=True) for piece in ids.split(list(sizes), 1)], 1)
+    return torch.cat(
+        [logits(model, piece, **{CACHE: cache}, use_cache=True) for piece in ids.split(list(sizes), 1)], 1
+    )
 
 
 SCENES: dict[str, Scene] = {

@@ -22,7 +22,9 @@ Numbers = dict[str, Tensor]
 TEXT = 4 * CHUNK + 3
 
 
-def one_call(world: World, spoil: Spoil | None, rows: int = 1, tokens: int = TEXT, chunk: int = CHUNK, **given: Any) -> Numbers:
+def one_call(
+    world: World, spoil: Spoil | None, rows: int = 1, tokens: int = TEXT, chunk: int = CHUNK, **given: Any
+) -> Numbers:
     return {"logits": logits(world.model(chunk, spoil), random_ids(rows, tokens), **given)}
 
 
@@ -47,14 +49,21 @@ def lengths(world: World, spoil: Spoil | None) -> Numbers:
 def embedded(world: World, spoil: Spoil | None) -> Numbers:
     model = world.model(spoil=spoil)
     with torch.no_grad():
-        return {"logits": model(inputs_embeds=model.get_input_embeddings()(random_ids(1, TEXT)), use_cache=False).logits}
+        return {
+            "logits": model(
+                inputs_embeds=model.get_input_embeddings()(random_ids(1, TEXT)), use_cache=False
+            ).logits
+        }
 
 
 def within(context: Callable[[], Any]) -> Callable[[World, Spoil | None], Numbers]:
     def scene(world: World, spoil: Spoil | None) -> Numbers:
         model, cache = world.model(spoil=spoil), DynamicCache()
         with torch.no_grad(), context():
-            parts = [model(ids, **{CACHE: cache}, use_cache=True).logits for ids in random_ids(1, TEXT).split([9, 9, 7, 6], 1)]
+            parts = [
+                model(ids, **{CACHE: cache}, use_cache=True).logits
+                for ids in random_ids(1, TEXT).split([9, 9, 7, 6], 1)
+            ]
             return {"logits": torch.cat(parts, 1).detach().float().clone()}
 
     return scene
@@ -77,7 +86,11 @@ def kv_cache_dropped(world: World, spoil: Spoil | None) -> Numbers:
     model = world.model(spoil=spoil)
     state = Session(model)
     state.read(random_ids(1, TEXT))
-    return {"logits": logits(model, random_ids(1, 20, seed=2), **{CACHE: state.drop_kv_cache().cache}, use_cache=True)}
+    return {
+        "logits": logits(
+            model, random_ids(1, 20, seed=2), **{CACHE: state.drop_kv_cache().cache}, use_cache=True
+        )
+    }
 
 
 @torch.no_grad()
@@ -86,7 +99,8 @@ def copied_cache(world: World, spoil: Spoil | None) -> Numbers:
     model, cache = world.model(spoil=spoil), DynamicCache()
     logits(model, random_ids(1, TEXT), **{CACHE: cache}, use_cache=True)
     found = [
-        logits(model, random_ids(1, 20, seed=n), **{CACHE: held}, use_cache=True) for n, held in enumerate((copy.deepcopy(cache), cache))
+        logits(model, random_ids(1, 20, seed=n), **{CACHE: held}, use_cache=True)
+        for n, held in enumerate((copy.deepcopy(cache), cache))
     ]
     return {"logits": torch.cat(found)}
 
@@ -142,7 +156,8 @@ def long_session(world: World, spoil: Spoil | None) -> Numbers:
 
 @torch.no_grad()
 def strength(world: World, spoil: Spoil | None) -> Numbers:
-    """How much the first TTT layer reads, along what a sound one reads of the same: beside it rounding is small."""
+    """How much the first TTT layer reads, along what a sound one reads of the same: beside it rounding is
+    small."""
     model, seen = world.model(spoil=spoil), []
     first = next(iter(fast_weights(model).values()))
     handle = first.register_forward_hook(lambda module, args, out: seen.append(out.double()))
@@ -161,7 +176,15 @@ def tiny_writes(world: World, spoil: Spoil | None) -> Numbers:
     for layer in fast_weights(model).values():
         layer.ttt.proj.mul_(1e-4)
     cache = DynamicCache()
-    return {"logits": torch.cat([logits(model, i, **{CACHE: cache}, use_cache=True) for i in random_ids(1, TEXT).split([20, 3, 8], 1)], 1)}
+    return {
+        "logits": torch.cat(
+            [
+                logits(model, i, **{CACHE: cache}, use_cache=True)
+                for i in random_ids(1, TEXT).split([20, 3, 8], 1)
+            ],
+            1,
+        )
+    }
 
 
 WAYS: dict[str, Callable[[World, Spoil | None], Numbers]] = {

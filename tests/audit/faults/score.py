@@ -1,4 +1,5 @@
-"""How many of the faults the audit catches, and how many under an item that may name them: `python -m audit.faults.score`."""
+"""How many of the faults the audit catches, and how many under an item that may name them: `python -m
+audit.faults.score`."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ def table(verdicts: Sequence[Verdict], title: str, group: Callable[[Fault], str]
 
 
 def _line(name: str, verdicts: Sequence[Verdict]) -> str:
-    n, seen, named = len(verdicts), sum(v.is_caught for v in verdicts), sum(v.is_rightly_named for v in verdicts)
+    n, seen, named = (
+        len(verdicts),
+        sum(v.is_caught for v in verdicts),
+        sum(v.is_rightly_named for v in verdicts),
+    )
     return f"{name:48} {n:6} {seen / n:7.0%} {named / n:7.0%}"
 
 
@@ -57,16 +62,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m audit.faults.score", description=__doc__)
     parser.add_argument("--held-out", action="store_true", help="the third that probes are not made for")
     parser.add_argument("--by-kind", action="store_true", help="a line for each kind, too")
-    parser.add_argument("--missed", action="store_true", help="name the faults that are missed, and those that others' items name")
+    parser.add_argument(
+        "--missed",
+        action="store_true",
+        help="name the faults that are missed, and those that others' items name",
+    )
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     verdicts = score(held_out_faults() if args.held_out else open_faults())
     if args.missed:
         for verdict in verdicts:
             if not verdict.is_caught:
-                print(f"missed: {verdict.fault.name} ({verdict.fault.place}; {', '.join(sorted(verdict.fault.owners))})")
+                print(
+                    f"missed: {verdict.fault.name} ({verdict.fault.place}; "
+                    f"{', '.join(sorted(verdict.fault.owners))})"
+                )
             elif not verdict.is_rightly_named:
-                print(f"named by {', '.join(verdict.items)}: {verdict.fault.name} (not by {', '.join(sorted(verdict.fault.owners))})")
+                print(
+                    f"named by {', '.join(verdict.items)}: {verdict.fault.name} (not by "
+                    f"{', '.join(sorted(verdict.fault.owners))})"
+                )
     if args.by_kind:
         print(table(verdicts, "by kind", lambda fault: fault.kind))
     print(table(verdicts, "by place", lambda fault: fault.place))

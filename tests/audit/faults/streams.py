@@ -75,7 +75,9 @@ def decoded_not_written(size: float, when: When) -> Plant:
 def not_reordered(size: float, when: When) -> Plant:
     """A beam keeps its state and its open chunk, whichever beam it goes on from."""
     return lambda patch: patch.setattr(
-        cache_module.CarriesFastWeight, "reorder_cache", lambda self, beams: _reorder_attention(self, beams, when)
+        cache_module.CarriesFastWeight,
+        "reorder_cache",
+        lambda self, beams: _reorder_attention(self, beams, when),
     )
 
 
@@ -109,7 +111,9 @@ def crop_keeps_tokens(size: float, when: When) -> Plant:
             for index, row in enumerate(self.rows):
                 if held and row.filled and when.holds(place_in(self, index)):
                     for buffer in self._open.held:
-                        buffer[index, row.filled - 1] = buffer[index, min(row.filled + tokens, buffer.shape[1]) - 1]
+                        buffer[index, row.filled - 1] = buffer[
+                            index, min(row.filled + tokens, buffer.shape[1]) - 1
+                        ]
 
         real = FastWeightStream.crop
         patch.setattr(FastWeightStream, "crop", crop)
@@ -137,7 +141,9 @@ def long_pieces_thinned(size: float, when: When) -> Plant:
     """Of a piece with several whole chunks, these are not all written."""
 
     def plant(patch: Patch) -> None:
-        def take_whole(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any) -> None:
+        def take_whole(
+            self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any
+        ) -> None:
             acts = [acts_in(when, self, index) for index in range(self.batch)]
             keep = torch.tensor([[not a] for a in acts])[..., None]
             real(self, out, torch.where(keep, z, (1 - size) * z), x, spans, layer)
@@ -156,7 +162,9 @@ def short_memory(tokens: float, when: When) -> Plant:
             z, x = real(self, row, filled, *new)
             call = now()
             if call is not None and call.stream is not None and acts_in(when, call.stream, row):
-                x = torch.cat([torch.zeros_like(x[: max(0, filled - int(tokens))]), x[max(0, filled - int(tokens)) :]])
+                x = torch.cat(
+                    [torch.zeros_like(x[: max(0, filled - int(tokens))]), x[max(0, filled - int(tokens)) :]]
+                )
             return z, x
 
         real = OpenChunks.followed_by

@@ -48,10 +48,17 @@ def repeated_edges(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right:
         for document in documents:
             for begin, end in layout.chunks(document):
                 reach = self.conv.shape[-1]
-                edges = [x[row, begin : begin + 1].expand(reach, -1), x[row, begin:end], x[row, end - 1 : end].expand(reach, -1)]
+                edges = [
+                    x[row, begin : begin + 1].expand(reach, -1),
+                    x[row, begin:end],
+                    x[row, end - 1 : end].expand(reach, -1),
+                ]
                 longer = torch.cat(edges)[None]
                 alone = ChunkLayout.from_lengths([[longer.shape[1]]], longer.shape[1])
-                out += [x.new_zeros(begin - done, x.shape[-1]), chunk_conv(longer, self.conv, alone, self.first_tap)[0, reach:-reach]]
+                out += [
+                    x.new_zeros(begin - done, x.shape[-1]),
+                    chunk_conv(longer, self.conv, alone, self.first_tap)[0, reach:-reach],
+                ]
                 done = end
         rows.append(torch.cat([*out, x.new_zeros(layout.length - done, x.shape[-1])]))
     return torch.stack(rows) @ self.proj
@@ -60,7 +67,9 @@ def repeated_edges(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right:
 def short_of_lookahead(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right: Tensor) -> Tensor:
     """Tokens whose taps reach over the end of the chunk have no target."""
     ids, ahead = layout.chunk_ids(), self.first_tap + self.conv.shape[-1] - 1
-    inside = torch.nn.functional.pad(ids[:, ahead:] == ids[:, : ids.shape[1] - ahead], (0, min(ahead, ids.shape[1])))
+    inside = torch.nn.functional.pad(
+        ids[:, ahead:] == ids[:, : ids.shape[1] - ahead], (0, min(ahead, ids.shape[1]))
+    )
     return right * inside[:, : ids.shape[1], None]
 
 
@@ -76,7 +85,12 @@ def squashed(size: float) -> Target:
 
 def alike_taps(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right: Tensor) -> Tensor:
     """All channels have the mean of their kernels."""
-    return chunk_conv(x, self.conv.mean(0, keepdim=True).expand_as(self.conv).contiguous(), layout, self.first_tap) @ self.proj
+    return (
+        chunk_conv(
+            x, self.conv.mean(0, keepdim=True).expand_as(self.conv).contiguous(), layout, self.first_tap
+        )
+        @ self.proj
+    )
 
 
 def constant(size: float) -> Target:

@@ -1,4 +1,5 @@
-"""What is under way in a converted model: the call of a TTT layer, and the places in it, by which a fault decides whether it acts."""
+"""What is under way in a converted model: the call of a TTT layer, and the places in it, by which a fault
+decides whether it acts."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Call:
 
 
 class Place(NamedTuple):
-    """One chunk of one document of one row, numbered from 0; no call where a part of a layer is run by itself."""
+    """One chunk of one document of one row, numbered from 0; no call where a part of a layer is run by
+    itself."""
 
     call: Call | None
     row: int = 0
@@ -73,7 +75,8 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The tokens start:stop of row `index` of a layout, which are those of a place; `whole` where they make a chunk."""
+    """The tokens start:stop of row `index` of a layout, which are those of a place; `whole` where they make a
+    chunk."""
 
     index: int
     start: int
@@ -113,7 +116,13 @@ def places_of_call(call: Call) -> Iterator[Piece]:
         for document, (start, stop) in enumerate(documents):
             written, filled = call.before(row) if document == 0 else (0, 0)
             for token in range(start, stop):
-                yield Piece(row, token, token + 1, Place(call, row, document, written + (filled + token - start) // call.chunk_size), False)
+                yield Piece(
+                    row,
+                    token,
+                    token + 1,
+                    Place(call, row, document, written + (filled + token - start) // call.chunk_size),
+                    False,
+                )
 
 
 def note(patch: Patch) -> None:
@@ -150,7 +159,11 @@ def note(patch: Patch) -> None:
         mark(stream, "restore")
         return stream
 
-    real_read, real_take, real_restore = FastWeight._read, FastWeightStream._take, FastWeightStream.restore.__func__  # type: ignore[attr-defined]
+    real_read, real_take, real_restore = (
+        FastWeight._read,
+        FastWeightStream._take,
+        FastWeightStream.restore.__func__,
+    )  # type: ignore[attr-defined]
     read.notes = True  # type: ignore[attr-defined]
     patch.setattr(FastWeight, "_read", read)
     patch.setattr(FastWeightStream, "_take", take)
@@ -177,14 +190,20 @@ def mark(stream: FastWeightStream, what: str) -> None:
 
 def place_in(stream: FastWeightStream, row: int = 0) -> Place:
     """A row of a stream between calls: that of its last call, without one a place of no call."""
-    return Place(stream.__dict__.get("last_call"), row, 0, stream.rows[row].written if row < len(stream.rows) else 0)
+    return Place(
+        stream.__dict__.get("last_call"), row, 0, stream.rows[row].written if row < len(stream.rows) else 0
+    )
 
 
 def _call_of(layer: FastWeight, z: Tensor, call: LayerCall) -> Call:
     order = sorted(layer.hooks.model.layers)
     stream = None if call.cache is None else streams(call.cache).get(layer.fast.layer)
     context = call.context
-    spans = [list(row) for row in context.layout(layer.chunk_size).documents] if call.cache is None else [[s] for s in context.spans()]
+    spans = (
+        [list(row) for row in context.layout(layer.chunk_size).documents]
+        if call.cache is None
+        else [[s] for s in context.spans()]
+    )
     return Call(
         layer, order.index(layer.fast.layer), len(order), *z.shape, z.dtype, spans, call.cache,
         frozenset() if stream is None else stream.__dict__.get("past", frozenset()), layer.training, torch.is_grad_enabled(),

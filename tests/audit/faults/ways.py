@@ -101,7 +101,9 @@ def on_with_a_cache(size: float, when: When) -> Plant:
 
 def shared_by_copies(size: float, when: When) -> Plant:
     """A copy of a model has its target generators in common with it."""
-    return lambda patch: patch.setattr(TargetGenerator, "__deepcopy__", lambda self, memo: self, raising=False)
+    return lambda patch: patch.setattr(
+        TargetGenerator, "__deepcopy__", lambda self, memo: self, raising=False
+    )
 
 
 def etas_reversed(size: float, when: When) -> Plant:

@@ -22,7 +22,8 @@ _GPT2_SIZES = ("n_layer", "n_positions", "n_inner")
 
 @dataclass(frozen=True)
 class World:
-    """A tiny converted model. ttt_layers: how many of its layers are fast weights. settings: of its TTT config. inner: width of keys."""
+    """A tiny converted model. ttt_layers: how many of its layers are fast weights. settings: of its TTT
+    config. inner: width of keys."""
 
     family: str = "llama"
     dtype: torch.dtype = torch.float32
@@ -32,16 +33,21 @@ class World:
 
     def audited(self, spoil: Spoil | None = None) -> Report:
         """The audit of a fresh conversion: every sixth layer, as the paper has it."""
-        model = self._converted(self._base(depth=6 * self.ttt_layers - 5, positions=8192), **dict(self.settings))
+        model = self._converted(
+            self._base(depth=6 * self.ttt_layers - 5, positions=8192), **dict(self.settings)
+        )
         if spoil is not None:
             spoil(model)
         return audit_model(model)
 
-    def model(self, chunk_size: int = CHUNK, spoil: Spoil | None = None, writes: bool = True, **settings: Any) -> PreTrainedModel:
+    def model(
+        self, chunk_size: int = CHUNK, spoil: Spoil | None = None, writes: bool = True, **settings: Any
+    ) -> PreTrainedModel:
         """A model of three layers, with its writer on, in evaluation mode."""
         layers = (0, 2) if self.ttt_layers == 2 else (0, 1, 2)
         model = self._converted(
-            self._base(depth=3, positions=512), **{"layers": layers, "chunk_size": chunk_size, **dict(self.settings), **settings}
+            self._base(depth=3, positions=512),
+            **{"layers": layers, "chunk_size": chunk_size, **dict(self.settings), **settings},
         )
         if writes:
             turn_writer_on(model)
@@ -51,7 +57,9 @@ class World:
 
     def _base(self, depth: int, positions: int) -> PreTrainedModel:
         names = _GPT2_SIZES if "n_layer" in BY_NAME[self.family].overrides else _SIZES
-        return build(self.family, dtype=self.dtype, **dict(zip(names, (depth, positions, self.inner), strict=True)))
+        return build(
+            self.family, dtype=self.dtype, **dict(zip(names, (depth, positions, self.inner), strict=True))
+        )
 
     @staticmethod
     def _converted(base: PreTrainedModel, **settings: Any) -> PreTrainedModel:

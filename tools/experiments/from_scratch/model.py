@@ -1,4 +1,5 @@
-"""A causal model of window attention and a memory: what lies further back than the window can reach a token through the memory alone."""
+"""A causal model of window attention and a memory: what lies further back than the window can reach a token
+through the memory alone."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ class WindowAttention(nn.Module):
         self.heads, self.window = heads, window
         self.to_qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.to_out = nn.Linear(dim, dim, bias=False)
-        self.register_buffer("frequencies", base ** -torch.linspace(0, 1, dim // heads // 2 + 1)[:-1], persistent=False)
+        self.register_buffer(
+            "frequencies", base ** -torch.linspace(0, 1, dim // heads // 2 + 1)[:-1], persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         length, w = x.shape[1], self.window
         q, k, v = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, T, d]
         q, k = self.rotated(q), self.rotated(k)
-        # A block of w queries needs its own keys and those of the block before: the cost grows with T w, not with T².
+        # A block of w queries needs its own keys and those of the block before: the cost grows with T w, not
+        # with T².
         behind = -length % w
         q = F.pad(q, (0, 0, 0, behind)).unflatten(2, (-1, w))  # [B, H, n, w, d]
         k, v = (F.pad(y, (0, 0, w, behind)).unfold(2, 2 * w, w).mT for y in (k, v))  # [B, H, n, 2w, d]
@@ -45,14 +49,19 @@ class WindowAttention(nn.Module):
 
     def mask(self, blocks: int, device: torch.device) -> Tensor:
         """Who sees whom, [n, w, 2w]; the first block has nothing before it."""
-        ago = torch.arange(self.window, device=device)[:, None] + self.window - torch.arange(2 * self.window, device=device)
+        ago = (
+            torch.arange(self.window, device=device)[:, None]
+            + self.window
+            - torch.arange(2 * self.window, device=device)
+        )
         mask = ((ago >= 0) & (ago < self.window)).repeat(blocks, 1, 1)
         mask[0, :, : self.window] = False
         return mask
 
 
 class ShortConvolution(nn.Module):
-    """Every channel's last `taps` tokens, weighted: y_t = Σ_j w_j ∘ x_{t-j}. What most published layers have before q, k and v."""
+    """Every channel's last `taps` tokens, weighted: y_t = Σ_j w_j ∘ x_{t-j}. What most published layers have
+    before q, k and v."""
 
     def __init__(self, dim: int, taps: int) -> None:
         super().__init__()
@@ -75,7 +84,8 @@ class GatedMLP(nn.Module):
 
 
 class Normed(nn.Module):
-    """What a memory reads, brought to one size: a sum over all tokens grows with them. Most published layers have such a norm."""
+    """What a memory reads, brought to one size: a sum over all tokens grows with them. Most published layers
+    have such a norm."""
 
     def __init__(self, memory: Memory[Any], dim: int) -> None:
         super().__init__()
@@ -86,7 +96,8 @@ class Normed(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attn(n) + norm M(n) with n = conv(norm x), then + MLP(norm x). In-Place TTT has no place beside attention: it is the MLP."""
+    """x + Attn(n) + norm M(n) with n = conv(norm x), then + MLP(norm x). In-Place TTT has no place beside
+    attention: it is the MLP."""
 
     def __init__(self, settings: Model, width: int, system: str, options: dict[str, Any]) -> None:
         super().__init__()
@@ -110,15 +121,20 @@ class Block(nn.Module):
 class CausalModel(nn.Module):
     """Token ids [B, T] to the logits of what follows each, [B, T, vocabulary]; the head is the embedding.
 
-    width: hidden width of the MLPs, in place of settings.width. system: a name of `inplace_ttt.memories`, or "none".
+    width: hidden width of the MLPs, in place of settings.width. system: a name of `inplace_ttt.memories`, or
+        "none".
     """
 
-    def __init__(self, settings: Model, vocabulary: int, width: int, system: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, settings: Model, vocabulary: int, width: int, system: str, options: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.width = width
         self.embedding = nn.Embedding(vocabulary, settings.dim)
         nn.init.normal_(self.embedding.weight, std=settings.dim**-0.5)
-        self.blocks = nn.Sequential(*(Block(settings, width, system, options) for _ in range(settings.blocks)))
+        self.blocks = nn.Sequential(
+            *(Block(settings, width, system, options) for _ in range(settings.blocks))
+        )
         self.norm = nn.RMSNorm(settings.dim)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -129,7 +145,8 @@ class CausalModel(nn.Module):
 
     @torch.no_grad()
     def memory_bytes(self, length: int) -> int:
-        """Bytes of all states of one sequence after `length` tokens; attention's own cache of a window is not in it."""
+        """Bytes of all states of one sequence after `length` tokens; attention's own cache of a window is not
+        in it."""
         found = 0
         for memory in (module for module in self.modules() if isinstance(module, Memory)):
             like = next(memory.parameters())
@@ -143,15 +160,19 @@ def memory_of(system: str, dim: int, width: int, options: dict[str, Any]) -> Mem
 
 
 def matching_width(settings: Model, vocabulary: int, system: str, options: dict[str, Any]) -> int:
-    """The MLP width at which `system` has as many parameters as attention alone at settings.width, to half a hidden unit a block."""
+    """The MLP width at which `system` has as many parameters as attention alone at settings.width, to half a
+    hidden unit a block."""
 
     def parameters(system: str, width: int) -> int:
-        return CausalModel(settings, vocabulary, width, system, options if system != NONE else {}).parameter_count()
+        return CausalModel(
+            settings, vocabulary, width, system, options if system != NONE else {}
+        ).parameter_count()
 
     least = parameters(system, 1)
     width = 1 + round((parameters(NONE, settings.width) - least) / (parameters(system, 2) - least))
     if width < 1:
         raise InPlaceTTTError(
-            f"{system} alone has more parameters than an MLP of width {settings.width}; raise model.width by {1 - width} or more."
+            f"{system} alone has more parameters than an MLP of width {settings.width}; raise model.width "
+            f"by {1 - width} or more."
         )
     return width

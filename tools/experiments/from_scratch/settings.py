@@ -1,4 +1,5 @@
-"""What a recipe of the from-scratch comparison says: one task, the systems with their options, and what all of them share."""
+"""What a recipe of the from-scratch comparison says: one task, the systems with their options, and what all
+of them share."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ class Recall:
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes of text files. train: files and folders; held_out: files of them, or others, that are not trained on.
+    """Bytes of text files. train: files and folders; held_out: files of them, or others, that are not trained
+    on.
 
-    rows: of each held-out file, taken at even distances, so that every file has a say. bounds: where the reported stretches
+    rows: of each held-out file, taken at even distances, so that every file has a say. bounds: where the
+        reported stretches
     of positions end, ascending, in shares of the length.
     """
 
@@ -41,12 +44,17 @@ class Text:
     def __post_init__(self) -> None:
         at_least(1, self, "rows")
         ascending = all(low < high for low, high in zip([0.0, *self.bounds], self.bounds, strict=False))
-        require(bool(self.bounds) and ascending and self.bounds[-1] == 1, "bounds", "must ascend from above 0 to 1")
+        require(
+            bool(self.bounds) and ascending and self.bounds[-1] == 1,
+            "bounds",
+            "must ascend from above 0 to 1",
+        )
 
 
 @dataclass(frozen=True)
 class Model:
-    """What all systems share. width: hidden width of the MLPs of attention alone; the others' follow, for as many parameters.
+    """What all systems share. width: hidden width of the MLPs of attention alone; the others' follow, for as
+    many parameters.
 
     taps: of the short causal convolution before attention and memory; 1 is none.
     """
@@ -60,7 +68,9 @@ class Model:
 
     def __post_init__(self) -> None:
         at_least(1, self, "dim", "blocks", "heads", "window", "width", "taps")
-        require(self.dim % (2 * self.heads) == 0, "dim", f"must divide into {self.heads} heads of an even width")
+        require(
+            self.dim % (2 * self.heads) == 0, "dim", f"must divide into {self.heads} heads of an even width"
+        )
 
 
 @dataclass(frozen=True)
@@ -98,13 +108,27 @@ class Scratch:
         require(bool(self.systems), "systems", f"name some of {', '.join(known)}")
         for name, options in self.systems.items():
             require(name in known, "systems", f"there is no memory {name!r}; choose from {', '.join(known)}")
-            require(options is None or isinstance(options, dict), "systems", f"{name} must have a table of options, or nothing")
+            require(
+                options is None or isinstance(options, dict),
+                "systems",
+                f"{name} must have a table of options, or nothing",
+            )
             require(name != NONE or not options, "systems", "attention alone has no options")
-            require("hidden" not in (options or {}), "systems", "in-place has no hidden of its own; it follows from model.width")
+            require(
+                "hidden" not in (options or {}),
+                "systems",
+                "in-place has no hidden of its own; it follows from model.width",
+            )
             for option, value in (options or {}).items():
                 default = inspect.signature(MEMORIES[name]).parameters.get(option, _UNKNOWN).default
-                require(fits(value, default), "systems", f"{option} of {name} must be of the kind of {default!r}, got {value!r}")
-        require((self.recall is None) != (self.text is None), "recall", "give one of the sections recall and text")
+                require(
+                    fits(value, default),
+                    "systems",
+                    f"{option} of {name} must be of the kind of {default!r}, got {value!r}",
+                )
+        require(
+            (self.recall is None) != (self.text is None), "recall", "give one of the sections recall and text"
+        )
         require(bool(self.seeds) and len(set(self.seeds)) == len(self.seeds), "seeds", "give some, each once")
 
 
@@ -113,7 +137,8 @@ _UNKNOWN = inspect.Parameter("unknown", inspect.Parameter.KEYWORD_ONLY)
 
 
 def fits(value: Any, default: Any) -> bool:
-    """Whether an option may have that value; an integer passes for a float, and anything where the default tells nothing."""
+    """Whether an option may have that value; an integer passes for a float, and anything where the default
+    tells nothing."""
     if default is None or default is inspect.Parameter.empty:
         return True
     return type(value) is type(default) or (type(default), type(value)) == (float, int)

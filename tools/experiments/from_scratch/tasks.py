@@ -1,4 +1,5 @@
-"""What the models are trained on and asked for. A row of ids and labels depends on the task and the seed, never on the system."""
+"""What the models are trained on and asked for. A row of ids and labels depends on the task and the seed,
+never on the system."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ class RecallTask(Task):
     """Score: the share of the asked values that are given. Other rows for every seed."""
 
     def __init__(self, settings: Recall, length: int, batch_size: int, steps: int) -> None:
-        self.settings, self.vocabulary, self.length, self.batch_size, self.steps = settings, settings.vocabulary, length, batch_size, steps
+        self.settings, self.vocabulary, self.length, self.batch_size, self.steps = (
+            settings,
+            settings.vocabulary,
+            length,
+            batch_size,
+            steps,
+        )
         self._made: dict[int, Rows] = {}
         self.held_out(seed=0)  # what does not fit is refused before anything is trained
 
@@ -58,7 +65,9 @@ class RecallTask(Task):
         return {"recall": right[asked].double().mean().item(), "loss": losses[asked].double().mean().item()}
 
     def _rows(self, count: int, seed: int, held_out: bool = False) -> Rows:
-        made = recall_data(count, self.settings.pairs, self.vocabulary, self.length, seed, held_out).with_format("torch")[:]
+        made = recall_data(
+            count, self.settings.pairs, self.vocabulary, self.length, seed, held_out
+        ).with_format("torch")[:]
         return made["input_ids"][:, :-1].long(), made["labels"][:, 1:].long()
 
 
@@ -77,7 +86,9 @@ class TextTask(Task):
         self.train = [text for text in map(read_bytes, train) if len(text) >= length]
         if not self.train:
             raise InPlaceTTTError(f"no text of text.train has {length} bytes; lower training.length.")
-        self._held_out = torch.cat([spread(read_bytes(file), settings.rows, length, file) for file in held_out])
+        self._held_out = torch.cat(
+            [spread(read_bytes(file), settings.rows, length, file) for file in held_out]
+        )
         self._starts = torch.tensor([len(text) - length + 1 for text in self.train]).cumsum(0)
 
     def batch(self, seed: int, step: int) -> Rows:
@@ -98,7 +109,9 @@ class TextTask(Task):
         stops = [round(bound * (self.length - 1)) for bound in self.settings.bounds]
         means = losses.double().mean(dim=0)
         stretches = zip([0, *stops], stops, strict=False)
-        return {f"{start}–{stop - 1}": means[start:stop].mean().item() for start, stop in stretches} | {"loss": means.mean().item()}
+        return {f"{start}–{stop - 1}": means[start:stop].mean().item() for start, stop in stretches} | {
+            "loss": means.mean().item()
+        }
 
 
 def task_of(settings: Scratch) -> Task:
@@ -116,13 +129,18 @@ def read_bytes(file: Path) -> Tensor:
         return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is empty"
-        raise InPlaceTTTError(f"cannot read the text {file}: {reason}; `make text` fetches the recipes' texts.") from None
+        raise InPlaceTTTError(
+            f"cannot read the text {file}: {reason}; `make text` fetches the recipes' texts."
+        ) from None
 
 
 def spread(text: Tensor, rows: int, length: int, file: Path) -> Tensor:
     """Rows [rows, length] of a text that do not overlap, at even distances."""
     if len(text) < rows * length:
-        raise InPlaceTTTError(f"{file} has {len(text)} bytes, {rows} rows of {length} are asked for; lower text.rows or name another.")
+        raise InPlaceTTTError(
+            f"{file} has {len(text)} bytes, {rows} rows of {length} are asked for; lower text.rows or name "
+            "another."
+        )
     apart = len(text) // rows
     return torch.stack([text[i * apart : i * apart + length] for i in range(rows)])
 

@@ -30,7 +30,8 @@ def build(settings: Scratch, vocabulary: int, system: str, seed: int) -> CausalM
 
 
 def train_one(settings: Scratch, task: Task, system: str, seed: int) -> dict[str, Any]:
-    """The figures of one run. Speed is per second of processor time, which other work on the machine hardly touches."""
+    """The figures of one run. Speed is per second of processor time, which other work on the machine hardly
+    touches."""
     model, training = build(settings, task.vocabulary, system, seed), settings.training
     optimizer = torch.optim.Adam(model.parameters(), training.learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, training))
@@ -44,7 +45,10 @@ def train_one(settings: Scratch, task: Task, system: str, seed: int) -> dict[str
             seconds += time.process_time() - started
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             if not math.isfinite(losses[-1]):
-                raise InPlaceTTTError(f"{system} diverged with seed {seed} at step {step}; lower training.learning_rate or its own rates.")
+                raise InPlaceTTTError(
+                    f"{system} diverged with seed {seed} at step {step}; lower training.learning_rate or "
+                    "its own rates."
+                )
     return {
         "system": system,
         "seed": seed,
@@ -57,7 +61,9 @@ def train_one(settings: Scratch, task: Task, system: str, seed: int) -> dict[str
     }
 
 
-def learn(model: nn.Module, ids: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float:
+def learn(
+    model: nn.Module, ids: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float
+) -> float:
     """One step; its loss."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -88,13 +94,21 @@ def score(model: nn.Module, task: Task, seed: int, batch_size: int) -> dict[str,
 
 
 def prepare(settings: Scratch) -> tuple[Task, list[dict[str, Any]]]:
-    """The task, and every system's MLP width and parameters, beside attention's alone. Finds a bad recipe before anything is trained."""
+    """The task, and every system's MLP width and parameters, beside attention's alone. Finds a bad recipe
+    before anything is trained."""
     task = task_of(settings)
     aimed_at = build(settings, task.vocabulary, NONE, seed=0).parameter_count()
     lines = []
     for system in settings.systems:
         model = build(settings, task.vocabulary, system, seed=0)
-        lines.append({"system": system, "width": model.width, "parameters": model.parameter_count(), "parameters_of_attention": aimed_at})
+        lines.append(
+            {
+                "system": system,
+                "width": model.width,
+                "parameters": model.parameter_count(),
+                "parameters_of_attention": aimed_at,
+            }
+        )
     return task, lines
 
 
@@ -108,7 +122,9 @@ def table(rows: list[dict[str, Any]], settings: Scratch) -> list[dict[str, Any]]
         scores = {name: spread([row["scores"][name] for row in found]) for name in found[0]["scores"]}
         shared = {name: found[0][name] for name in ("parameters", "state_bytes")}
         speed = statistics.mean(row["tokens_per_second"] for row in found)
-        lines.append({"system": system, "n": len(found), "scores": scores, "tokens_per_second": speed, **shared})
+        lines.append(
+            {"system": system, "n": len(found), "scores": scores, "tokens_per_second": speed, **shared}
+        )
     return lines
 
 

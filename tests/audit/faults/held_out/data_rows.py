@@ -35,7 +35,9 @@ def faults() -> Iterator[Fault]:
         yield made("a rate is next to nothing", name, None, rates, STEPS, f"training.{name}=1e-20")
     for steps in (30, 100000):
         setting = f"training.eta_warmup_steps={steps}"
-        yield made("η warms up longer than the run", str(steps), None, "schedule eta in-training", STEPS, setting)
+        yield made(
+            "η warms up longer than the run", str(steps), None, "schedule eta in-training", STEPS, setting
+        )
     for name, layers in (("", slice(None)), ("in the second TTT layer", slice(1, 2))):
         also = " every-layer" if name else ""
         yield made("P is frozen", name, frozen("proj", layers), TRAINED + also, STEPS)
@@ -44,4 +46,11 @@ def faults() -> Iterator[Fault]:
         yield made("a group decays with the matrices", group, plant, "weight-decay optimiser learning-rate", STEPS,
                    needs=(f"training.{group}_learning_rate=1e-2",))  # fmt: skip
     for which, eta in (("the first", "[0.0, 1.0]"), ("the second", "[1.0, 0.0]")):
-        yield made("η is zero in a layer", which, None, "eta writes every-layer every-layer loss-sum", STEPS, f"ttt.eta={eta}")
+        yield made(
+            "η is zero in a layer",
+            which,
+            None,
+            "eta writes every-layer every-layer loss-sum",
+            STEPS,
+            f"ttt.eta={eta}",
+        )

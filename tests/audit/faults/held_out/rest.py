@@ -44,14 +44,17 @@ def signs(target: TargetGenerator, std: float, seed: int, size: float) -> None:
 
 
 def w0_rescaled(size: float, when: When) -> Plant:
-    """The conversion changes the sizes of W0's rows; under the condition on layers, of those after the first."""
+    """The conversion changes the sizes of W0's rows; under the condition on layers, of those after the
+    first."""
 
     def plant(patch: Patch) -> None:
         def install(parts: Any, settings: Any, *args: Any, **kwargs: Any) -> None:
             real(parts, settings, *args, **kwargs)
             if when is only.ALWAYS or settings.layer != settings.config.layers[0]:
                 weight = parts.down_proj.weight
-                weight.data = weight.data * (1 + size * torch.linspace(-1, 1, len(weight), dtype=weight.dtype))[:, None]
+                weight.data = (
+                    weight.data * (1 + size * torch.linspace(-1, 1, len(weight), dtype=weight.dtype))[:, None]
+                )
 
         real = surgery.install
         patch.setattr(surgery, "install", install)
@@ -117,7 +120,10 @@ def mean_kept(size: float) -> Target:
 
     def target(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right: Tensor) -> Tensor:
         assert self.mean is not None and self.gain is not None
-        return chunk_conv((x + size * self.mean * self.gain).to(x.dtype), self.conv, layout, self.first_tap) @ self.proj
+        return (
+            chunk_conv((x + size * self.mean * self.gain).to(x.dtype), self.conv, layout, self.first_tap)
+            @ self.proj
+        )
 
     return target
 
@@ -128,7 +134,9 @@ def gain_off(size: float) -> Target:
 
 CENTRED = {"settings": {"normalize_targets": True, "whitening": KeyWhitening(rank=0.75), "eta": 10.0}}
 WRITES = (*only.ANYWHERE, *only.STREAMED)
-LAW = tuple(when for when in only.ANYWHERE if when not in (only.IN_FLOAT32, only.AFTER_LOADING, only.LAST_LAYER))
+LAW = tuple(
+    when for when in only.ANYWHERE if when not in (only.IN_FLOAT32, only.AFTER_LOADING, only.LAST_LAYER)
+)
 START = ("start",)
 KINDS: tuple[Kind, ...] = (
     Kind("P starts uniform", "start", owned("start-projection"), started(uniform), scenes=START),

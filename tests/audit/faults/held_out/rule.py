@@ -97,7 +97,9 @@ def stale_w0(size: float, when: When) -> Callable[[Patch], None]:
         def read_whole(self: FastWeight, z: Tensor, *args: Any) -> Tensor:
             return back(self, z, real_whole(self, z, *args))
 
-        def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any, **rest: Any) -> Tensor:
+        def advance(
+            self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any, **rest: Any
+        ) -> Tensor:
             return real_advance(self, back(layer, z, out), z, x, spans, layer, **rest)
 
         real_whole, real_advance = FastWeight._read_whole, FastWeightStream.advance

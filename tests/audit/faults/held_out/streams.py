@@ -35,7 +35,9 @@ def read_early(size: float, when: When) -> Plant:
     """What an open chunk holds when a call begins is read by that call."""
 
     def plant(patch: Patch) -> None:
-        def advance(self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any, **rest: Any) -> Tensor:
+        def advance(
+            self: FastWeightStream, out: Tensor, z: Tensor, x: Tensor, spans: Any, layer: Any, **rest: Any
+        ) -> Tensor:
             for index, row in enumerate(self.rows):
                 if row.filled and self._open.held and acts_in(when, self, index):
                     keys, source = (buffer[index, : row.filled] for buffer in self._open.held)
@@ -93,7 +95,9 @@ def pads_taken_in(tokens: float, when: When) -> Plant:
             if call is None:
                 return right
             return [
-                (max(0, start - int(tokens)), stop) if start > 0 and when.holds(Place(call, row)) else (start, stop)
+                (max(0, start - int(tokens)), stop)
+                if start > 0 and when.holds(Place(call, row))
+                else (start, stop)
                 for row, (start, stop) in enumerate(right)
             ]
 
@@ -140,15 +144,21 @@ def write_baked_in(size: float, when: When) -> Spoil:
 
     def spoil(model: Any) -> None:
         for layer in layers_meant(model, when):
-            layer.ttt.register_forward_hook(lambda module, args, out, layer=layer: layer.__dict__.__setitem__("targets", out.detach()))
-            layer.register_forward_pre_hook(lambda module, args: module.__dict__.__setitem__("inputs", args[0].detach()))
+            layer.ttt.register_forward_hook(
+                lambda module, args, out, layer=layer: layer.__dict__.__setitem__("targets", out.detach())
+            )
+            layer.register_forward_pre_hook(
+                lambda module, args: module.__dict__.__setitem__("inputs", args[0].detach())
+            )
             layer.register_state_dict_post_hook(hook)
 
     def hook(layer: FastWeight, values: dict[str, Any], prefix: str, metadata: Any) -> None:
         z, v = layer.__dict__.get("inputs"), layer.__dict__.get("targets")
         if z is not None and v is not None and z.shape[:2] == v.shape[:2]:
             last = slice(-layer.chunk_size, None)
-            values[prefix + "weight"] = values[prefix + "weight"] + size * layer.eta * (v[0, last].T @ z[0, last]).to(layer.weight)  # type: ignore[arg-type]
+            values[prefix + "weight"] = values[prefix + "weight"] + size * layer.eta * (
+                v[0, last].T @ z[0, last]
+            ).to(layer.weight)  # type: ignore[arg-type]
 
     return spoil
 
@@ -190,7 +200,9 @@ def nothing(target: TargetGenerator, std: float) -> None:
 
 
 def all_alike(target: TargetGenerator, std: float) -> None:
-    target.proj.diagonal().copy_(torch.randn(len(target.proj), generator=torch.Generator().manual_seed(99)) * std)
+    target.proj.diagonal().copy_(
+        torch.randn(len(target.proj), generator=torch.Generator().manual_seed(99)) * std
+    )
 
 
 IN_CALLS = (only.SHORT_PIECES, only.DECODING, only.CACHE_AND_BATCH, only.AFTER_RESET, only.AFTER_CROP, only.AFTER_RESTORE,

@@ -27,7 +27,9 @@ WRITES = (*only.ANYWHERE, *only.STREAMED)
 
 def without_p(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right: Tensor) -> Tensor:
     """A multiple of 1 of P's size in its place."""
-    return chunk_conv(x, self.conv, layout, self.first_tap) * self.proj.detach().norm() / len(self.proj) ** 0.5
+    return (
+        chunk_conv(x, self.conv, layout, self.first_tap) * self.proj.detach().norm() / len(self.proj) ** 0.5
+    )
 
 
 def diagonal(self: TargetGenerator, x: Tensor, layout: ChunkLayout, right: Tensor) -> Tensor:
@@ -71,7 +73,9 @@ def from_the_mlp(size: float, when: When) -> Callable[[Patch], None]:
         def install(parts: Any, *args: Any, **kwargs: Any) -> None:
             real(parts, *args, **kwargs)
             parts.mlp.register_forward_pre_hook(
-                lambda module, given: parts.down_proj.__dict__.__setitem__("mlp_input", given[0] if given else None)
+                lambda module, given: parts.down_proj.__dict__.__setitem__(
+                    "mlp_input", given[0] if given else None
+                )
             )
 
         real = surgery.install
@@ -112,7 +116,14 @@ def one_grid(_: float) -> Callable[[tuple[Span, ...], int, int], tuple[Span, ...
     return change
 
 
-PACKED = (only.ALWAYS, only.IN_TRAINING, only.PACKED_IN_A_BATCH, only.LATE_DOCUMENTS, only.LATER_LAYER, only.LATER_ROWS)
+PACKED = (
+    only.ALWAYS,
+    only.IN_TRAINING,
+    only.PACKED_IN_A_BATCH,
+    only.LATE_DOCUMENTS,
+    only.LATER_LAYER,
+    only.LATER_ROWS,
+)
 PACKED_SCENES = ("packed", "packed training")
 KINDS: tuple[Kind, ...] = (
     Kind("P is missing", "target", owned("projection-untransposed"), with_target(mixed(without_p)), SIZES, WRITES, 3),

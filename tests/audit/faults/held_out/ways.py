@@ -85,7 +85,9 @@ def recomputation_detached(size: float, when: When) -> Plant:
 
 def state_shared_by_copies(size: float, when: When) -> Plant:
     """Copies of a cache have the fast weight in common."""
-    return lambda patch: patch.setattr(FastWeightStream, "__deepcopy__", lambda self, memo: self, raising=False)
+    return lambda patch: patch.setattr(
+        FastWeightStream, "__deepcopy__", lambda self, memo: self, raising=False
+    )
 
 
 def forgotten_between_reads(size: float, when: When) -> Plant:
